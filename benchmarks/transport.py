@@ -75,9 +75,11 @@ class OurLink:
 
     def buffer_to_receive(self, size: int) -> Any:
         from jaxpp_async.transport.shared_memory import SharedBlock
-        from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES
+        from jaxpp_async.transport.ucx.one_copy import MIN_ONE_COPY_BYTES
 
-        block = SharedBlock.make(size) if size >= DIRECT_BYTES else None  # as actors/receive_buffers.py does
+        block = (
+            SharedBlock.make(size) if size >= MIN_ONE_COPY_BYTES else None
+        )  # as actors/receive_buffers.py does
         return np.ones(size, np.uint8) if block is None else block
 
 

@@ -30,7 +30,8 @@ import uvloop
 
 from jaxpp_async.actors.cuda import CupyDevices, DeviceCopy
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Memory, make_tag, memory_of
-from jaxpp_async.transport.registry import ERROR_HANDLING, make_process_transport
+from jaxpp_async.transport.registry import make_process_transport
+from jaxpp_async.transport.ucx.transport import ERROR_HANDLING
 
 WINDOW = 4
 BURST_BYTES, MOST_IN_BURST = 1 << 30, 200

@@ -12,6 +12,7 @@ import contextlib
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,6 +31,7 @@ from jaxpp_async.actors.setup import ActorResources, make_resources
 from jaxpp_async.actors.shards import memory_held
 from jaxpp_async.actors.step_queue import StepQueue
 from jaxpp_async.actors.step_run import DeviceStepRun, StepEnd, StepRun
+from jaxpp_async.base.descriptors import num_descriptors
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
 from jaxpp_async.layout.state_replicas import ReplicaStore
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, Input, ProcessId, Recv, Send
@@ -238,12 +240,12 @@ class Actor:
         return m.Connected(message.request, routes)
 
     async def _offer_links(self, message: m.OfferLinks) -> m.LinksOffered:
-        transport, loop = self._resources.transports.with_links, asyncio.get_running_loop()
+        transport, loop = self._resources.transports.required_ordered, asyncio.get_running_loop()
         ids = [await loop.run_in_executor(self._workers, transport.make_id) for _ in range(message.num_ids)]
         return m.LinksOffered(message.request, transport.address, tuple(ids))
 
     async def _join_links(self, message: m.JoinLinks) -> m.Done:
-        transport = self._resources.transports.with_links
+        transport = self._resources.transports.required_ordered
         transport.name = lambda process: str(ProcessRank(process, self._process_rank.size))
         for peer, address in message.addresses.items():
             if not transport.is_connected(peer):
@@ -388,6 +390,8 @@ class Actor:
             if self._closed:
                 return
             reply = failed_reply(message.request, error)
+            # Its frames hold arrays, and futures that have the error: only the garbage collector would free those.
+            traceback.clear_frames(error.__traceback__)
         self._send(reply)
 
     def _count_resources(self) -> dict[str, int]:
@@ -404,7 +408,7 @@ class Actor:
             "copied_bytes": self._replica_store.size_bytes,
             "free_receive_buffers": resources.step_resources.pool.free_buffers,
             "free_receive_bytes": resources.step_resources.pool.free_bytes,
-            "file_descriptors": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+            "file_descriptors": num_descriptors(),
             "compilations": resources.executables.compilations,
             "tasks": len(self._tasks),
         }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 import jax
 
+from jaxpp_async.base.printable import ErrorInWords, in_words
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.protocol.messages import ArrayId
@@ -24,16 +24,14 @@ class StoredArray:
         aval: shape, dtype and sharding.
         array: the array; None before it is there.
         error: why there will be no array; None if it may still come.
-        traceback: the traceback that the error had when the entry failed.
     """
 
-    __slots__ = ("_waiting", "array", "aval", "error", "traceback")
+    __slots__ = ("_waiting", "array", "aval", "error")
 
     def __init__(self, aval: Aval):
         self.aval = aval
         self.array: jax.Array | None = None
-        self.error: BaseException | None = None
-        self.traceback: TracebackType | None = None
+        self.error: ErrorInWords | None = None
         self._waiting: list[Callable[[StoredArray], None]] = []
 
     @property
@@ -50,7 +48,7 @@ class StoredArray:
     def fail(self, error: BaseException) -> None:
         """Set the error. Does nothing if the entry is done."""
         if not self.done:
-            self.error, self.traceback = error, error.__traceback__
+            self.error = in_words(error)
             self._call_back()
 
     def when_done(self, callback: Callable[[StoredArray], None]) -> None:
@@ -77,8 +75,9 @@ async def fill(
     try:
         arrays = await asyncio.get_running_loop().run_in_executor(workers, make)
     except BaseException as error:  # also a cancellation: it must end the steps that wait for the arrays
+        words = in_words(error)
         for entry in entries:
-            entry.fail(error)
+            entry.fail(words)
         raise
     for entry, array in zip(entries, arrays, strict=True):
         entry.resolve(array)
@@ -105,8 +104,7 @@ async def wait_all(entries: Sequence[StoredArray]) -> None:
         await all_done
     for entry in entries:
         if entry.error is not None:
-            # with the traceback of the failure: the exception's own would grow with every waiter
-            raise entry.error.with_traceback(entry.traceback)
+            raise entry.error.with_traceback(None)  # each time anew: it would grow with every waiter
 
 
 class ArrayStore:

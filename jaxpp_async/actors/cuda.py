@@ -32,6 +32,7 @@ from jaxpp_async.base.gpu_inventory import VISIBLE, is_part, memory_fraction, re
 from jaxpp_async.base.install_hints import cuda_install, jax_cuda_majors
 from jaxpp_async.errors import InstallError
 from jaxpp_async.protocol.messages import Hardware
+from jaxpp_async.transport.registry import kind_of
 
 _NO_DLPACK = ("float8", "float4", "float6", "int2", "int4", "uint2", "uint4")
 """The types that not every JAX can export through DLPack; JAX itself waits for arrays of these types."""
@@ -117,7 +118,7 @@ def open_cuda(devices: Sequence[Any], transport: str) -> CudaDevices | None:
     Raises:
         InstallError: CuPy is missing.
     """
-    if devices[0].platform not in ("gpu", "cuda") or transport == "memory":
+    if devices[0].platform not in ("gpu", "cuda") or not kind_of(transport).device_memory:
         return None
     return CupyDevices(devices)
 

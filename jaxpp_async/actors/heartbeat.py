@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jaxpp_async
-from jaxpp_async.base.own_descriptors import keep_from_children
+from jaxpp_async.base.descriptors import keep_from_children
 from jaxpp_async.errors import ProtocolError
 from jaxpp_async.protocol.actor_info import Position
 from jaxpp_async.protocol.clocks import clock_name

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from jaxpp_async.actors.shards import (
     place,
     start_host_copies,
 )
+from jaxpp_async.base.printable import in_words
 from jaxpp_async.errors import JaxppAsyncError
 from jaxpp_async.program.instructions import CONTROLLER, ProcessId
 from jaxpp_async.protocol.actor_info import ProcessRank
@@ -236,7 +238,7 @@ class HostCopy:
         try:
             self.shards.set_result(list(self._read(entry.array, self.layout)))
         except Exception as error:  # the fetch fails, and not the step that made the array
-            self.shards.set_exception(error)
+            self.shards.set_exception(in_words(error))
 
 
 def hold_array(entry: StoredArray, layouts: Layouts) -> HostCopy:
@@ -257,6 +259,9 @@ async def _resolve(entry: StoredArray, placing: Callable[[], Awaitable[jax.Array
     except Exception as error:
         # as in `_store_put`: the requests that use the value fail
         entry.fail(error)
+        traceback.clear_frames(error.__traceback__)  # they hold the memory that the value was to come into
+    finally:
+        del placing  # as its frames do
 
 
 async def _until_sent(sending: asyncio.Future[None], data: np.ndarray) -> None:

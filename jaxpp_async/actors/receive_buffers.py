@@ -30,7 +30,7 @@ from jaxpp_async.jax_bridge import jax_config
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.transport.base import Memory, memory_of
 from jaxpp_async.transport.shared_memory import SharedBlock
-from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES
+from jaxpp_async.transport.ucx.one_copy import MIN_ONE_COPY_BYTES
 
 
 class ReceiveBuffer:
@@ -146,7 +146,7 @@ class ReceivePool:
 def _allocate(size_bytes: int) -> Memory:
     """Allocate host memory to receive into; large memory is shared, so that a peer on this host can write
     into it."""
-    block = SharedBlock.make(size_bytes) if size_bytes >= DIRECT_BYTES else None
+    block = SharedBlock.make(size_bytes) if size_bytes >= MIN_ONE_COPY_BYTES else None
     return memory_of(aligned_bytes(size_bytes) if block is None else block, writable=True)
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import traceback
 from collections.abc import Awaitable, Callable
 from importlib import import_module
 from typing import Any, Protocol
 
 import jaxpp_async
-from jaxpp_async.base.printable import printable
+from jaxpp_async.base.printable import in_words
 from jaxpp_async.errors import MeshError
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import Identity, Wire
@@ -199,7 +198,5 @@ def failed_reply(
     request: int | None, error: BaseException, *, step: int | None = None, instruction: str | None = None
 ) -> Failed:
     """Make the reply that reports an exception: names and text only, nothing that has to be unpickled."""
-    kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    text = "".join(traceback.format_exception(error))
-    return Failed(request, printable(name), printable(str(error)), printable(text), step, instruction)
+    words = in_words(error)
+    return Failed(request, words.exception_type, words.message, words.printed, step, instruction)

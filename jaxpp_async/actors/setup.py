@@ -40,9 +40,7 @@ from jaxpp_async.protocol.messages import Configure, Ready
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.nccl.order import ranks_may_share
 from jaxpp_async.transport.network import Network, network_by
-from jaxpp_async.transport.registry import ActorTransports, open_planes
-from jaxpp_async.transport.ucx.context import check_takes_gpu_memory
-from jaxpp_async.transport.ucx.transport import UCXTransport
+from jaxpp_async.transport.registry import ActorTransports, open_transports
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +114,12 @@ async def make_resources(
     cuda = await loop.run_in_executor(workers, open_devices, devices.devices, message.transport)
     if cuda is not None:
         cuda.enter()  # on this thread, and before UCX starts: UCX keeps to the context that it finds
-    open_transports = partial(
-        open_planes, message.transport, network=network_by(message.address), make_transport=make_transport
+    open_anew = partial(
+        open_transports, message.transport, network=network_by(message.address), make_transport=make_transport
     )
-    transports = open_transports(message.epoch)
-    if not devices.is_cpu and isinstance(transports.programs, UCXTransport):
-        check_takes_gpu_memory(transports.programs.resources)
+    transports = open_anew(message.epoch)
+    if not devices.is_cpu:
+        transports.programs.check_device_memory()
     layouts = Layouts(devices)
     shared = inline and len(devices.devices) > 1
     name = f"jaxpp-actor-{process_rank.process}"
@@ -142,7 +140,7 @@ async def make_resources(
         checkpoints=CheckpointRequests(store, layouts, workers),
         rollbacks=Rollbacks(process_rank.process, store, layouts, replica_store, workers),
         transports=transports,
-        open_transports=open_transports,
+        open_transports=open_anew,
     )
     names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
     hardware = plain_hardware(devices) if cuda is None else cuda.hardware()

@@ -42,6 +42,7 @@ from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.receive_buffers import ReceiveBuffer
 from jaxpp_async.actors.setup import StepResources
 from jaxpp_async.actors.shards import Layout, device_memories, duplicate, is_ready, send_memories
+from jaxpp_async.base.printable import ErrorInWords, in_words
 from jaxpp_async.errors import TransferError
 from jaxpp_async.layout.array_parts import PieceTransfer
 from jaxpp_async.markers import nonfinite
@@ -56,7 +57,7 @@ MAX_PASS_S = 0.002
 class StepFailure:
     """The error that ended a step early, and the text of the instruction that failed or was under way."""
 
-    error: BaseException
+    error: ErrorInWords
     instruction: str | None
 
 
@@ -145,9 +146,10 @@ class StepRun:
         text = self.executor.position() if instruction is None else self.program.plan.text(instruction)
         self.ended = True
         self._resources.transport.hurry(False)
+        words = in_words(error)
         for entry in self._results.values():
-            entry.fail(error)
-        self._on_end(self, StepFailure(error, text))
+            entry.fail(words)
+        self._on_end(self, StepFailure(words, text))
 
     # ------------------------------------------------------------ commands
 

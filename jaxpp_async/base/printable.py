@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 
 
 def printable(text: str) -> str:
@@ -20,3 +21,34 @@ def shown(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
     except UnicodeEncodeError:  # it cannot be the name of a file, and the message will say so
         text = printable(name) if isinstance(name, str) else repr(name)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+class ErrorInWords(Exception):
+    """The words of an error, for an object that keeps the error.
+
+    An error has a traceback, whose frames hold the values they worked on: arrays, and often the object that
+    keeps the error. Only the garbage collector frees such a cycle, and an actor makes so few objects that a
+    full collection hardly ever comes.
+
+    Args:
+        exception_type: the qualified name of the error's type.
+        message: the error's text.
+        printed: the whole error with its traceback, as Python prints it.
+    """
+
+    def __init__(self, exception_type: str, message: str, printed: str):
+        super().__init__(exception_type, message, printed)
+        self.exception_type, self.message, self.printed = exception_type, message, printed
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def in_words(error: BaseException) -> ErrorInWords:
+    """Put an error into words, so that it can be kept without its frames. An error in words stays as it is."""
+    if isinstance(error, ErrorInWords):
+        return error
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    printed = "".join(traceback.format_exception(error))
+    return ErrorInWords(printable(name), printable(str(error)), printable(printed))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import jaxpp_async
+from jaxpp_async.base.descriptors import check_descriptors
 from jaxpp_async.controller.host_values import HostTransfers
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ControllerOptions
@@ -51,8 +52,8 @@ from jaxpp_async.protocol.messages import (
 )
 from jaxpp_async.transport.base import Transport, hosts_of
 from jaxpp_async.transport.network import Network, is_loopback, leave_machine
-from jaxpp_async.transport.registry import host_kind
-from jaxpp_async.transport.ucx.limits import START_DESCRIPTORS, check_descriptors
+from jaxpp_async.transport.registry import kind_of
+from jaxpp_async.transport.ucx.context import START_DESCRIPTORS
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -285,7 +286,7 @@ class ActorGroup:
         await self.ask_each({p: Admit(self._number(), everyone) for p in sorted(self.links)}, Done, "admit")
 
     def _make_transport(self) -> Transport:
-        kind = host_kind(self.transport_kind)
+        kind = kind_of(self.transport_kind).host_transport or self.transport_kind
         own = self._options.make_transport
         transport = own(kind) if own is not None else self._launcher.make_transport(kind, self._network())
         transport.epoch = self.epoch

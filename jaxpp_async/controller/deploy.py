@@ -29,7 +29,7 @@ from jaxpp_async.protocol.actor_info import Position, ProcessRank, Topology
 from jaxpp_async.protocol.messages import Done, JoinLink, JoinLinks, LinksOffered, Load, Loaded, OfferLinks
 from jaxpp_async.protocol.task_group import OwnedTasks
 from jaxpp_async.transport.nccl.order import NcclLink, batches, rounds
-from jaxpp_async.transport.registry import is_ordered
+from jaxpp_async.transport.registry import kind_of
 
 
 class Deployment:
@@ -182,7 +182,7 @@ class LinkSetup:
         Raises:
             ProtocolError: see `links_of`. ActorError: a link could not be made, or the mesh failed.
         """
-        if not is_ordered(self._actor_group.transport_kind):
+        if not kind_of(self._actor_group.transport_kind).ordered:
             return
         wanted = links_of(self._programs.parts(program_id), self._actor_group.scattering)
         while not self._has(wanted):
@@ -201,7 +201,7 @@ class LinkSetup:
         Raises:
             As `link`.
         """
-        if is_ordered(self._actor_group.transport_kind):
+        if kind_of(self._actor_group.transport_kind).ordered:
             how = self._actor_group.scattering
             wanted = {link for parts in self._programs.all_parts() for link in links_of(parts, how)}
             await self._make(sorted(wanted))

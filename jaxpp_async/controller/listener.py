@@ -17,12 +17,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from jaxpp_async.base.own_descriptors import keep_from_children
+from jaxpp_async.base.descriptors import free_descriptors, keep_from_children
 from jaxpp_async.errors import HandshakeError, ProtocolError
 from jaxpp_async.protocol.connection import Connection, attach_socket
 from jaxpp_async.protocol.frames import Identity, Wire
 from jaxpp_async.protocol.messages import Beat
-from jaxpp_async.transport.ucx.limits import free_descriptors
 
 _LOG = logging.getLogger("jaxpp_async.control")
 

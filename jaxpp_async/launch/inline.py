@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpp_async.actors.server import load_actor_class, serve
-from jaxpp_async.errors import MeshError
 from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
 from jaxpp_async.launch.options import LauncherKind
 from jaxpp_async.launch.process_supervisor import Death
@@ -27,6 +26,7 @@ from jaxpp_async.protocol.log_forwarding import name_actor
 from jaxpp_async.protocol.parent_watch import ExitCode
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
+from jaxpp_async.transport.registry import make_inline_transport, transport_names
 
 
 class InlineLauncher:
@@ -34,23 +34,26 @@ class InlineLauncher:
 
     Args:
         actor: `module:name` of the actor class, for tests of the control plane.
-        make_transport: makes a transport from its kind and the peer's id, for tests; default: one memory
-            network for the mesh.
+        make_transport: (kind, peer id) to a transport, for tests; default: of the registry.
     """
 
     listen_host = None
-    transports = ("memory",)
 
     def __init__(
         self, *, actor: str = DEFAULT_ACTOR, make_transport: Callable[[str, int], Transport] | None = None
     ):
         self._actor = actor
-        self._make_transport = make_transport or self._memory_transport
-        self._network: Any = None
+        self._make_transport = make_transport or self._make_own_transport
+        self._shared: dict[str, Any] = {}  # by the transports of one mesh
         self._handles: list[_InlineHandle] = []
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The transports that join actors of one process."""
+        return transport_names(within_process=True)
+
     def make_transport(self, kind: str, network: Network) -> Transport:
-        """Make the controller's end of the memory network."""
+        """Make the controller's end of the transport."""
         return self._make_transport(kind, CONTROLLER)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
@@ -83,20 +86,14 @@ class InlineLauncher:
 
     async def aclose(self) -> None:
         """See `Launcher.aclose`."""
-        handles, self._handles, self._network = self._handles, [], None
+        handles, self._handles, self._shared = self._handles, [], {}
         for handle in handles:
             handle.kill()
         for handle in handles:
             await handle.wait_dead()
 
-    def _memory_transport(self, kind: str, peer_id: int) -> Transport:
-        if kind != "memory":
-            raise MeshError(f'transport {kind!r} does not work inline: use "memory", or launcher="local"')
-        from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
-
-        if self._network is None:
-            self._network = MemoryNetwork()
-        return MemoryTransport(self._network, peer_id)
+    def _make_own_transport(self, kind: str, peer_id: int) -> Transport:
+        return make_inline_transport(kind, peer_id, self._shared)
 
 
 class _InlineHandle:

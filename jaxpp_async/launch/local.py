@@ -17,7 +17,7 @@ from jaxpp_async.protocol.actor_info import ProgressPage
 from jaxpp_async.protocol.parent_watch import LEASE_S, Lease
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
-from jaxpp_async.transport.registry import make_process_transport
+from jaxpp_async.transport.registry import make_process_transport, transport_names
 
 
 class LocalLauncher:
@@ -33,7 +33,6 @@ class LocalLauncher:
     """
 
     listen_host = "127.0.0.1"
-    transports = ("ucx", "nccl")
 
     def __init__(
         self,
@@ -52,8 +51,13 @@ class LocalLauncher:
         self._supervisor: ProcessSupervisor | None = None
         self._pages: list[ProgressPage] = []
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The transports that join processes."""
+        return transport_names(within_process=False)
+
     def make_transport(self, kind: str, network: Network) -> Transport:
-        """Make the controller's transport, over UCX."""
+        """Make the controller's end of the transport."""
         return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxpp_async.base.own_descriptors import keep_from_children
+from jaxpp_async.base.descriptors import keep_from_children
 
 TAIL_LINES = 50
 _LINE_CHARS = 4096  # a longer line is cut in pieces: a progress bar may never end its line

@@ -50,7 +50,7 @@ from jaxpp_async.protocol.frames import version_mismatch
 from jaxpp_async.protocol.parent_watch import LEASE_S, Lease
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
-from jaxpp_async.transport.registry import make_process_transport
+from jaxpp_async.transport.registry import make_process_transport, transport_names
 
 HOST_AGENT = "jaxpp_async.launch.host_agent"
 """The program that runs actors on other hosts."""
@@ -98,8 +98,6 @@ class RemoteLauncher:
         slots_are_processes: whether a slot is a process instead of a device.
     """
 
-    transports = ("ucx", "nccl")
-
     def __init__(
         self,
         reach: Reach,
@@ -143,8 +141,13 @@ class RemoteLauncher:
             names = await self._reach.resolve(self.hosts)
             self._control_address = await asyncio.to_thread(control_address, names)
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The transports that join processes."""
+        return transport_names(within_process=False)
+
     def make_transport(self, kind: str, network: Network) -> Transport:
-        """Make the controller's transport, over UCX."""
+        """Make the controller's end of the transport."""
         return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:

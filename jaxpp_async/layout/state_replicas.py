@@ -124,5 +124,5 @@ async def _finish(transfers: list[asyncio.Future[None]]) -> None:
     """Wait for every transfer, also when one fails: until then the transport owns the memory."""
     if transfers:
         await asyncio.wait(transfers)
-    for transfer in transfers:
-        transfer.result()
+    while transfers:  # this frame goes with an error, and must not hold the future that has the error
+        transfers.pop(0).result()

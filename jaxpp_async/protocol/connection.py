@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, cast
 
-from jaxpp_async.base.own_descriptors import keep_from_children
+from jaxpp_async.base.descriptors import keep_from_children
 from jaxpp_async.errors import HandshakeError, ProtocolError
 from jaxpp_async.protocol.frames import HANDSHAKE_TIMEOUT_S, Wire
 from jaxpp_async.protocol.messages import Log, Message

@@ -66,7 +66,7 @@ class LoopSpin:
         """Stop staying awake: the message has come, or none will."""
         if self._is_expecting:
             self._is_expecting = False
-            self._adaptive_spin.came(self._now_s())
+            self._adaptive_spin.record_message(self._now_s())
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
@@ -77,7 +77,7 @@ class LoopSpin:
         self._is_scheduled = False
         if not self._is_idle():
             self._is_expecting = False  # the next step came before the reply to the last one had left
-            self._adaptive_spin.stop()
-        elif self._is_expecting and self._adaptive_spin.goes_on(self._now_s()):
+            self._adaptive_spin.cancel_wait()
+        elif self._is_expecting and self._adaptive_spin.should_spin(self._now_s()):
             os.sched_yield()
             self._schedule()

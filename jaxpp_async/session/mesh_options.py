@@ -29,8 +29,7 @@ from jaxpp_async.launch.commands import script_folder
 from jaxpp_async.launch.options import LaunchOptions
 from jaxpp_async.launch.remote import RemoteLauncher
 from jaxpp_async.markers.logical_axes import AXIS_TYPES
-from jaxpp_async.transport.nccl.order import ENVIRONMENT as NCCL_ENVIRONMENT
-from jaxpp_async.transport.registry import is_ordered
+from jaxpp_async.transport.registry import kind_of
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -169,7 +168,7 @@ def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, 
         where = "inside one process" if inline else "between processes"
         names = " or ".join(map(repr, allowed))
         raise MeshError(f"transport {chosen!r} does not work {where}; leave it out or use {names}")
-    if is_ordered(chosen) and not inline and platform != "cuda":
+    if kind_of(chosen).ordered and not inline and platform != "cuda":
         actors = f"actors 0 to {num_actors - 1}" if num_actors > 1 else "actor 0"
         raise MeshError(
             f"transport {chosen!r} moves GPU memory, and {actors} have none: their platform is {platform!r}; pass "
@@ -277,7 +276,7 @@ def actor_config(
         setup_folder=None if setup is None or inline else script_folder(),
         transport=transport,
         env=dict(env),
-        defaults=dict(NCCL_ENVIRONMENT) if is_ordered(transport) and not inline else {},
+        defaults={} if inline else dict(kind_of(transport).environment or {}),
         processes_per_actor=processes_per_actor,
     )
 

@@ -1,12 +1,11 @@
-"""transport: moves buffers between actors. Imports nothing; all transports keep `base.Transport`.
+"""Move buffers between the processes of a mesh. The modules, in reading order:
 
-memory           within one process
-ucx, nccl        rooms: between processes, between GPUs
-joining          a transport by its name, for a process
-planes           one actor's two ways to its peers: programs' transfers, and everything else
-buffers, shared  a user's buffer, checked; memory that another process of this host may write into
-addresses        addresses that can be checked
-network          where an end listens
-listening        sockets on which this process listens, and whom they answer
-lookout          how long to look for messages before sleeping
+base             the contract that every transport keeps, tags, memory, and addresses that can be checked
+registry         names transports with their capabilities; makes the transports of an actor
+memory           a transport within one process; the shortest one, and the one of tests
+ucx/             a transport between processes, over UCX
+nccl/            a transport between GPUs, over NCCL, in a program's order
+network          on which addresses a process listens, and which peers may connect
+shared_memory    memory that two processes of one host map
+adaptive_spin    how long to look for messages before sleeping
 """

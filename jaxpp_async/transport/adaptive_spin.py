@@ -1,23 +1,26 @@
-"""lookout: how long the last waits took in, how long to look for messages before sleeping out. Pure, no clock.
+"""Choose how long to look for messages before sleeping, from how long the last waits took.
 
-Sleeping on a descriptor and being woken costs some ten microseconds, and so does looking in vain. Whether looking pays
-is guessed from the waits before: a short one makes the next look longer, a long one makes it shorter, down to none.
+To sleep and be woken costs some ten microseconds; to look for a message that does not come costs a core's
+time. A short wait makes the next look longer, a long one makes it shorter, down to none.
 """
 
 from __future__ import annotations
 
 SHORTEST_S = 20e-6
-"""Less than this is not worth looking for at all."""
+"""A look shorter than this is not worth its cost, so that it becomes none."""
 
 
 class AdaptiveSpin:
-    """One waiter's, for messages.
+    """The length of one waiter's busy look for messages, which follows the lengths of its last waits.
+
+    A wait up to `longest_s` could have been covered by looking, so it doubles the length; a longer one halves
+    it. The caller passes the time, in seconds of any one clock.
 
     Args:
-        longest_s: of all looking for one message, and the longest wait that looking could have covered.
+        longest_s: the longest look for one message.
 
     Attributes:
-        limit_s: for how long to look for the next message.
+        limit_s: how long to look for the next message.
     """
 
     __slots__ = ("_longest_s", "_since_s", "limit_s")
@@ -26,14 +29,15 @@ class AdaptiveSpin:
         self.limit_s = self._longest_s = longest_s
         self._since_s: float | None = None
 
-    def goes_on(self, now_s: float) -> bool:
-        """Whether to go on looking. The first call after a message begins a wait."""
+    def should_spin(self, now_s: float) -> bool:
+        """Whether to look on for the next message. The first call after a message begins a wait."""
         if self._since_s is None:
             self._since_s = now_s
         return now_s - self._since_s < self.limit_s
 
-    def came(self, now_s: float) -> None:
-        """A message came, whether it was looked for or slept for."""
+    def record_message(self, now_s: float) -> None:
+        """End the wait because a message came, and adapt `limit_s`: whether it was looked for or slept
+        for."""
         since_s, self._since_s = self._since_s, None
         if since_s is None:
             return
@@ -42,6 +46,6 @@ class AdaptiveSpin:
         else:
             self.limit_s = self.limit_s / 2 if self.limit_s > SHORTEST_S else 0.0
 
-    def stop(self) -> None:
-        """The wait ends without a message: nobody waits any more."""
+    def cancel_wait(self) -> None:
+        """End the wait without a message, because nobody waits any more; `limit_s` stays."""
         self._since_s = None

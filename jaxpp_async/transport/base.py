@@ -1,18 +1,16 @@
-"""transport.base: the contract that every transport keeps, and the layout of tags. No jax, no I/O.
+"""Define the contract that every transport keeps: transfers, tags, memory, and addresses that can be checked.
 
-A transport moves plain buffers between peers. It knows nothing of programs, steps or arrays.
+A transport moves plain buffers between peers, without knowing of programs, steps or arrays.
 
-buffers: a user's buffer in, its `Memory` out, after checking. Never copies.
+A buffer is checked and never copied (`memory_of`): numpy arrays of any dtype (bfloat16 and the like too), and
+device arrays with `__cuda_array_interface__`. An array that is not C-contiguous, or is read-only where bytes
+will arrive, is
+refused: UCX would take it and write over other memory.
 
-Accepts numpy arrays of any dtype (bfloat16 and the like too) and device arrays with
-`__cuda_array_interface__`. What is not C-contiguous, or read-only where bytes will arrive, is refused: UCX would take
-it and write over other memory.
-
-addresses: a medium's raw address in, one that can be checked out, and back. Pure: no I/O.
-
-A raw address goes into code that trusts it: one garbage byte in a UCX worker address ends the process. So it travels
-with what it is, whose, of which epoch, and a SHA-256 of all of that. This finds damage, mix-ups and what is out of
-date; who made it is for the control channel to know, whose frames carry a MAC and are the one way that addresses come.
+A medium's raw address goes into code that trusts it: one garbage byte in a UCX worker address ends the
+process. So it travels sealed (`seal`): with its medium, its owner, its epoch, and a SHA-256 of all of that.
+This finds damage, mix-ups and addresses that are out of date. Who made it, the control channel guarantees:
+its frames carry a MAC, and addresses come by no other way.
 """
 
 from __future__ import annotations
@@ -22,22 +20,20 @@ import ctypes
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Container, Iterable
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from jaxpp_async.errors import ProtocolError, TransferError
 from jaxpp_async.transport.shared_memory import SharedBlock
 
-if TYPE_CHECKING:
-    pass
-
 Peer: TypeAlias = int
 """A process's number in the mesh, or `program.CONTROLLER`."""
 
 OnEnd: TypeAlias = Callable[[Exception | None], object]
-"""Told how a posted transfer ended: None, or what a future would have raised. Must not raise."""
+"""Is called with the outcome of a posted transfer: None, or the error that a future would raise. Must not
+raise."""
 
 Post: TypeAlias = "Callable[[Memory, Peer, int, OnEnd], bool]"
 """`Transport.post_send` or `Transport.post_recv`."""
@@ -45,14 +41,15 @@ Post: TypeAlias = "Callable[[Memory, Peer, int, OnEnd], bool]"
 EPOCH_BITS, SENDER_BITS, CHANNEL_BITS, SEQUENCE_BITS = 16, 16, 8, 24
 
 PROGRAM_CHANNEL, HOST_CHANNEL, COPY_CHANNEL = 1, 2, 3
-"""Channels: transfers of a program; values between controller and actors; copies for restarts."""
+"""Channels: transfers of a program; values between controller and actors; replicas for restarts."""
 
 
 def make_tag(epoch: int, channel: int, sequence: int) -> int:
     """Pack a 64-bit tag: epoch 16, sender 16 (left zero), channel 8, sequence 24 bits.
 
-    `epoch` changes at every restart and abort, so that a late message of an old life never matches. The sender's bits
-    belong to the transport: a medium that matches by tag alone (UCX) tells its peers apart with them.
+    `epoch` changes at every restart and abort, so that a late message of an old life never matches. The
+    sender's bits belong to the transport: a medium that matches by tag alone (UCX) tells its peers apart with
+    them.
 
     Raises:
         ValueError: a part does not fit its bits.
@@ -74,7 +71,7 @@ MISPLACED_TAG_BITS = ~((1 << EPOCH_SHIFT + EPOCH_BITS) - 1) | ((1 << SENDER_BITS
 
 
 def check_tag(tag: int) -> None:
-    """Raises ValueError for a tag that `make_tag` cannot have made."""
+    """Raise ValueError for a tag that `make_tag` cannot have made."""
     if tag & MISPLACED_TAG_BITS:
         raise ValueError(f"tag {tag:#x} has bits outside epoch, channel and sequence; make it with make_tag")
 
@@ -83,34 +80,46 @@ class Transport(Protocol):
     """Awaitable point-to-point transfers on one event loop.
 
     Every method is called on the loop's thread. Buffers are C-contiguous numpy arrays (or device arrays with
-    `__cuda_array_interface__` where the transport can take them); a receive's must be writable. A buffer belongs to
-    the transport until the transfer has ended, also after its future was cancelled: a cancelled receive stays posted
-    and takes its message, and only `abort` and `aclose` end it early. A misused call (a read-only or strided buffer, a
-    malformed tag) raises ValueError at once; everything that happens later is raised on the future.
+    `__cuda_array_interface__` where the transport can take them); a receive's must be writable. A buffer
+    belongs to the transport until the transfer has ended, also after its future was cancelled: a cancelled
+    receive stays posted and takes its message, and only `abort` and `aclose` end it early. A misused call (a
+    read-only or strided buffer, a malformed tag) raises ValueError at once; everything that happens later is
+    raised on the future.
 
-    `send` and `recv` are `post_send` and `post_recv` with a future made for each. Whoever moves thousands of messages a
-    second posts: a future costs more than a small message does, and its callbacks run a pass of the loop later.
+    `send` and `recv` are `post_send` and `post_recv` with a future made for each. Whoever moves thousands of
+    messages a second posts: a future costs more than a small message does, and its callbacks run a pass of
+    the loop later.
 
     Attributes:
-        epoch: of the mesh, 0 at first. Whoever made the transport sets it before `address` is read and `connect` is
-            called: an address is good in its epoch only, so that one of a transport that is gone is never taken.
+        epoch: of the mesh, 0 at first. Whoever made the transport sets it before `address` is read and
+            `connect` is
+            called: an address is good in its epoch only, so that one of a transport that is gone is never
+                taken.
 
-    Messages of one (peer, tag) pair arrive in the order they were sent and match receives in the order they were
-    posted. A completed send means "the buffer may be reused", not "delivered".
+    Messages of one (peer, tag) pair arrive in the order they were sent and match receives in the order they
+    were posted. A completed send means "the buffer may be reused", not "delivered".
     """
 
     epoch: int
 
     @property
     def address(self) -> bytes:
-        """What a peer needs to connect here; opaque."""
+        """The opaque address by which a peer connects to this transport."""
         ...
 
     def admit(self, addresses: Iterable[bytes]) -> None:
-        """Let the peers of these addresses connect here, and nobody else, where strangers could. Before any connects.
+        """Let the peers of these addresses connect here, and nobody else, before any of them connects.
 
         Raises:
             TransferError: the system does not allow it.
+        """
+        ...
+
+    def check_device_memory(self) -> None:
+        """Check that this transport can take the memory of this process's GPUs, before it is given any.
+
+        Raises:
+            MeshError: the medium was built or set without.
         """
         ...
 
@@ -119,21 +128,23 @@ class Transport(Protocol):
 
         Raises:
             ValueError: `peer` is this transport itself, or is connected already.
-            ProtocolError: `address` is damaged, of another kind of transport, another peer's, or of another epoch.
-            TransferError: the medium could not make the link, or the transport has closed.
+            ProtocolError: `address` is damaged, of another kind of transport, another peer's, or of another
+            epoch. TransferError: the medium could not make the link, or the transport has closed.
         """
         ...
 
     def routes(self, peer: Peer) -> tuple[str, ...]:
-        """The ways that it has chosen for messages to and from a connected peer, by the medium's names for them
-        (`"posix"`, `"cuda_ipc"`, `"rc_mlx5"`, `"tcp"`), sorted; none if the medium has but one, or does not say."""
+        """List the ways that the medium has chosen for messages to and from a connected peer, by its own
+        names (`"posix"`, `"cuda_ipc"`, `"rc_mlx5"`, `"tcp"`), sorted; none if it has but one, or does not
+        say."""
         ...
 
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
         """Start sending the whole of `buffer`.
 
         Raises (on the future):
-            TransferError: the link failed or was aborted. ProtocolError: the receiver expected another size, where
+            TransferError: the link failed or was aborted. ProtocolError: the receiver expected another size,
+            where
                 the medium tells the sender so (UCX does not: there only the receive fails).
         """
         ...
@@ -150,16 +161,17 @@ class Transport(Protocol):
         """Start sending the whole of `memory`, without a future.
 
         Args:
-            memory: of `buffers.memory_of`; it belongs to the transport until the transfer has ended.
-            done: called exactly once, with None or with what `send` would raise on its future, and only where the
-                result is False: on the loop's thread, from the transport's own progress or its `abort`, never inside a
-                post call. It may post, and may not wait.
+            memory: of `memory_of`; it belongs to the transport until the transfer has ended.
+            done: called exactly once, with None or with the error that `send` would raise on its future, and
+                only where the result is False: on the loop's thread, from the transport's own progress or its
+                `abort`, never inside a post call. It may post, and may not wait.
 
         Returns:
             True: the send has completed already, and `done` is never called.
 
         Raises:
-            TransferError: `peer` is not connected, its link has failed, or the medium refuses. ValueError: a malformed
+            TransferError: `peer` is not connected, its link has failed, or the medium refuses. ValueError: a
+            malformed
                 tag. `done` is not called then, and the memory is the caller's.
         """
         ...
@@ -172,7 +184,7 @@ class Transport(Protocol):
             done: as for `post_send`; its error may be a ProtocolError, where another size arrived.
 
         Returns:
-            True: the data is in already, and `done` is never called.
+            True: the data has arrived already, and `done` is never called.
 
         Raises:
             TransferError, ValueError: as `post_send`.
@@ -182,23 +194,26 @@ class Transport(Protocol):
     def hurry(self, on: bool) -> None:
         """Say whether the caller has nothing to compute and waits for transfers only. A hint, off at first.
 
-        While it is on, the transport may look for messages for up to a millisecond before the loop sleeps, where that
-        has helped lately. And it may hold a large send back for as long, with what follows under its tag, if it can be
-        carried faster once the peer has posted the receive. The core is offered to others meanwhile, and the loop's
-        other work is not kept waiting.
+        While it is on, the transport may look for messages for up to a millisecond before the loop sleeps,
+        where that has helped lately. And it may hold a large send back for as long, with all sends that
+        follow under its tag, if the send is faster once the peer has posted the receive. The core is offered
+        to other processes meanwhile, and the loop's other work does not wait.
         """
         ...
 
     async def abort(self, peer: Peer | None = None) -> None:
-        """End every open transfer with `peer` (with all peers: None) with `TransferError`, and forget the peer.
+        """End every open transfer with `peer` (with all peers: None) with `TransferError`, and forget the
+        peer.
 
-        When it returns, no buffer of those transfers belongs to the transport any more. Memory that another transfer of
-        this process has as well, with whichever peer, may be waited for until that ends (UCX does so). `connect` works
-        again afterwards, with a new epoch in every tag. After a peer's death, close and make a new transport instead:
-        a process that is killed may leave what it shared with this one (UCX's shared-memory queues) beyond repair.
+        When it returns, no buffer of those transfers belongs to the transport any more. Memory that another
+        transfer of this process has as well, with whichever peer, may be waited for until that ends (UCX does
+        so). `connect` works again afterwards, with a new epoch in every tag. After a peer's death, close and
+        make a new transport instead: a process that is killed may leave what it shared with this one (UCX's
+        shared-memory queues) beyond repair.
 
         Raises:
-            TransferError: the medium still holds buffers after 5 s. Leave the process; do not reuse the buffers.
+            TransferError: the medium still holds buffers after 5 s. Leave the process; do not reuse the
+            buffers.
         """
         ...
 
@@ -210,7 +225,7 @@ class Transport(Protocol):
 def post_future(
     loop: asyncio.AbstractEventLoop, post: Post, memory: Memory, peer: Peer, tag: int
 ) -> asyncio.Future[None]:
-    """Post a transfer and return a future of it: what a transport's `send` and `recv` do.
+    """Post a transfer and return a future of it, for a transport's `send` and `recv`.
 
     Every TransferError, also that the peer is not connected, is raised on the future.
     """
@@ -224,32 +239,80 @@ def post_future(
             return
         future.set_exception(error)
         if isinstance(error, TransferError):
-            future.exception()  # marks it as seen: a failed link ends many transfers, most of which nobody awaits
+            # Marks it as seen: a failed link ends many transfers, most of which nobody awaits.
+            future.exception()
 
     try:
         if post(memory, peer, tag, done):
             future.set_result(None)
     except TransferError as error:
-        done(error)
+        done(error.with_traceback(None))  # the traceback has this frame, which holds future and memory
     return future
 
 
-# ---------------------------------------------------------------- buffers
+class TransportBase:
+    """The parts of the `Transport` contract that are the same for most media, for transports to inherit.
+
+    Args:
+        peer_id: this side's id.
+    """
+
+    def __init__(self, peer_id: Peer):
+        self.peer_id, self.epoch = peer_id, 0
+        self._loop = asyncio.get_running_loop()
+
+    def admit(self, addresses: Iterable[bytes]) -> None:
+        """See `Transport`: for a medium to which strangers cannot connect, or that opens its sockets
+        itself."""
+
+    def check_device_memory(self) -> None:
+        """See `Transport`: for a medium that takes all device memory, or is never given any."""
+
+    def hurry(self, on: bool) -> None:
+        """See `Transport`: for a medium that never looks for messages."""
+
+    def routes(self, peer: Peer) -> tuple[str, ...]:
+        """See `Transport`: for a medium that has but one way, or does not say which it takes."""
+        return ()
+
+    def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
+        return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
+
+    def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
+        return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
+
+    def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
+        raise NotImplementedError
+
+    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
+        raise NotImplementedError
+
+    def _check_connectable(self, peer: Peer, is_closed: bool, connected: Container[Peer]) -> None:
+        """Raise what `connect` raises where this transport has closed, or may not connect to a peer."""
+        if is_closed:
+            raise TransferError(f"peer {self.peer_id}: the transport has closed")
+        if peer == self.peer_id:
+            raise ValueError(f"peer {peer} cannot connect to itself")
+        if peer in connected:
+            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
+
+
+# ---------------------------------------------------------------- memory
 
 _Start = ctypes.c_char * 0
-"""A window of no bytes: enough to read where a buffer starts, whatever its size."""
+"""An array of no bytes: enough to read where a buffer starts, whatever its size."""
 
 
 class Memory(NamedTuple):
-    """Bytes that a transport may read or, if they were checked for it, write. Made by `memory_of`.
+    """Bytes that a transport may read or, if they were checked for it, write. `memory_of` makes it.
 
-    Whoever sends or receives from the same buffer again and again keeps one: checking costs more than posting.
+    A caller that uses one buffer again and again keeps its `Memory`: checking costs more than posting.
 
     Args:
         address: of the first byte, on the host or on a device.
-        size_bytes: how many.
+        size_bytes: how many bytes.
         owner: keeps the bytes alive; the transport holds it for as long as it holds the memory.
-        on_device: they are in a GPU's memory, which this process itself cannot read or write.
+        on_device: the bytes are in a GPU's memory, which the CPU cannot read or write.
     """
 
     address: int
@@ -259,11 +322,11 @@ class Memory(NamedTuple):
 
 
 def memory_of(buffer: Any, *, writable: bool) -> Memory:
-    """The memory of a numpy or device array, or of a shared block, which owns it.
+    """Check a numpy array, a device array or a shared block, and return its memory.
 
     Args:
         buffer: C-contiguous, of any dtype without references.
-        writable: it is to receive.
+        writable: the memory will receive.
 
     Raises:
         ValueError: as `locate`.
@@ -275,14 +338,15 @@ def memory_of(buffer: Any, *, writable: bool) -> Memory:
 
 
 def locate(buffer: Any, *, writable: bool) -> tuple[int, int]:
-    """Address and size in bytes of a numpy or device array.
+    """Check a numpy or device array. Returns: its address, and its size in bytes.
 
     Raises:
         ValueError: neither of the two, not C-contiguous, or read-only though `writable` is asked.
     """
     if type(buffer) is np.ndarray and not buffer.dtype.hasobject:
         try:
-            # A third of the cost of __array_interface__; takes only contiguous, writable arrays of plain dtypes.
+            # A third of the cost of __array_interface__; takes only contiguous, writable arrays of plain
+            # dtypes.
             return ctypes.addressof(_Start.from_buffer(buffer)), buffer.nbytes  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError, BufferError):
             pass
@@ -343,13 +407,14 @@ _DIGEST_BYTES: Final = hashlib.sha256().digest_size
 
 
 def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] = ()) -> bytes:
-    """A raw address as it travels.
+    """Seal a raw address, so that `unseal` can check it.
 
     Args:
-        medium: `"ucx"`, at most 8 ASCII letters.
-        raw: what the medium itself gave.
-        peer: whose it is. epoch: of the mesh, in which it is good.
-        hosts: IP addresses on which its TCP sockets listen, and from which it connects to others.
+        medium: the name of the transport, at most 8 ASCII letters.
+        raw: the address as the medium gave it.
+        peer: its owner.
+        epoch: of the mesh, in which it is good.
+        hosts: IP addresses on which the owner's TCP sockets listen, and from which it connects to others.
     """
     listed = ",".join(sorted(set(hosts))).encode("ascii")
     header = _HEADER.pack(_MAGIC, _VERSION, medium.encode("ascii"), peer, epoch, len(listed))
@@ -357,7 +422,7 @@ def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] =
 
 
 def hosts_of(address: bytes) -> tuple[str, ...]:
-    """The IP addresses that a sealed address lists; none if it is no such address: `unseal` says why."""
+    """List the IP addresses of a sealed address; none if it is not sealed, for which `unseal` raises."""
     start = _HEADER.size + _DIGEST_BYTES
     if len(address) < start or address[:4] != _MAGIC + bytes([_VERSION]):
         return ()
@@ -367,7 +432,7 @@ def hosts_of(address: bytes) -> tuple[str, ...]:
 
 
 def unseal(medium: str, address: bytes, peer: Peer, epoch: int) -> bytes:
-    """The raw address, if `address` is `peer`'s and of `epoch`.
+    """Check that a sealed address is `peer`'s and of `epoch`, and return the raw address.
 
     Raises:
         ProtocolError: it is damaged, of another kind, somebody else's, or out of date.

@@ -1,36 +1,38 @@
-"""memory: transfers between transports of one process and one event loop, through an object instead of a network.
+"""Carry buffers between transports of one process and one event loop, through an object instead of a network.
 
-Deterministic: what is sent without a delay arrives at once, in the order of the calls. Like UCX it completes a small
-send at once and a larger one only when its receive is matched, and never touches a buffer that the receiver has not
-posted. Tests set delays and faults on the `MemoryNetwork`. It never starts a thread and keeps no module state.
+It is deterministic: a message without a delay arrives at once, in the order of the calls. Like UCX it
+completes a small send at once and a larger one only when its receive is matched, and never touches a buffer
+that the receiver has not posted. Tests set delays and faults on the `MemoryNetwork`. It starts no thread and
+keeps no module state.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport.base import Memory, OnEnd, Peer, check_tag, memory_of, post_future
+from jaxpp_async.transport.base import Memory, OnEnd, Peer, TransportBase, check_tag
+from jaxpp_async.transport.network import Network
 
 Rule: TypeAlias = Callable[[Peer, Peer, int, int], float]
-"""(from, to, tag, size in bytes) to a delay in seconds."""
+"""Gives a delay in seconds for (sender, receiver, tag, size in bytes)."""
 
 Choice: TypeAlias = Callable[[Peer, Peer, int, int], bool]
-"""(from, to, tag, size in bytes) to yes or no."""
+"""Answers yes or no for (sender, receiver, tag, size in bytes)."""
 
 
 class MemoryNetwork:
     """The medium that joins `MemoryTransport`s; tests may set its attributes at any time.
 
     Attributes:
-        eager_bytes: sends up to this size complete at once, larger ones when matched; None: all complete at once.
-        delay: how long a message is under way; order within a (peer, tag) pair holds all the same. None: no time.
-        drop: which messages vanish: an eager send completes, a larger one stays open. None: none.
+        eager_bytes: sends up to this size complete at once, larger ones when matched; None: all complete at
+            once.
+        delay: how long a message is under way; order within a (peer, tag) pair holds all the same. None: 0 s.
+        drop: which messages are lost: an eager send completes, a larger one stays open. None: none.
     """
 
     def __init__(
@@ -41,7 +43,8 @@ class MemoryNetwork:
         self._num_addresses = 0
 
     def fail_link(self, one: Peer, other: Peer) -> None:
-        """End every transfer between the two with `TransferError`, and later ones until both abort and connect anew."""
+        """End every transfer between the two with `TransferError`, and later ones until both abort and
+        connect anew."""
         for transport in self._transports.values():
             for here, there in ((one, other), (other, one)):
                 if transport.peer_id == here:
@@ -59,13 +62,13 @@ class MemoryNetwork:
         self._transports.pop(address, None)
 
     def find(self, address: bytes) -> MemoryTransport | None:
-        """The transport at `address`, if it is open."""
+        """Return the transport at `address`; None if it has closed."""
         return self._transports.get(address)
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """An open send or receive, and how it ended once it has."""
+    """An open send or receive, and its outcome once it has ended."""
 
     memory: Memory
     done: OnEnd
@@ -76,7 +79,8 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """A message on its way or arrived: its own copy of the bytes or, for a large one, the sender's open transfer."""
+    """A message on its way or arrived: its own copy of the bytes or, for a large one, the sender's open
+    transfer."""
 
     bytes: bytes | Memory
     sending: _Transfer | None
@@ -86,7 +90,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _Stream:
-    """What one (peer, tag) pair has at the receiver, in order of the calls."""
+    """The messages and the receives of one (peer, tag) pair at the receiver, in order of the calls."""
 
     messages: deque[_Message] = field(default_factory=deque)
     receives: deque[_Transfer] = field(default_factory=deque)
@@ -94,14 +98,14 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Link:
-    """A connected peer, and our open sends to it."""
+    """A connected peer, and the open sends to it."""
 
     remote: MemoryTransport
     failure: str | None = None
     sends: dict[_Transfer, _Message] = field(default_factory=dict)
 
 
-class MemoryTransport:
+class MemoryTransport(TransportBase):
     """The `Transport` contract within one process, on the running event loop.
 
     Args:
@@ -110,9 +114,8 @@ class MemoryTransport:
     """
 
     def __init__(self, network: MemoryNetwork, peer_id: Peer):
-        self.peer_id, self.epoch = peer_id, 0
+        super().__init__(peer_id)
         self._network = network
-        self._loop = asyncio.get_running_loop()
         self._links: dict[Peer, _Link] = {}
         self._streams: dict[tuple[Peer, int], _Stream] = {}
         self._ended: list[_Transfer] = []  # whose `done` is still to be called
@@ -123,19 +126,8 @@ class MemoryTransport:
     def address(self) -> bytes:
         return b"%s:epoch %d" % (self._address, self.epoch)
 
-    def routes(self, peer: Peer) -> tuple[str, ...]:
-        return ()
-
-    def admit(self, addresses: Iterable[bytes]) -> None:
-        """See `Transport`: nobody but this process reaches it."""
-
     async def connect(self, peer: Peer, address: bytes) -> None:
-        if self._closed:
-            raise TransferError(f"peer {self.peer_id}: the transport has closed")
-        if peer == self.peer_id:
-            raise ValueError(f"peer {peer} cannot connect to itself")
-        if peer in self._links:
-            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
+        self._check_connectable(peer, self._closed, self._links)
         place, _, epoch = address.partition(b":epoch ")
         if not place.startswith(b"memory:%d:" % peer):
             raise ProtocolError(f"{len(address)} bytes are no memory address of peer {peer}")
@@ -150,14 +142,8 @@ class MemoryTransport:
             )
         self._links[peer] = _Link(remote)
 
-    def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_send, _host_memory(buffer, writable=False), peer, tag)
-
-    def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_recv, _host_memory(buffer, writable=True), peer, tag)
-
     def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
-        check_tag(tag)
+        _check_call(memory, tag)
         transfer = _Transfer(memory, done, f"transfer from peer {self.peer_id} to peer {peer}, tag {tag:#x}")
         link = self._usable_link(peer, transfer)
         if link.remote._closed:
@@ -165,21 +151,18 @@ class MemoryTransport:
         return self._post_message(link, transfer, peer, tag)
 
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
-        check_tag(tag)
+        _check_call(memory, tag)
         transfer = _Transfer(memory, done, f"transfer from peer {peer} to peer {self.peer_id}, tag {tag:#x}")
         self._usable_link(peer, transfer)
         self._streams.setdefault((peer, tag), _Stream()).receives.append(transfer)
         self._match((peer, tag))
         return self._ended_already(transfer)
 
-    def hurry(self, on: bool) -> None:
-        """Does nothing: what is sent here has arrived."""
-
     async def abort(self, peer: Peer | None = None) -> None:
         for other in [p for p in self._links if peer is None or p == peer]:
             self._end_transfers(other, self._links[other].failure or "aborted")
             del self._links[other]
-        self._tell()
+        self._report_ended()
 
     async def aclose(self) -> None:
         self._closed = True
@@ -187,7 +170,8 @@ class MemoryTransport:
         self._network.leave(self._address)
 
     def fail_link(self, peer: Peer, cause: str) -> None:
-        """End the transfers with `peer` as if the medium had lost it. For tests, through `MemoryNetwork.fail_link`."""
+        """End the transfers with `peer` as if the medium had lost it. For tests, through
+        `MemoryNetwork.fail_link`."""
         if peer in self._links:
             self._links[peer].failure = cause
             self._end_transfers(peer, cause)
@@ -202,28 +186,29 @@ class MemoryTransport:
             for transfer in self._streams.pop(key).receives:
                 self._end(transfer, TransferError(f"{transfer.what} failed: {cause}"))
 
-    # ------------------------------------------------------------ telling
+    # ------------------------------------------------------------ ends of transfers
 
     def _end(self, transfer: _Transfer, error: Exception | None = None) -> None:
-        """Note the end of a transfer. It is told in the loop's next pass: this may be inside somebody's post call."""
+        """Note the end of a transfer. Its `done` is called in the loop's next pass: this may be inside a post
+        call."""
         if not self._ended:
-            self._loop.call_soon(self._tell)
+            self._loop.call_soon(self._report_ended)
         transfer.ended, transfer.error = True, error
         self._ended.append(transfer)
 
     def _ended_already(self, transfer: _Transfer) -> bool:
-        """True, and nothing to tell, for a transfer that its own post call has ended well."""
+        """Whether a transfer's own post call has ended it well; then its `done` is not called."""
         if not transfer.ended or transfer.error is not None:
             return False
         self._ended.remove(transfer)
         return True
 
-    def _tell(self) -> None:
+    def _report_ended(self) -> None:
         ended, self._ended = self._ended, []
         for transfer in ended:
             try:
                 transfer.done(transfer.error)
-            except Exception as failure:  # of the caller's code; the others have to be told all the same
+            except Exception as failure:  # of the caller's code; the others are reported all the same
                 self._loop.call_exception_handler(
                     {"message": f"{transfer.done} failed", "exception": failure}
                 )
@@ -252,7 +237,7 @@ class MemoryTransport:
     # ------------------------------------------------------------ receiving
 
     def _accept(self, key: tuple[Peer, int], message: _Message, delay_s: float) -> None:
-        """Give the message its place in the order now; it can be received `delay_s` later."""
+        """Put a message in order now; it can be received `delay_s` later."""
         self._streams.setdefault(key, _Stream()).messages.append(message)
         if delay_s > 0:
             self._loop.call_later(delay_s, self._arrive, key, message)
@@ -296,10 +281,17 @@ class MemoryTransport:
         self._end(transfer)
 
 
-def _host_memory(buffer: Any, *, writable: bool) -> Memory:
-    if hasattr(buffer, "__cuda_array_interface__"):
+def make_transport(
+    peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]
+) -> MemoryTransport:
+    """Make a transport on the mesh's one `MemoryNetwork`; a `registry.Factory`."""
+    return MemoryTransport(shared.setdefault("memory", MemoryNetwork()), peer_id)
+
+
+def _check_call(memory: Memory, tag: int) -> None:
+    check_tag(tag)
+    if memory.on_device:
         raise ValueError("transport 'memory' moves host memory only; use transport 'ucx' for device arrays")
-    return memory_of(buffer, writable=writable)
 
 
 def _copy(memory: Memory) -> bytes:

@@ -1,15 +1,14 @@
-"""network: plain data that says on which of this machine's addresses one end of a data plane listens.
+"""Say on which addresses a process listens, and refuse connections from any others than its peers.
 
-listening: TCP sockets on which this process listens, and from which addresses one may connect to them.
+A medium that opens its own sockets (UCX, gloo, the coordinator of `jax.distributed`) lets everybody connect.
+The kernel lets every process, without any right, say which connections a socket of its own refuses: a
+listening socket may require that packets from a range of addresses are signed (TCP's MD5 option, RFC 2385).
+Here all addresses are in such ranges but those of peers, and nobody has the key. So a stranger's first packet
+is dropped before there is a connection, and packets of peers are neither signed nor checked, which costs
+nothing. (A socket filter would say the same, but since 2026 Linux lets only administrators attach one to a
+TCP socket.)
 
-A medium that opens its own sockets (UCX, gloo, the coordinator of `jax.distributed`) lets everybody connect. The kernel
-lets every process, without any right, say which connections a socket of its own refuses: a listening socket may ask for
-packets from a range of addresses to be signed (TCP's MD5 option, RFC 2385). Here all addresses are such ranges but
-those that are let in, and nobody has the key. So a stranger's first packet is dropped before there is a connection, and
-packets of those that are let in are neither signed nor looked at: it costs them nothing. (A socket filter would say the
-same, but since 2026 Linux lets only administrators attach one to a TCP socket.)
-
-It does not tell users of one machine apart, and believes the address that a packet bears.
+This does not tell users of one machine apart, and believes the address that a packet bears.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network, summarize_address_range
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from jaxpp_async.base.own_descriptors import borrowed_socket, is_tcp, open_descriptors
+from jaxpp_async.base.descriptors import borrowed_socket, is_tcp, open_descriptors
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where an end of a data plane listens.
+    """The network on which a process's transports listen.
 
     Args:
-        addresses: IP addresses of this machine by which the other processes reach it: it listens on their interfaces
-            and on no other. Empty: every process is on this machine, and no network is needed. None: nobody knows, so
-            that it listens wherever its medium does.
+        addresses: IP addresses of this machine by which the other processes reach it: transports listen on
+            their interfaces and on no other. Empty: every process is on this machine, and no network is
+            needed. None: not known, so that transports listen wherever their medium does.
     """
 
     addresses: tuple[str, ...] | None = None
@@ -48,10 +47,10 @@ def is_loopback(address: str) -> bool:
 
 
 def network_by(address: str | None) -> Network:
-    """The network of a process that the others reach by one address (`messages.Configure.address`).
+    """Make the network of a process that the others reach by one address (`messages.Configure.address`).
 
     Args:
-        address: loopback, if every process is on one machine; None: not known.
+        address: an IP address, loopback if every process is on one machine; None: not known.
     """
     if address is None:
         return Network(None)
@@ -70,22 +69,29 @@ IPNetwork: TypeAlias = IPv4Network | IPv6Network
 _LOG = logging.getLogger("jaxpp_async")
 
 _TCP_MD5SIG_EXT: Final = 32
-_PREFIX: Final = 1  # TCP_MD5SIG_FLAG_PREFIX
+_FLAG_PREFIX: Final = 1  # TCP_MD5SIG_FLAG_PREFIX
 _KEY_BYTES: Final = 80
-_COARSER: Final = {4: (32, 28, 24, 20, 16, 12, 8, 0), 6: (128, 96, 64, 48, 32, 0)}
-"""Lengths of the prefixes that are let in, by IP version; the next shorter one is tried where the ranges that then
-remain to be shut are more than the kernel keeps for a socket."""
+_PREFIX_LENGTHS: Final = {4: (32, 28, 24, 20, 16, 12, 8, 0), 6: (128, 96, 64, 48, 32, 0)}
+"""Lengths of the prefixes of admitted networks, by IP version. The next shorter one is tried where the ranges
+that remain to be refused are more than the kernel keeps for a socket."""
 
 
-_MOST_RANGES: Final = 256
-"""Of one socket: each costs memory that the kernel counts, and time where a connection begins."""
+_MAX_RANGES: Final = 256
+"""How many ranges one socket refuses at most: each costs memory that the kernel counts, and time when a
+connection begins."""
 
-_MAPPED: Final = bytes(10) + b"\xff\xff"
-"""In front of an IPv4 address: the same for a socket that takes both versions."""
+_IPV4_MAPPED: Final = bytes(10) + b"\xff\xff"
+"""The prefix of an IPv4 address for a socket that takes both versions."""
 
 
 class ListeningSocket(NamedTuple):
-    """One of this process's: its descriptor, the inode that tells whether it is still that one, where it listens."""
+    """A socket on which this process listens.
+
+    Args:
+        descriptor: of the socket.
+        inode: of the socket, by which it is known whether the descriptor is still the same one's.
+        address, port: on which it listens.
+    """
 
     descriptor: int
     inode: int
@@ -94,27 +100,29 @@ class ListeningSocket(NamedTuple):
 
 
 def listening_sockets() -> set[ListeningSocket]:
-    """The TCP sockets on which this process listens now; none where the system does not say (no /proc)."""
+    """List the TCP sockets on which this process listens now; none where the system does not say (no
+    /proc)."""
     found: set[ListeningSocket] = set()
     for descriptor in open_descriptors():
         with contextlib.suppress(OSError), borrowed_socket(descriptor) as sock:
             if is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.add(ListeningSocket(descriptor, os.fstat(descriptor).st_ino, *_place(sock)))
+                found.add(ListeningSocket(descriptor, os.fstat(descriptor).st_ino, *_own_end(sock)))
     return found
 
 
 class AddressFilter:
-    """Says from which addresses one may connect to some listening sockets of this process: at first from none.
+    """A filter of the addresses from which peers may connect to some listening sockets of this process: at
+    first none.
 
     Args:
-        sockets: which.
+        sockets: which sockets.
 
     Attributes:
         admitted: the networks whose addresses may connect; wider than was asked for where the kernel keeps no
             more ranges for a socket.
 
     Raises:
-        OSError: the kernel cannot shut them (built without TCP's MD5 option).
+        OSError: the kernel cannot refuse connections (built without TCP's MD5 option).
     """
 
     def __init__(self, sockets: Iterable[ListeningSocket]):
@@ -127,22 +135,22 @@ class AddressFilter:
 
     @classmethod
     def for_reached(cls, sockets: Iterable[ListeningSocket]) -> AddressFilter | None:
-        """The filter of those sockets that other machines reach. None: there are none, or the kernel cannot shut them,
-        which is logged."""
+        """Make the filter of those sockets that other machines reach. None: there are none, or the kernel
+        cannot refuse connections, which is logged."""
         reached = [one for one in sockets if not is_loopback(one.address)]
         try:
             return cls(reached) if reached else None
         except OSError as error:
             _LOG.warning(
-                "the kernel here does not let this process refuse strangers' connections (%s): keep them from %s by a "
-                "firewall",
+                "the kernel here does not let this process refuse strangers' connections (%s): keep them "
+                "from %s by a firewall",
                 error,
                 ", ".join(f"{one.address}:{one.port}" for one in reached),
             )
             return None
 
     def admit(self, addresses: Iterable[str]) -> None:
-        """Let these addresses connect, and nobody else. Connections that there are stay.
+        """Let these addresses connect, and nobody else. Connections that exist stay.
 
         Raises:
             OSError: the kernel refuses.
@@ -152,12 +160,12 @@ class AddressFilter:
         for one in self._sockets:
             version = _version(one.address)
             own = [net for net in wanted if net.version == version]
-            for prefix in _COARSER[version]:
+            for prefix in _PREFIX_LENGTHS[version]:
                 admitted = {
                     net if net.prefixlen <= prefix else net.supernet(new_prefix=prefix) for net in own
                 }
-                others, is_last = complement(admitted, version), prefix == _COARSER[version][-1]
-                if len(others) > _MOST_RANGES and not is_last:
+                others, is_last = complement(admitted, version), prefix == _PREFIX_LENGTHS[version][-1]
+                if len(others) > _MAX_RANGES and not is_last:
                     continue
                 try:
                     self._set(one, others)
@@ -169,11 +177,11 @@ class AddressFilter:
                     break
 
     def _set(self, one: ListeningSocket, wanted: set[IPNetwork]) -> None:
-        """Shut a socket to exactly these ranges. Meanwhile, and where that fails, it is shut to everybody."""
+        """Refuse exactly these ranges on a socket. Meanwhile, and where that fails, it refuses everybody."""
         shut, everybody = self._shut[one], complement((), _version(one.address))
         if shut == wanted:
             return
-        with contextlib.suppress(_GoneError), _own(one) as sock:
+        with contextlib.suppress(_GoneError), _open_own(one) as sock:
             for nets, key in (
                 (everybody - shut, self._key),
                 (shut - wanted - everybody, b""),
@@ -181,15 +189,15 @@ class AddressFilter:
                 (everybody - wanted, b""),
             ):
                 for net in nets:
-                    _sign(sock, net, key)
+                    _require_signature(sock, net, key)
                     shut.symmetric_difference_update({net})
 
     def has_connections(self) -> bool:
-        """Whether anybody connected to one of the sockets, or is about to be accepted. To be asked where nobody knows
-        of them yet."""
+        """Whether anybody has connected to one of the sockets, or is about to be accepted. It is asked before
+        any peer knows of the sockets."""
         places = {(one.address, one.port) for one in self._sockets}
         for one in self._sockets:
-            with contextlib.suppress(_GoneError), _own(one) as sock:
+            with contextlib.suppress(_GoneError), _open_own(one) as sock:
                 queue = select.poll()
                 queue.register(sock, select.POLLIN)
                 if queue.poll(0):
@@ -197,7 +205,7 @@ class AddressFilter:
         for descriptor in open_descriptors():
             with contextlib.suppress(OSError), borrowed_socket(descriptor) as sock:
                 listens = is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if is_tcp(sock) and not listens and _place(sock) in places:
+                if is_tcp(sock) and not listens and _own_end(sock) in places:
                     return True
         return False
 
@@ -214,7 +222,7 @@ def refuse_strangers(sockets: Iterable[ListeningSocket], addresses: Iterable[str
 
 
 def complement(admitted: Iterable[IPNetwork], version: int) -> set[IPNetwork]:
-    """The fewest ranges that hold every address of an IP version but the admitted ones."""
+    """Compute the fewest ranges that hold every address of an IP version but the admitted ones."""
     everybody = ip_network("0.0.0.0/0" if version == 4 else "::/0")
     ends = sorted((int(net.network_address), int(net.broadcast_address)) for net in admitted)
     kind: Any = type(everybody.network_address)
@@ -230,17 +238,17 @@ def _version(address: str) -> int:
     return 6 if ":" in address else 4
 
 
-def _sign(sock: socket.socket, net: IPNetwork, key: bytes) -> None:
-    """Take packets from a network only if they are signed with the key; an empty one: take them again.
-    `struct tcp_md5sig` of `linux/tcp.h`."""
+def _require_signature(sock: socket.socket, net: IPNetwork, key: bytes) -> None:
+    """Have a socket take packets from a network only if they are signed with a key (`struct tcp_md5sig` of
+    `linux/tcp.h`); with an empty key, take them again unsigned."""
     packed = net.network_address.packed
     if sock.family == socket.AF_INET:
         place = struct.pack("=HH4s", socket.AF_INET, 0, packed)
     else:
         place = struct.pack(
-            "=HHI16s", socket.AF_INET6, 0, 0, packed if net.version == 6 else _MAPPED + packed
+            "=HHI16s", socket.AF_INET6, 0, 0, packed if net.version == 6 else _IPV4_MAPPED + packed
         )
-    option = struct.pack("=128sBBHi80s", place, _PREFIX, net.prefixlen, len(key), 0, key)
+    option = struct.pack("=128sBBHi80s", place, _FLAG_PREFIX, net.prefixlen, len(key), 0, key)
     sock.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, option)
 
 
@@ -249,7 +257,7 @@ class _GoneError(Exception):
 
 
 @contextlib.contextmanager
-def _own(one: ListeningSocket):
+def _open_own(one: ListeningSocket):
     try:
         if os.fstat(one.descriptor).st_ino != one.inode:
             raise _GoneError
@@ -259,7 +267,8 @@ def _own(one: ListeningSocket):
         yield sock
 
 
-def _place(sock: socket.socket) -> tuple[str, int]:
-    """Address and port of a socket's own end; an IPv4 address as such, also where the socket is for both versions."""
+def _own_end(sock: socket.socket) -> tuple[str, int]:
+    """Return address and port of a socket's own end; an IPv4 address as such, also where the socket is for
+    both versions."""
     address, port = sock.getsockname()[:2]
     return address.partition("%")[0].removeprefix("::ffff:"), port

@@ -1,9 +1,9 @@
-"""shared: a size in, memory that another process of this host may write into out; and the other end of such memory.
+"""Give memory that another process of this host may write into, and map such memory of another process.
 
-Memory is a memfd: it has no name that could be left behind, and only processes of the same user can open it, by
-`/proc/PID/fd`. Nobody is believed to be on this host: who can read a random key out of a peer's memfd is (see
-`Mailbox.ticket`). It never grows, moves or hands out memory that a peer might still write into: `SharedBlock.retire` puts
-other memory in its place.
+Memory is a memfd: it has no name that could be left behind, and only processes of the same user can open it,
+by `/proc/PID/fd`. A peer is not believed to be on this host: it has to be, if a random key can be read out of
+its memfd (see `Mailbox.ticket`). Memory into which a peer might still write is never used again:
+`SharedBlock.retire` puts other memory in its place.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ import numpy as np
 
 _KEY_BYTES = 16
 _TRAILER_BYTES = mmap.PAGESIZE
-"""Behind a block's data: its key, whether its owner has let go of it, and which offer the sender has used."""
+"""Size of a block's trailer behind its data: its key, whether its owner has freed it, and the offer that was
+used."""
 
 _MARK_AT = 32
-"""Of the trailer: where the sender says so."""
+"""Offset in the trailer at which the sender notes the serial of the offer that it has used."""
 
 RING_BYTES = 64 * 513
-"""Of a board: for `offers.py`."""
+"""Size of the part of a mailbox that `ucx/offers.py` uses."""
 
-_BOARD_ROWS, _BOARD_SEEN = 256, 256
-_SEEN_BYTES, _ROW_BYTES = 16, 24
-_BOARD_BYTES = _BOARD_ROWS * _ROW_BYTES + _BOARD_SEEN * _SEEN_BYTES + RING_BYTES + _KEY_BYTES
+_MAILBOX_ROWS, _MAILBOX_NAMES = 256, 256
+_NAME_BYTES, _ROW_BYTES = 16, 24
+_MAILBOX_BYTES = _MAILBOX_ROWS * _ROW_BYTES + _MAILBOX_NAMES * _NAME_BYTES + RING_BYTES + _KEY_BYTES
 _TICKET = struct.Struct("<16sQII16s")  # boot id, process id namespace, process id, descriptor, key
 
 COPIES_PAST_CACHES = MappingProxyType({"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"})
-"""For the environment of processes that send: glibc then copies pieces as it copies what is larger than three quarters
-of the last cache, which where hosts share one are 100 MB. Twice as fast at 16 MiB. Other C libraries do not know it."""
+"""Environment variables of processes that send: glibc then writes past the caches when it copies 1 MiB or
+more. Without them it does so from three quarters of the last cache on, which on machines with a shared one is
+100 MB. Copies are twice as fast at 16 MiB. Other C libraries do not know these variables."""
 
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -48,7 +50,8 @@ _MAP_FIXED = 0x10
 
 
 class BlockTicket(NamedTuple):
-    """How a peer finds a block: a descriptor of its owner's process, and the key that is to be there."""
+    """The way by which a peer finds a block: a descriptor of its owner's process, and the key that has to be
+    there."""
 
     descriptor: int
     key: bytes
@@ -58,11 +61,15 @@ class BlockTicket(NamedTuple):
 class SharedBlock:
     """Memory to receive into, which peers on this host can write themselves.
 
+    Args:
+        size_bytes: of the data.
+
     Attributes:
-        address, size_bytes: of the data. It starts at a page, and stays where it is for as long as `array` lives.
-        array: the same as flat uint8.
+        address, size_bytes: of the data. It starts at a page, and stays where it is for as long as `array`
+            lives.
+        array: the data as flat uint8.
         ticket: for peers; None if the memory is not shared.
-        mark: which offer the sender has used, as it notes there.
+        mark: the serial of the offer that a sender has used, which the sender writes.
     """
 
     __slots__ = (
@@ -93,7 +100,8 @@ class SharedBlock:
 
     @classmethod
     def make(cls, size_bytes: int) -> SharedBlock | None:
-        """A block, or None where the system has none to give (another system, too many descriptors)."""
+        """Make a block; None where the system has none to give (not Linux, or too many descriptors in
+        use)."""
         if not hasattr(os, "memfd_create"):
             return None
         try:
@@ -102,21 +110,25 @@ class SharedBlock:
             return None
 
     def retire(self) -> None:
-        """Put memory of this process's own, all zeros, at the same addresses: what a peer still writes goes into the
-        old. An abort retires many blocks at once, so nothing is allocated before somebody writes there, or shares it.
+        """Put private memory, all zeros, at the same addresses, so that a peer's late writes go into the old
+        memory.
+
+        An abort retires many blocks at once, so nothing is allocated before somebody writes there, or shares
+        it again.
 
         Raises:
             OSError: there is no memory to be had. Leave the process.
         """
-        self._let_go()
+        self._stop_sharing()
         _map_at(self.address, -1, _whole_bytes(self.size_bytes))
         self._is_retired = True
 
     def share_again(self) -> None:
-        """Share the memory of a block that was retired, if the system has any to give. What it holds is lost."""
+        """Share the memory of a block that was retired, if the system has any to give. Its content is
+        lost."""
         if not self._is_retired:
             return
-        self._is_retired = False  # tried once: making and refusing large memory takes long
+        self._is_retired = False  # tried once: it takes long to make large memory, and to be refused it
         with contextlib.suppress(OSError):
             self._descriptor, key = _make_file(_whole_bytes(self.size_bytes))
             try:
@@ -130,36 +142,40 @@ class SharedBlock:
         start = _whole_bytes(self.size_bytes) - _TRAILER_BYTES
         self._whole[start : start + _KEY_BYTES] = np.frombuffer(key, np.uint8)
         self.ticket: BlockTicket | None = BlockTicket(self._descriptor, key, self.size_bytes)
-        self._end = weakref.finalize(self, _end_block, self._whole[start + _KEY_BYTES :], self._descriptor)
+        self._end = weakref.finalize(self, _free_block, self._whole[start + _KEY_BYTES :], self._descriptor)
         self._end.atexit = False
 
-    def _let_go(self) -> None:
+    def _stop_sharing(self) -> None:
         self.ticket = None
         self._end()
 
 
 class Mailbox:
-    """What this process tells neighbours, where they can read it: messages that it announces, as rows of (serial, tag,
-    size), and whose boards it sees itself. One of two processes may see the other's alone: of another user, out of
-    descriptors.
+    """Memory in which this process tells other processes of this host what they need for one copy.
+
+    A mailbox holds the messages that this process announces, as rows of (serial, tag, size in bytes); the
+    names of the mailboxes that this process can read; and the ring of the receives that it offers. Of two
+    processes one may be able to read the other's mailbox and not the other way round: another user's, or one
+    that is out of descriptors.
 
     Attributes:
-        ticket: for peers, to find the board and to prove that they are on this host.
-        key: random; whoever knows it has read the board. name: what others' boards say for it.
-        ring: `RING_BYTES` of it, for the receives that wait (`offers.py`).
+        ticket: for peers, to find the mailbox and to prove that they are on this host.
+        key: random; whoever knows it has read the mailbox.
+        name: a digest of the key, by which other mailboxes name this one.
+        ring: the `RING_BYTES` of it for the receives that wait (`ucx/offers.py`).
     """
 
     def __init__(self) -> None:
-        self._descriptor, self.key = _make_file(_BOARD_BYTES)
+        self._descriptor, self.key = _make_file(_MAILBOX_BYTES)
         self.name = _name_of(self.key)
-        whole = _map(self._descriptor, _BOARD_BYTES)
+        whole = _map(self._descriptor, _MAILBOX_BYTES)
         whole[-_KEY_BYTES:] = np.frombuffer(self.key, np.uint8)
-        self._rows, self._seen, self.ring = _board_parts(whole)
-        self._free = list(range(_BOARD_ROWS))
-        self.ticket = _TICKET.pack(*_here(), os.getpid(), self._descriptor, self.key)
+        self._rows, self._readable, self.ring = _mailbox_parts(whole)
+        self._free = list(range(_MAILBOX_ROWS))
+        self.ticket = _TICKET.pack(*_host_identity(), os.getpid(), self._descriptor, self.key)
 
     def announce(self, serial: int, tag: int, size_bytes: int) -> int | None:
-        """Announce a message. Returns: the row that says it; None if there is none left."""
+        """Announce a message. Returns: its row; None if no row is free."""
         if not self._free:
             return None
         row = self._free.pop()
@@ -171,15 +187,15 @@ class Mailbox:
         self._rows[row] = 0
         self._free.append(row)
 
-    def see(self, local_peer: LocalPeer) -> None:
-        """Say that this process reads a neighbour's board. Where there is no room left, that is not said."""
-        free = np.flatnonzero(~self._seen.any(axis=1))
+    def add_readable(self, local_peer: LocalPeer) -> None:
+        """Note that this process can read a peer's mailbox. Without a free place that is not noted."""
+        free = np.flatnonzero(~self._readable.any(axis=1))
         if len(free):
-            self._seen[free[0]] = np.frombuffer(_name_of(local_peer.key), np.uint8)
+            self._readable[free[0]] = np.frombuffer(_name_of(local_peer.key), np.uint8)
 
-    def unsee(self, local_peer: LocalPeer) -> None:
-        """Say it no longer."""
-        self._seen[(self._seen == np.frombuffer(_name_of(local_peer.key), np.uint8)).all(axis=1)] = 0
+    def remove_readable(self, local_peer: LocalPeer) -> None:
+        """Remove the note of `add_readable`."""
+        self._readable[(self._readable == np.frombuffer(_name_of(local_peer.key), np.uint8)).all(axis=1)] = 0
 
     def close(self) -> None:
         """Give the descriptor back. A second call does nothing."""
@@ -189,11 +205,13 @@ class Mailbox:
 
 
 class MappedBlock:
-    """A neighbour's block, mapped here.
+    """A peer's block that is mapped into this process.
 
     Attributes:
-        address: of its first byte. size_bytes: of all of it, trailer included.
-        freed: whether its owner has let go of it. mark: the offer that this side has used, for its owner.
+        address: of its first byte.
+        size_bytes: of all of it, with its trailer.
+        freed: whether its owner has freed it.
+        mark: the serial of the offer that this side has used, for the owner to read.
     """
 
     __slots__ = ("_whole", "address", "freed", "mark", "size_bytes")
@@ -206,83 +224,88 @@ class MappedBlock:
 
 
 class LocalPeer:
-    """A process on this host: its board, and its blocks as they are mapped here.
+    """A process on this host: its mailbox, and its blocks that are mapped here.
 
     Attributes:
-        key: of its board. ring: the part of it that `offers.py` reads.
+        key: of its mailbox.
+        ring: the part of its mailbox that `ucx/offers.py` reads.
     """
 
     def __init__(self, pid: int, key: bytes, mailbox: np.ndarray):
         self._pid, self.key = pid, key
-        self._rows, self._seen, self.ring = _board_parts(mailbox)
+        self._rows, self._readable, self.ring = _mailbox_parts(mailbox)
         self._blocks: dict[bytes, MappedBlock] = {}
         self._answered: set[int] = set()
 
     @classmethod
-    def of(cls, ticket: bytes) -> LocalPeer | None:
-        """The process that made a board's ticket, if it is here: same boot, same process ids, and its key is there."""
+    def from_ticket(cls, ticket: bytes) -> LocalPeer | None:
+        """Return the process that made a mailbox's ticket; None if it is not on this host: another boot,
+        another process id namespace, or the key is not there."""
         if len(ticket) != _TICKET.size:
             return None
         *place, pid, descriptor, key = _TICKET.unpack(ticket)
         try:
-            if place != [*_here()]:
+            if place != [*_host_identity()]:
                 return None
-            mailbox = _open(pid, descriptor, _BOARD_BYTES, writable=False)
+            mailbox = _open(pid, descriptor, _MAILBOX_BYTES, writable=False)
         except (OSError, ValueError):
             return None
         return cls(pid, key, mailbox) if mailbox[-_KEY_BYTES:].tobytes() == key else None
 
     def announced(self, tag: int) -> list[tuple[int, int]]:
-        """(serial, size) of the messages that it announces under a tag and that were not answered, oldest first."""
+        """List (serial, size in bytes) of the messages that it announces under a tag and that got no CTS,
+        oldest first."""
         rows = self._rows.tolist()
         return sorted((n, size) for n, at, size in rows if n and at == tag and n not in self._answered)
 
     def note_answered(self, serial: int) -> None:
-        """Leave an announcement out from now on. The neighbour takes its row back once it has heard the answer."""
+        """Leave an announced message out of `announced`. The peer withdraws its row once it has the CTS."""
         self._answered.add(serial)
-        if len(self._answered) > _BOARD_ROWS:
+        if len(self._answered) > _MAILBOX_ROWS:
             self._answered &= {serial, *self._rows[:, 0].tolist()}
 
-    def sees(self, mailbox: Mailbox) -> bool:
-        """Whether the neighbour says that it reads this board."""
-        return mailbox.name in self._seen.tobytes()
+    def can_read(self, mailbox: Mailbox) -> bool:
+        """Whether the peer has noted that it can read a mailbox of this process."""
+        return mailbox.name in self._readable.tobytes()
 
-    def place(self, ticket: BlockTicket) -> MappedBlock:
-        """Where a block of the neighbour's lies here, all of its bytes.
+    def map_block(self, ticket: BlockTicket) -> MappedBlock:
+        """Map a block of the peer, unless it is mapped already.
 
         Raises:
             OSError, ValueError: it cannot be mapped, or is not what the ticket says.
         """
-        placed = self._blocks.get(ticket.key)
-        if placed is None:
-            self.forget_freed()
+        block = self._blocks.get(ticket.key)
+        if block is None:
+            self.unmap_freed_blocks()
             whole = _open(self._pid, ticket.descriptor, _whole_bytes(ticket.size_bytes), writable=True)
             if whole[-_TRAILER_BYTES:][:_KEY_BYTES].tobytes() != ticket.key:
                 raise ValueError("another block is there")
-            placed = self._blocks[ticket.key] = MappedBlock(whole)
-        if placed.size_bytes != _whole_bytes(ticket.size_bytes):
+            block = self._blocks[ticket.key] = MappedBlock(whole)
+        if block.size_bytes != _whole_bytes(ticket.size_bytes):
             raise ValueError("the block is of another size")
-        if placed.freed.value:
+        if block.freed.value:
             raise ValueError("its owner has let go of it")
-        return placed
+        return block
 
     @property
     def has_blocks(self) -> bool:
-        """Whether any block of the neighbour's is mapped here."""
+        """Whether any block of the peer is mapped here."""
         return bool(self._blocks)
 
-    def forget(self) -> None:
-        """Keep no block of the neighbour's."""
+    def unmap_blocks(self) -> None:
+        """Unmap every block of the peer."""
         self._blocks.clear()
 
-    def forget_freed(self) -> None:
-        """Keep no block that the neighbour has let go of: its memory is in use for as long as it is mapped here."""
-        for key in [key for key, placed in self._blocks.items() if placed.freed.value]:
+    def unmap_freed_blocks(self) -> None:
+        """Unmap every block that the peer has freed: its memory is in use for as long as it is mapped
+        here."""
+        for key in [key for key, block in self._blocks.items() if block.freed.value]:
             del self._blocks[key]
 
 
 class _Mapping:
-    """Mapped memory, unmapped when no array shows it any more. (`mmap.mmap` would keep a descriptor for each.)"""
+    """Mapped memory that is unmapped when no array shows it any more. (`mmap.mmap` would keep a descriptor
+    for each.)"""
 
     def __init__(self, address: int, size_bytes: int, writable: bool):
         self.__array_interface__ = {
@@ -298,36 +321,38 @@ def _whole_bytes(size_bytes: int) -> int:
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + _TRAILER_BYTES
 
 
-def _board_parts(mailbox: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What it announces, whose boards its owner sees, and the ring of its offers."""
-    seen_at, ring_at = _BOARD_ROWS * _ROW_BYTES, _BOARD_ROWS * _ROW_BYTES + _BOARD_SEEN * _SEEN_BYTES
-    rows, seen, ring = np.split(mailbox[:-_KEY_BYTES], [seen_at, ring_at])
-    return rows.view(np.uint64).reshape(_BOARD_ROWS, 3), seen.reshape(_BOARD_SEEN, _SEEN_BYTES), ring
+def _mailbox_parts(mailbox: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Split a mailbox into the messages that it announces, the names of readable mailboxes, and the ring of
+    offers."""
+    names_at, ring_at = _MAILBOX_ROWS * _ROW_BYTES, _MAILBOX_ROWS * _ROW_BYTES + _MAILBOX_NAMES * _NAME_BYTES
+    rows, names, ring = np.split(mailbox[:-_KEY_BYTES], [names_at, ring_at])
+    return rows.view(np.uint64).reshape(_MAILBOX_ROWS, 3), names.reshape(_MAILBOX_NAMES, _NAME_BYTES), ring
 
 
 def _name_of(key: bytes) -> bytes:
-    """Unlike the key itself it may be read by who must not know that."""
-    return hashlib.sha256(key).digest()[:_SEEN_BYTES]
+    """Digest a mailbox's key, for processes that must not know the key."""
+    return hashlib.sha256(key).digest()[:_NAME_BYTES]
 
 
 def _make_file(size_bytes: int) -> tuple[int, bytes]:
-    """A descriptor, and a key for it. Half of the descriptors that the process may have are left to others."""
+    """Make a memfd. Returns: its descriptor, and a random key. Half of the descriptors that this process may
+    have are left to others."""
     descriptor = os.memfd_create("jaxpp-async", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if most != resource.RLIM_INFINITY and descriptor >= most // 2:
-            # the kernel gives the lowest that is free
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit != resource.RLIM_INFINITY and descriptor >= limit // 2:
+            # the kernel gives the lowest descriptor that is free
             raise OSError(errno.EMFILE, "half of the descriptors are in use")
-        # Allocated now: a peer that writes must not be the one who finds that there is no memory left, by SIGBUS ...
+        # Allocated now: a peer that writes must not find by SIGBUS that there is no memory left ...
         os.posix_fallocate(descriptor, 0, size_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # ... nor that the file has shrunk.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # ... or that the file has shrunk.
     except BaseException:  # also a cancellation: nobody else would close it
         os.close(descriptor)
         raise
     return descriptor, os.urandom(_KEY_BYTES)
 
 
-def _end_block(mark: np.ndarray, descriptor: int) -> None:
+def _free_block(mark: np.ndarray, descriptor: int) -> None:
     mark[0] = 1
     os.close(descriptor)
 
@@ -351,7 +376,8 @@ def _map(descriptor: int, size_bytes: int, *, writable: bool = True) -> np.ndarr
 
 
 def _map_at(address: int | None, descriptor: int, size_bytes: int, *, writable: bool = True) -> int:
-    """Map a file, or fresh memory (-1); where an address is given, in the place of what is there."""
+    """Map a file, or fresh memory (descriptor -1), at any address or in the place of the memory at a given
+    one."""
     kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if address is not None:
         kind |= _MAP_FIXED
@@ -370,8 +396,8 @@ def _libc() -> Any:
     return libc
 
 
-def _here() -> tuple[bytes, int]:
-    """Which kernel, since when, and which of its process id namespaces."""
+def _host_identity() -> tuple[bytes, int]:
+    """Identify the host: the kernel's boot id, and this process's process id namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = bytes.fromhex(file.read().strip().replace("-", ""))
     return boot, os.stat("/proc/self/ns/pid").st_ino

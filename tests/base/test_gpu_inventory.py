@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -513,10 +514,10 @@ def test_a_ucx_that_would_take_gpu_memory_for_the_hosts_is_an_error(monkeypatch,
 
 
 async def test_an_actor_on_gpus_does_not_start_with_such_a_ucx(monkeypatch):
-    monkeypatch.setattr(setup, "UCXTransport", SimpleNamespace)
-    plane = SimpleNamespace(resources=[("tcp", "eth0")])
+    check = partial(ucx_context.check_takes_gpu_memory, [("tcp", "eth0")])
+    plane = SimpleNamespace(check_device_memory=check)
     monkeypatch.setattr(setup, "start_devices", lambda *_, **__: SimpleNamespace(devices=(), is_cpu=False))
-    monkeypatch.setattr(setup, "open_planes", lambda *_: SimpleNamespace(programs=plane))
+    monkeypatch.setattr(setup, "open_transports", lambda *_: SimpleNamespace(programs=plane))
     message = SimpleNamespace(transport="ucx", epoch=0, address=None)
     functions = dict.fromkeys(("spawn", "make_transport", "note_progress", "may_begin"))
     with (

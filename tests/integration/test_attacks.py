@@ -28,6 +28,7 @@ from paths import SUPPORT, TESTS
 from waiting import until
 
 import jaxpp_async
+from jaxpp_async.base.descriptors import num_descriptors
 from jaxpp_async.controller import listener as listener_module
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.listener import MOST, WINDOW_S, ControlListener, RateLimitedLog
@@ -39,7 +40,6 @@ from jaxpp_async.launch.remote import CommandReach, RemoteLauncher
 from jaxpp_async.protocol import connection as connection_module
 from jaxpp_async.protocol.frames import HANDSHAKE_TIMEOUT_S, Identity, Wire
 from jaxpp_async.protocol.messages import Done
-from jaxpp_async.transport.ucx.limits import num_descriptors
 
 HERE = str(SUPPORT)
 sys.path.append(str(TESTS / "protocol_fuzz"))

@@ -86,7 +86,7 @@ def test_both_ends_of_every_link_have_the_same_messages_in_the_same_order(seed):
         process_rank = ProcessRank(scattering.process(actor, rank), scattering.per_actor)
         for link, line in order_of(
             process_rank.process, turns_of(parts[actor], process_rank, scattering)
-        ).lines.items():
+        ).orders.items():
             ends[link].append(line.sequences)
     assert sorted(ends) == links_of(parts, scattering)
     assert all(len(lines) == 2 and lines[0] == lines[1] for lines in ends.values())

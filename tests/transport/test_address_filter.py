@@ -119,7 +119,7 @@ def whole_of(nets):
 
 def test_where_there_is_no_room_for_so_many_ranges_neighbours_are_let_in_too(monkeypatch):
     """A kernel has some 20 KiB for a socket's options, and each range takes a part of it."""
-    sign, present = network._sign, set()
+    sign, present = network._require_signature, set()
 
     def small_kernel(sock, net, key):
         if key and len(present) >= 30:
@@ -127,7 +127,7 @@ def test_where_there_is_no_room_for_so_many_ranges_neighbours_are_let_in_too(mon
         sign(sock, net, key)
         (present.add if key else present.discard)(net)
 
-    monkeypatch.setattr(network, "_sign", small_kernel)
+    monkeypatch.setattr(network, "_require_signature", small_kernel)
     hosts = [f"127.0.{10 * k}.{7 * k + 1}" for k in range(12)]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         own_filter = AddressFilter([own(listener)])

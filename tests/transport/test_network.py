@@ -26,12 +26,13 @@ from transport_conformance import data, join, tag, transfer, within
 
 import jaxpp_async as jpp
 from jaxpp_async.actors import jax_runtime
+from jaxpp_async.base.descriptors import check_descriptors, num_descriptors
 from jaxpp_async.errors import MeshError, TransferError
 from jaxpp_async.transport import network as network_module
 from jaxpp_async.transport.base import hosts_of
 from jaxpp_async.transport.network import Network, listening_sockets, network_by
-from jaxpp_async.transport.ucx import limits, net_devices
-from jaxpp_async.transport.ucx.limits import check_descriptors, shared_memory_folder
+from jaxpp_async.transport.ucx import context, net_devices
+from jaxpp_async.transport.ucx.context import shared_memory_folder
 from jaxpp_async.transport.ucx.net_devices import addresses_of_devices, devices_with, is_used
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
@@ -195,7 +196,7 @@ async def test_a_kernel_that_shuts_no_sockets_is_said(monkeypatch, caplog):
     def refuse(*_):
         raise OSError(92, "Protocol not available")
 
-    monkeypatch.setattr(network_module, "_sign", refuse)
+    monkeypatch.setattr(network_module, "_require_signature", refuse)
     with caplog.at_level(logging.WARNING, "jaxpp_async"):
         transport = UCXTransport(0, network=Network((own_addresses()[0],)))
     assert "does not let this process refuse strangers' connections (" in caplog.text
@@ -239,7 +240,7 @@ def few_descriptors():
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def limit(left: int) -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limits.num_descriptors() + left, most[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_descriptors() + left, most[1]))
 
     yield limit
     resource.setrlimit(resource.RLIMIT_NOFILE, most)
@@ -286,7 +287,7 @@ async def test_an_actor_with_too_few_descriptors_says_so(tmp_path):
 async def test_what_ucx_itself_says_comes_with_the_limits(monkeypatch):
     monkeypatch.setattr(UCXTransport, "admit", lambda *_: None)
     a, b = UCXTransport(0, network=Network(())), UCXTransport(1, network=Network(LOOPBACK))
-    monkeypatch.setattr(limits, "num_descriptors", lambda: 7)
+    monkeypatch.setattr(context, "num_descriptors", lambda: 7)
 
     def refuse(*_):
         raise a._ucxx.UCXError("Input/output error")
@@ -306,18 +307,18 @@ async def test_what_ucx_itself_says_comes_with_the_limits(monkeypatch):
 def test_a_folder_that_is_not_fit_is_not_taken(monkeypatch, tmp_path):
     assert shared_memory_folder() == ("/dev/shm", "")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "not there"))
-    monkeypatch.setattr(limits, "SHARED_MEMORY", "/proc")
+    monkeypatch.setattr(context, "SHARED_MEMORY", "/proc")
     folder, why = shared_memory_folder()
     assert folder is not None
     assert os.path.isdir(folder)
     assert why.startswith("/proc ")
-    monkeypatch.setattr(limits, "_unfit", lambda folder: f"{folder} is read-only")
+    monkeypatch.setattr(context, "_unfit", lambda folder: f"{folder} is read-only")
     assert shared_memory_folder() == (None, "/proc is read-only")
 
 
 async def test_without_dev_shm_files_elsewhere_are_shared(monkeypatch, tmp_path, caplog):
-    unfit = limits._unfit
-    monkeypatch.setattr(limits, "_unfit", lambda f: "/dev/shm is read-only" if f == "/dev/shm" else unfit(f))
+    unfit = context._unfit
+    monkeypatch.setattr(context, "_unfit", lambda f: "/dev/shm is read-only" if f == "/dev/shm" else unfit(f))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     a, b = UCXTransport(0, network=Network(())), UCXTransport(1, network=Network(()))
     says = f"no shared memory for the data plane: /dev/shm is read-only; it uses files in {tmp_path} instead"
@@ -331,7 +332,7 @@ async def test_without_dev_shm_files_elsewhere_are_shared(monkeypatch, tmp_path,
 
 
 async def test_where_nothing_can_be_shared_a_local_mesh_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(limits, "_unfit", lambda folder: f"{folder} has 4 KiB left, and UCX wants 16 MiB")
+    monkeypatch.setattr(context, "_unfit", lambda folder: f"{folder} has 4 KiB left, and UCX wants 16 MiB")
     says = r"exchange data in shared memory, and there is none to be had: "
     says += r"/dev/shm has 4 KiB left.*interface='lo'"
     with pytest.raises(MeshError, match=says):

@@ -12,7 +12,7 @@ import pytest
 from performing import perform, round_of
 from trio import Broken
 
-from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES
+from jaxpp_async.transport.ucx.one_copy import MIN_ONE_COPY_BYTES
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip("UCX tests need the package ucxx", allow_module_level=True)
@@ -39,7 +39,7 @@ def test_a_seed_has_the_same_rounds_each_time():
 def test_what_is_wrong_is_found_and_named(monkeypatch):
     move = ctypes.memmove
     monkeypatch.setattr(
-        ctypes, "memmove", lambda to, of, size: move(to, of, max(size - DIRECT_BYTES // 2, 0))
+        ctypes, "memmove", lambda to, of, size: move(to, of, max(size - MIN_ONE_COPY_BYTES // 2, 0))
     )
     with pytest.raises(Broken, match=r"seed 0, round \d+: a message of \d+ bytes has come with other bytes"):
         perform(0, range(6), quiet)

@@ -12,23 +12,29 @@ import random
 from dataclasses import dataclass
 
 from jaxpp_async.transport.base import Peer
-from jaxpp_async.transport.ucx.one_copy import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
+from jaxpp_async.transport.ucx.one_copy import MIN_ONE_COPY_BYTES, MIN_RTS_BYTES, PIECE_BYTES, RTS_BYTES
 
 PEERS: tuple[Peer, ...] = (0, 1, 2)
 PAIRS = tuple(itertools.permutations(PEERS, 2))
 
 SIZES = (
-    *(0, 8, HEADER_BYTES, 60_000),
-    *(DIRECT_BYTES - 1, DIRECT_BYTES, DIRECT_BYTES, DIRECT_BYTES + 1, 2 * DIRECT_BYTES),
-    *(ANSWER_BYTES - 1, ANSWER_BYTES, ANSWER_BYTES + 1, 2 * PIECE_BYTES + DIRECT_BYTES),
+    *(0, 8, RTS_BYTES, 60_000),
+    *(
+        MIN_ONE_COPY_BYTES - 1,
+        MIN_ONE_COPY_BYTES,
+        MIN_ONE_COPY_BYTES,
+        MIN_ONE_COPY_BYTES + 1,
+        2 * MIN_ONE_COPY_BYTES,
+    ),
+    *(MIN_RTS_BYTES - 1, MIN_RTS_BYTES, MIN_RTS_BYTES + 1, 2 * PIECE_BYTES + MIN_ONE_COPY_BYTES),
 )
 """On both sides of every threshold: of UCX's own protocols, of what is offered, of what is announced by a
 header."""
 
-_DIRECT_SIZES = tuple(size for size in SIZES if size <= HEADER_BYTES or size >= ANSWER_BYTES)
+_DIRECT_SIZES = tuple(size for size in SIZES if size <= RTS_BYTES or size >= MIN_RTS_BYTES)
 """What within a host is never a large message of UCX's own, if it is received into a block."""
 
-FURTHEST_START = 2 * DIRECT_BYTES
+FURTHEST_START = 2 * MIN_ONE_COPY_BYTES
 SOURCE_BYTES = FURTHEST_START + max(SIZES)
 _NUM_TAGS = 3
 _PAUSES_S = (0.0, 0.0, 0.0005, 0.002)
@@ -152,9 +158,9 @@ def _draw_message(rng: random.Random, wrong: float, all_direct: bool) -> Message
     sizes = _DIRECT_SIZES if all_direct else SIZES
     size = rng.choice(sizes)
     expected = rng.choice(sizes) if rng.random() < wrong else size
-    if size == HEADER_BYTES > expected:
-        # Cut short, a message of a header's size is taken for the header of one that follows under its tag,
-        # if that was announced already: which is let go of then, and its own receive waits for ever.
+    if size == RTS_BYTES > expected:
+        # Cut short, a message of a header's size is taken for the header of the next one of its tag, if that
+        # was announced already: which is let go of then, and its own receive waits for ever.
         expected = size
     return Message(
         sequence=rng.randrange(_NUM_TAGS),

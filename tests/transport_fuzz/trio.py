@@ -115,9 +115,8 @@ class Trio:
             transport.epoch = self._epoch
         addresses = {peer: transport.address for peer, transport in self._transports.items()}
         for who, whom in PAIRS:
-            # As transports' own tests do it: whose memory cannot be opened is taken for a peer on another
-            # host.
-            blind = mock.patch.object(shared_memory.LocalPeer, "of", lambda ticket: None)
+            # As in transports' own tests: a peer whose memory cannot be opened is taken for one elsewhere.
+            blind = mock.patch.object(shared_memory.LocalPeer, "from_ticket", lambda ticket: None)
             with blind if (who, whom) in unseen else nullcontext():
                 await self._transports[who].connect(whom, addresses[whom])
 
@@ -262,4 +261,4 @@ async def _take_turn(transport: UCXTransport, turn: Turn) -> None:
 def _left(transport: UCXTransport) -> str:
     """What a transport has under way; empty: nothing."""
     transfers = [f"{way.size_bytes} bytes of {way.memory}" for way in transport._open.values()]
-    return ", ".join([*transfers, *["a direct message"] * transport._direct.busy])
+    return ", ".join([*transfers, *["a direct message"] * transport._one_copy.busy])

@@ -1,6 +1,7 @@
-"""nccl: transfers between GPUs, over NCCL.
+"""Transfers between GPUs over NCCL. The modules, in reading order:
 
-transport, end   the transport; our end of one link
-plan             who needs a communicator with whom, and whose turn it is
-library          the calls of NCCL and CUDA (the only importer of NCCL's bindings)
+order       links, and the order in which a program's transfers go on them
+transport   the transport: links to peers, steps, aborts
+link_end    one end of a link, with its two threads
+library     the calls of NCCL and CUDA (the only importer of NCCL's bindings)
 """

@@ -1,18 +1,16 @@
-"""library: the few calls of NCCL and CUDA that the transport makes, as a Protocol, and the real ones. The only
-importer of NCCL's bindings.
+"""Declare the few calls of NCCL and CUDA that the transport makes, as protocols, and make the real ones.
 
-In: ids, device memory. Out: communicators of two, and marks that tell how far one's stream has come. It keeps no order
-and decides nothing: that is the transport's, which tests give a library without a GPU. Any of it may take long: none is
-for the event loop's thread.
+This is the only module that imports NCCL's bindings; tests give the transport a library without a GPU. Order
+and policy are the transport's. Any of the calls may take long: none is for the event loop's thread.
 
-Communicators are made and aborted through nccl4py, NVIDIA's own binding, which knows NCCL's configuration (CuPy's
-binding has no non-blocking communicators, so a peer that never comes would hold the caller for ever). `ncclSend` and
-`ncclRecv` are called by their C names, as in the public header: nccl4py looks a buffer over each time, which takes
-longer than the call. Both let go of Python's lock. Streams and events are CuPy's.
+Communicators are made and aborted through nccl4py, NVIDIA's own binding, which knows NCCL's configuration
+(CuPy's binding has no non-blocking communicators, so a peer that never comes would hold the caller for ever).
+`ncclSend` and `ncclRecv` are called by their C names, as in the public header: nccl4py inspects a buffer each
+time, which takes longer than the call. Both release Python's lock. Streams and events are CuPy's.
 
-Whether a transfer is done is asked of an event, by a thread that sleeps in `cudaEventSynchronize`. A host function on
-the stream would hold that stream up until it has Python's lock (CuPy's runs Python), and is never called once the CUDA
-context has failed.
+Whether a transfer is done is asked of an event, by a thread that sleeps in `cudaEventSynchronize`. A host
+function on the stream would hold that stream up until it has Python's lock (CuPy's runs Python), and is never
+called once the CUDA context has failed.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ WORD_BYTES = 8
 
 
 class NcclFailure(JaxppAsyncError):
-    """NCCL or CUDA refused a call, or lost a peer; says which and why."""
+    """NCCL or CUDA refused a call, or lost a peer; the message says which and why."""
 
 
 class CompletionEvent(Protocol):
-    """A place in a stream."""
+    """An event that was recorded in a stream."""
 
     def wait(self) -> None:
         """Sleep until everything before it is done. Called on threads that have nothing else to do.
@@ -49,10 +47,11 @@ class CompletionEvent(Protocol):
 
 
 class Channel(Protocol):
-    """One end of a communicator of two, with a stream of its own. One thread makes all calls; none waits for a peer."""
+    """One end of a communicator of two, with a stream of its own. One thread makes all calls; none waits for
+    a peer."""
 
     def is_ready(self) -> bool:
-        """False: NCCL is still busy with the last call, and must not be given another.
+        """Whether NCCL is done with the last call; before, it must not be given another.
 
         Raises:
             NcclFailure: the communicator has failed; all that is left to do is to abort it.
@@ -60,7 +59,7 @@ class Channel(Protocol):
         ...
 
     def send(self, memory: Memory) -> None:
-        """Send to the other rank, behind what the stream has. The value in `memory` is there.
+        """Send to the other rank, behind all that the stream has. `memory` holds its value already.
 
         Raises:
             NcclFailure: NCCL refused it.
@@ -68,7 +67,7 @@ class Channel(Protocol):
         ...
 
     def recv(self, memory: Memory) -> None:
-        """Receive from the other rank, behind what the stream has.
+        """Receive from the other rank, behind all that the stream has.
 
         Raises:
             NcclFailure: NCCL refused it.
@@ -76,32 +75,34 @@ class Channel(Protocol):
         ...
 
     def mark(self) -> CompletionEvent:
-        """Mark where the stream ends now."""
+        """Record an event at the stream's present end."""
         ...
 
     def abort(self) -> None:
-        """End everything and free the communicator; nothing of it may be called afterwards. May take seconds. Marks
-        made before come to their end."""
+        """End everything and free the communicator; nothing of it may be called afterwards. It may take
+        seconds. Events that were recorded before complete."""
         ...
 
 
 class NcclLibrary(Protocol):
-    """NCCL as one process sees it."""
+    """The calls of NCCL in one process."""
 
     @property
     def version(self) -> str:
-        """Such as `"2.32.3"`; both ends of a communicator need the same."""
+        """The version, such as `"2.32.3"`; both ends of a communicator need the same one."""
         ...
 
     def make_id(self) -> bytes:
-        """An id for one communicator. Whoever makes it has to take part."""
+        """Make an id for one communicator. The process that makes it has to take part."""
         ...
 
     def join(self, unique_id: bytes, rank: int, device: int) -> Channel:
-        """Begin to make a communicator of two; `is_ready` says when the other has come. May take seconds.
+        """Begin to make a communicator of two; `is_ready` says when the other end has come. It may take
+        seconds.
 
         Args:
-            rank: 0 or 1. device: position among this process's devices.
+            unique_id: of the communicator. rank: 0 or 1.
+            device: position among this process's devices.
 
         Raises:
             NcclFailure: NCCL refused.
@@ -109,11 +110,11 @@ class NcclLibrary(Protocol):
         ...
 
     def word(self, device: int, value: int) -> Memory:
-        """Eight bytes on a device that hold `value`."""
+        """Allocate eight bytes on a device that hold `value`."""
         ...
 
     def read_word(self, word: Memory) -> int:
-        """What `word` holds now."""
+        """Read the value that `word` holds now."""
         ...
 
 
@@ -124,25 +125,25 @@ _NCCL_UINT8 = 1
 
 
 def load_library() -> NcclLibrary:
-    """NCCL on this machine's GPUs.
+    """Load NCCL for this machine's GPUs.
 
     Raises:
         InstallError: a package or NCCL itself is missing; names the extra that brings it.
-        NcclFailure: there is no GPU, or its driver does not do.
+        NcclFailure: there is no GPU, or its driver does not work.
     """
     try:
         import cupy  # pyright: ignore[reportMissingImports]
         import nccl.core as core  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InstallError(
-            f"transport 'nccl' needs the packages nccl4py and cupy, which do not import here ({error}); install them "
-            f"with: {cuda_install()}, or leave transport= out for UCX"
+            f"transport 'nccl' needs the packages nccl4py and cupy, which do not import here ({error}); "
+            f"install them with: {cuda_install()}, or leave transport= out for UCX"
         ) from error
     found = core.get_version().libnccl
     if found is None or found.path is None:
         raise InstallError(
-            "transport 'nccl' needs NCCL's library, libnccl.so.2, which is not found here; JAX's CUDA wheels bring it: "
-            f"{cuda_install()}"
+            "transport 'nccl' needs NCCL's library, libnccl.so.2, which is not found here; JAX's CUDA wheels "
+            f"bring it: {cuda_install()}"
         )
     try:
         num_devices = cupy.cuda.runtime.getDeviceCount()
@@ -267,7 +268,7 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """What CUDA, CuPy and nccl4py raise, as `NcclFailure`."""
+    """Raise the errors of CUDA, CuPy and nccl4py as `NcclFailure`."""
     try:
         yield
     except Exception as error:  # theirs have no common base, and each means that the call was refused
@@ -275,7 +276,7 @@ def _failures() -> Iterator[None]:
 
 
 _REFUSALS = ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
-"""NCCL's words for that: up to 2.29, and from 2.30 on."""
+"""NCCL's words for two ranks on one GPU: up to 2.29, and from 2.30 on."""
 
 
 def _with_remedy(text: str) -> str:

@@ -1,9 +1,10 @@
-"""end: our end of one link: what is posted on it goes to NCCL in turn, and is told of once it is done.
+"""Run one end of a link: give posted transfers to NCCL in their turn, and report each once it is done.
 
-Two threads do what takes time. One owns the communicator from `join` to `abort` and makes every call on it: on a
-communicator that does not block, NCCL hands each call to a thread of its own, and nothing may follow (no mark either)
-before that one is through. The other sleeps until the oldest transfer is done. The event loop puts transfers in turn
-and is told. No buffer is given back before the communicator is gone and its stream is empty.
+Two threads do the calls that take time. One owns the communicator from `join` to `abort` and makes every call
+on it: on a communicator that does not block, NCCL hands each call to a thread of its own, and nothing may
+follow (no event either) before that one is through. The other sleeps until the oldest transfer is done. The
+event loop puts transfers in turn and reports their ends. No buffer is given back before the communicator is
+gone and its stream is empty.
 """
 
 from __future__ import annotations
@@ -32,15 +33,19 @@ _CHECK_S = 1.0
 """How often a communicator to which nothing is given is asked whether it has failed."""
 
 _LOOKS, _BUSY_S = 20, 100e-6
-"""How often NCCL is asked at once whether it has taken up a call, and how long to wait before each further time."""
+"""How often NCCL is asked at once whether it has started a call, and how long to wait before each further
+time."""
 
 
 @dataclass(slots=True, eq=False)
 class NcclTransfer:
-    """A posted transfer. Holds the memory: NCCL keeps no reference.
+    """A posted transfer. It holds the memory: NCCL keeps no reference.
 
     Args:
-        check: called on the waiting thread once the data is there; raises NcclFailure if it is not what it should be.
+        memory: what is sent, or received into.
+        tag: of the message.
+        done: is called with its outcome.
+        check: called on the waiting thread once the data is there; raises NcclFailure if the data is wrong.
     """
 
     memory: Memory
@@ -53,7 +58,8 @@ class LinkEnd:
     """One end of a link.
 
     Args:
-        link: which. here: whose end.
+        link: the link.
+        here: the process that has this end.
 
     Attributes:
         sends: whether this is the end that sends.
@@ -66,7 +72,7 @@ class LinkEnd:
         self._loop, self._here = asyncio.get_running_loop(), here
         self._queue: TurnQueue[NcclTransfer] = TurnQueue()
         self._going: deque[NcclTransfer] = deque()  # it is or was their turn; oldest first
-        self._posts: queue.SimpleQueue[NcclTransfer | None] = queue.SimpleQueue()
+        self._to_call: queue.SimpleQueue[NcclTransfer | None] = queue.SimpleQueue()
         self._marks: queue.SimpleQueue[tuple[CompletionEvent, NcclTransfer] | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._opened: asyncio.Future[Memory] = self._loop.create_future()
@@ -75,7 +81,7 @@ class LinkEnd:
 
     @property
     def peer(self) -> Peer:
-        """Who has the other end."""
+        """The process at the other end."""
         return self.link.peer_of(self._here)
 
     @property
@@ -86,14 +92,15 @@ class LinkEnd:
     # ------------------------------------------------------------ opening
 
     async def open(self, library: NcclLibrary, unique_id: bytes, greeting: int) -> None:
-        """Make the communicator and pass one word: NCCL connects two ends at their first message, and a step must not
-        wait for that. The other end does the same meanwhile.
+        """Make the communicator and pass one word: NCCL connects two ends at their first message, and a step
+        must not wait for that. The other end does the same meanwhile.
 
         Args:
-            greeting: what both know, and no other link has.
+            library: NCCL's calls. unique_id: of the communicator.
+            greeting: the word, 64 bits, which both ends know and which no other link has.
 
         Raises:
-            NcclFailure: NCCL refused, or the word is another's.
+            NcclFailure: NCCL refused, or another word came.
         """
         self._gone = self._loop.create_future()
         self._start(
@@ -101,7 +108,7 @@ class LinkEnd:
         )
         self._start(f"wait for the {self.link}", self._wait_for_marks)
         word = await self._opened
-        record_heartbeat: asyncio.Future[None] = self._loop.create_future()
+        greeted: asyncio.Future[None] = self._loop.create_future()
 
         def check() -> None:
             if (got := library.read_word(word)) != greeting:
@@ -110,20 +117,20 @@ class LinkEnd:
                 )
 
         def done(error: Exception | None) -> None:
-            _settle(record_heartbeat, None, error and NcclFailure(self.failure or str(error)))
+            _settle(greeted, None, error and NcclFailure(self.failure or str(error)))
 
         self._go(NcclTransfer(word, 0, done, check))
-        await record_heartbeat
+        await greeted
 
     # ------------------------------------------------------------ transferring
 
-    def begin(self, line: LinkOrder) -> None:
-        """A step begins, with these transfers in this order.
+    def begin(self, order: LinkOrder) -> None:
+        """Begin a step, with these transfers in this order.
 
         Raises:
             ProtocolError: as `TurnQueue.begin`.
         """
-        self._queue.begin(line)
+        self._queue.begin(order)
 
     def post(self, sequence: int, transfer: NcclTransfer) -> None:
         """Take a transfer, to go when it is its turn.
@@ -136,33 +143,35 @@ class LinkEnd:
 
     def _go(self, transfer: NcclTransfer) -> None:
         self._going.append(transfer)
-        self._posts.put(transfer)
+        self._to_call.put(transfer)
 
-    def _finished(self) -> None:
-        """The oldest transfer is done."""
-        if self.failure is None:  # else `_end` tells of it, when nothing can be written any more
-            self._tell(self._going.popleft(), None)
+    def _finish_oldest(self) -> None:
+        """Report the oldest transfer: it is done."""
+        if self.failure is None:  # else `_end` reports it, when nothing can be written any more
+            self._report(self._going.popleft(), None)
 
-    def _tell(self, transfer: NcclTransfer, error: Exception | None) -> None:
+    def _report(self, transfer: NcclTransfer, error: Exception | None) -> None:
         try:
             transfer.done(error)
         except Exception as failure:
-            # of the caller's code; the other transfers' ends have to be told all the same
+            # of the caller's code; the other transfers have to be reported all the same
             self._loop.call_exception_handler({"message": f"{transfer.done} failed", "exception": failure})
 
     # ------------------------------------------------------------ ending
 
     async def end(self, cause: str) -> None:
-        """End the communicator, wait until its stream is empty, and tell what was open. Again: wait for the first time.
+        """End the communicator, wait until its stream is empty, and report what was open. A second call waits
+        for the first one's end.
 
         Raises:
-            TransferError: NCCL does not let go in time; nothing is told, since the buffers are still NCCL's.
+            TransferError: NCCL does not let go in time; nothing is reported, since the buffers are still
+            NCCL's.
         """
         self.failure = self.failure or cause
         await asyncio.shield(self._begin_end())
 
     def _fail(self, cause: str) -> None:
-        """NCCL reports the communicator broken: end it, and then what it had."""
+        """End a communicator that NCCL reports broken, and then its transfers."""
         if self.failure is None:
             self.failure = f"link lost ({cause})" if self._opened.done() else cause
             self._begin_end().add_done_callback(_log_failure)
@@ -174,14 +183,14 @@ class LinkEnd:
 
     async def _end(self) -> None:
         self._stop.set()
-        self._posts.put(None)
+        self._to_call.put(None)
         _settle(self._opened, None, NcclFailure(self.failure or "ended"))
         if self._gone is not None:
             await asyncio.wait([self._gone], timeout=RELEASE_TIMEOUT_S)
             if not self._gone.done() and self._going:  # without, NCCL may take its time
                 raise TransferError(
-                    f"{self.link}: NCCL still holds {self.num_open} buffers {RELEASE_TIMEOUT_S:.0f} s after the abort; "
-                    "this process has to end"
+                    f"{self.link}: NCCL still holds {self.num_open} buffers {RELEASE_TIMEOUT_S:.0f} s after "
+                    "the abort; this process has to end"
                 )
         left = [*self._going, *self._queue.clear()]
         self._going.clear()
@@ -189,12 +198,12 @@ class LinkEnd:
             what = (
                 f"transfer from peer {self.link.sender} to peer {self.link.receiver}, tag {transfer.tag:#x}"
             )
-            self._tell(transfer, TransferError(f"{what} failed: {self.failure}"))
+            self._report(transfer, TransferError(f"{what} failed: {self.failure}"))
 
     # ------------------------------------------------------------ the thread that calls NCCL
 
     def _call_nccl(self, library: NcclLibrary, unique_id: bytes, word: int) -> None:
-        """Everything that is done with the communicator, from its beginning to its end."""
+        """Make every call on the communicator, from its beginning to its end; runs on a thread."""
         channel: Channel | None = None
         try:
             channel = library.join(unique_id, self.link.rank_of(self._here), self.link.device_of(self._here))
@@ -202,23 +211,23 @@ class LinkEnd:
             self._call_on_loop(
                 _settle, self._opened, library.word(self.link.device_of(self._here), word), None
             )
-            while (transfer := self._next(channel)) is not None:
+            while (transfer := self._next_transfer(channel)) is not None:
                 (channel.send if self.sends else channel.recv)(transfer.memory)
                 self._wait_ready(channel)
                 self._marks.put((channel.mark(), transfer))
         except Exception as error:
-            # NCCL's word that it is broken, or a defect: the loop waits to hear of either
-            self._call_on_loop(self._fail, _text(error))
+            # NCCL reports it broken, or this is a defect: the loop waits for either
+            self._call_on_loop(self._fail, _error_text(error))
         if channel is not None:
             with contextlib.suppress(Exception):
-                # it has failed already: what matters is that the stream ends
+                # It has failed already; the stream has to end all the same.
                 channel.abort()
         self._marks.put(None)
 
-    def _next(self, channel: Channel) -> NcclTransfer | None:
+    def _next_transfer(self, channel: Channel) -> NcclTransfer | None:
         while not self._stop.is_set():
             try:
-                return self._posts.get(timeout=_CHECK_S)
+                return self._to_call.get(timeout=_CHECK_S)
             except queue.Empty:
                 channel.is_ready()  # raises, if it has failed
         return None
@@ -240,9 +249,9 @@ class LinkEnd:
                 if transfer.check is not None and not self._stop.is_set():
                     transfer.check()
             except Exception as error:  # as above
-                self._call_on_loop(self._fail, _text(error))
+                self._call_on_loop(self._fail, _error_text(error))
             else:
-                self._call_on_loop(self._finished)
+                self._call_on_loop(self._finish_oldest)
         self._call_on_loop(_settle, self._gone, None, None)
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
@@ -263,7 +272,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -
         future.exception()  # marks it as seen: whoever waited may have gone
 
 
-def _text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, NcclFailure) else repr(error)
 
 

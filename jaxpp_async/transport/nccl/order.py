@@ -1,11 +1,12 @@
-"""plan: who needs a communicator with whom, and whose turn it is on one. Pure: no NCCL, no I/O, no clock.
+"""Decide which communicators a program needs, and in which order its transfers go on each.
 
-NCCL has no tags: on a communicator the n-th send meets the n-th receive. All that a program transfers is known before
-it runs, so both ends know which transfer is the n-th, and what is posted out of its turn waits for it here.
+NCCL has no tags: on a communicator the n-th send meets the n-th receive. All transfers of a program are known
+before it runs, so both ends know which transfer is the n-th, and a transfer that is posted out of its turn
+waits for it here.
 
-A communicator carries one direction. Its kernels run one after the other whatever streams they were given (NCCL chains
-them, `ncclLaunchPrepare` in its source), and a receive occupies it until its data comes: if both directions shared one,
-a receive that was posted early would keep out the very send that its data depends on.
+A communicator carries one direction. Its kernels run one after the other whatever streams they were given
+(NCCL chains them, `ncclLaunchPrepare` in its source), and a receive occupies it until its data comes: if both
+directions shared one, a receive that was posted early would keep out the very send that its data depends on.
 """
 
 from __future__ import annotations
@@ -23,33 +24,35 @@ T = TypeVar("T")
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
-        # Streams share eight hardware queues otherwise: a receive that waits would hold up computation behind it.
+        # Streams share eight hardware queues otherwise: a receive that waits would hold up computation behind
+        # it.
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         # A kernel that is loaded at its first launch waits for the device, on which a receive may be waiting.
         "CUDA_MODULE_LOADING": "EAGER",
     }
 )
-"""What actors have in their environment before CUDA starts, unless their host or their user says otherwise."""
+"""Environment variables of actors before CUDA starts, unless their host or their user says otherwise."""
 
 MAX_CTAS = 8
-"""Blocks of a kernel, at most. A receive that waits keeps as many multiprocessors busy with looking; `NCCL_MAX_CTAS`
-in the environment has its way instead."""
+"""The most blocks of a kernel. A receive that waits keeps as many multiprocessors busy with looking for data;
+`NCCL_MAX_CTAS` in the environment overrides it."""
 
 
 MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
 """The variable that lets both ends of a communicator be on one GPU."""
 
 ONE_GPU = "both ends are on one GPU"
-"""Stands in the error where NCCL refuses two ranks that share a GPU."""
+"""Part of the error where NCCL refuses two ranks that share a GPU."""
 
 _MULTI_RANK_FROM = (2, 30)
 
 
 def ranks_may_share(version: str, environ: Mapping[str, str]) -> bool:
-    """Whether NCCL takes two ranks on one GPU, in a process of this environment.
+    """Whether NCCL takes two ranks on one GPU.
 
     Args:
-        version: NCCL's, such as `"2.32.3"`.
+        version: of NCCL, such as `"2.32.3"`.
+        environ: the process's environment.
     """
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     return numbers >= _MULTI_RANK_FROM and environ.get(MULTI_RANK, "").strip() not in ("", "0")
@@ -69,27 +72,27 @@ class NcclLink(NamedTuple):
     to_device: int = 0
 
     def peer_of(self, here: ProcessId) -> ProcessId:
-        """The other end."""
+        """Return the process at the other end."""
         return self.receiver if here == self.sender else self.sender
 
     def rank_of(self, here: ProcessId) -> int:
-        """The sender is rank 0."""
+        """Return a process's rank in the communicator: the sender's is 0."""
         return 0 if here == self.sender else 1
 
     def device_of(self, here: ProcessId) -> int:
-        """The position of this end's device."""
+        """Return the position of a process's device among its devices."""
         return self.from_device if here == self.sender else self.to_device
 
     @property
     def maker(self) -> ProcessId:
-        """Who makes the communicator's id: the lower number."""
+        """The process that makes the communicator's id: the one with the lower number."""
         return min(self.sender, self.receiver)
 
     def __str__(self) -> str:
         return self.text("peer {}".format)
 
     def text(self, name: Callable[[ProcessId], str]) -> str:
-        """What to call it, where `name` says what to call its ends."""
+        """Describe the link for errors; `name` gives the words for a process."""
         devices = f"device {self.from_device}"
         if self.to_device != self.from_device:
             devices += f" to device {self.to_device}"
@@ -104,7 +107,7 @@ class OrderedMessage(NamedTuple):
 
 
 class TransferDirection(NamedTuple):
-    """What a process has to do with a peer: sends to it, or receives from it."""
+    """A direction of a process's transfers: sends to a peer, or receives from it."""
 
     peer: ProcessId
     sends: bool
@@ -112,14 +115,19 @@ class TransferDirection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinkOrder:
-    """Who goes when on one link: sequences in order, and each one's place."""
+    """The order of transfers on one link.
+
+    Args:
+        sequences: of the tags, in order.
+        places: each sequence's position in that order.
+    """
 
     sequences: tuple[int, ...]
     places: Mapping[int, int]
 
 
-NO_LINE = LinkOrder((), {})
-"""Of a step that sends nothing there."""
+NO_TRANSFERS = LinkOrder((), {})
+"""The order of a link on which a step transfers nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,74 +135,83 @@ class StepOrder:
     """One process's transfers in one step of a program.
 
     Args:
-        lines: the order on each link.
-        links: for each way, the link of each sequence.
+        orders: the order on each link.
+        links: for each direction, the link of each sequence.
     """
 
-    lines: Mapping[NcclLink, LinkOrder]
+    orders: Mapping[NcclLink, LinkOrder]
     links: Mapping[TransferDirection, Mapping[int, NcclLink]]
 
 
-def order_of(here: ProcessId, turns: Iterable[OrderedMessage]) -> StepOrder:
-    """The order in which a program transfers.
+def order_of(here: ProcessId, messages: Iterable[OrderedMessage]) -> StepOrder:
+    """Build the order of one process's transfers.
 
     Args:
-        here: the process. turns: its messages, those of each link in the program's order.
+        here: the process.
+        messages: its messages, those of each link in the program's order.
 
     Raises:
-        ValueError: a sequence stands twice on one way.
+        ValueError: a sequence stands twice in one direction.
     """
     sequences: dict[NcclLink, list[int]] = {}
     links: dict[TransferDirection, dict[int, NcclLink]] = {}
-    for sequence, link in turns:
-        of_way = links.setdefault(TransferDirection(link.peer_of(here), link.sender == here), {})
-        if sequence in of_way:
+    for sequence, link in messages:
+        of_direction = links.setdefault(TransferDirection(link.peer_of(here), link.sender == here), {})
+        if sequence in of_direction:
             raise ValueError(
                 f"sequence {sequence} stands twice between two peers; both take it for one message"
             )
-        of_way[sequence] = link
+        of_direction[sequence] = link
         sequences.setdefault(link, []).append(sequence)
     return StepOrder(
-        {key: LinkOrder(tuple(line), {s: i for i, s in enumerate(line)}) for key, line in sequences.items()},
+        {
+            key: LinkOrder(tuple(found), {s: i for i, s in enumerate(found)})
+            for key, found in sequences.items()
+        },
         links,
     )
 
 
 class TurnQueue(Generic[T]):
-    """Whose turn it is on one end of one link: nobody's, before a step has begun."""
+    """A queue at one end of one link that lets transfers go in the order of the step, and none before a step
+    begins."""
 
-    __slots__ = ("_held", "_line", "_next")
+    __slots__ = ("_held", "_next", "_order")
 
     def __init__(self) -> None:
-        self._line = NO_LINE
+        self._order = NO_TRANSFERS
         self._next = 0
         self._held: dict[int, T] = {}
 
-    def begin(self, line: LinkOrder) -> None:
-        """A step begins, in which these go in this order.
+    def begin(self, order: LinkOrder) -> None:
+        """Begin a step, whose transfers go in this order.
 
         Raises:
             ProtocolError: the step before has not posted all of its transfers.
         """
-        if self._next < len(self._line.sequences):
-            left = len(self._line.sequences) - self._next
+        if self._next < len(self._order.sequences):
+            left = len(self._order.sequences) - self._next
             raise ProtocolError(
-                f"a step begins while {left} transfers of the one before are still to be posted, the first of them "
-                f"with sequence {self._line.sequences[self._next]}"
+                f"a step begins while {left} transfers of the one before are still to be posted, the first "
+                f"of them with sequence {self._order.sequences[self._next]}"
             )
-        self._line, self._next = line, 0
+        self._order, self._next = order, 0
 
     def offer(self, sequence: int, item: T) -> list[T]:
         """Take a transfer.
 
+        Args:
+            sequence: of its tag. item: the transfer.
+
         Returns:
-            What goes now, in this order: nothing if others go first, and those too that waited for this one.
+            The transfers that go now, in this order: none if others go first; with those that waited for this
+            one.
 
         Raises:
-            ProtocolError: the program has no such transfer here, or it came before.
+            ProtocolError: the program has no such transfer here, or it was posted before.
         """
-        line = self._line
-        place = line.places.get(sequence)
+        order = self._order
+        place = order.places.get(sequence)
         if place is None or place < self._next or sequence in self._held:
             what = "not one of the program's here" if place is None else "posted twice"
             raise ProtocolError(
@@ -205,23 +222,23 @@ class TurnQueue(Generic[T]):
             return []
         going = [item]
         self._next += 1
-        while self._next < len(line.sequences) and line.sequences[self._next] in self._held:
-            going.append(self._held.pop(line.sequences[self._next]))
+        while self._next < len(order.sequences) and order.sequences[self._next] in self._held:
+            going.append(self._held.pop(order.sequences[self._next]))
             self._next += 1
         return going
 
     def clear(self) -> list[T]:
-        """Give up what waits for its turn."""
+        """Remove and return the transfers that wait for their turn."""
         held, self._held = list(self._held.values()), {}
         return held
 
 
 def rounds(links: Iterable[NcclLink]) -> list[list[NcclLink]]:
-    """The order in which links are made: each process makes its own one by one, round after round.
+    """Order the making of links in rounds: each process makes its links one by one, round after round.
 
-    It is one order for all, so that nobody waits in a circle. And nobody waits long: in a round each process has one
-    link at most, and as few rounds follow each other as is easy to find. (In ascending order the last of a pipeline
-    would wait until all before it have made theirs.)
+    It is one order for all processes, so that none waits in a circle. And none waits long: in a round each
+    process has one link at most, and there are as few rounds as is easy to find. (In ascending order the last
+    process of a pipeline would wait until all before it have made theirs.)
     """
     found: list[list[NcclLink]] = []
     taken: dict[ProcessId, set[int]] = {}
@@ -236,7 +253,7 @@ def rounds(links: Iterable[NcclLink]) -> list[list[NcclLink]]:
 
 
 def batches(links: Iterable[NcclLink]) -> dict[ProcessId, list[NcclLink]]:
-    """Links by who makes their ids, each in ascending order."""
+    """Group links by the process that makes their ids, each group in ascending order."""
     made: dict[ProcessId, list[NcclLink]] = {}
     for link in sorted(set(links)):
         made.setdefault(link.maker, []).append(link)

@@ -1,21 +1,23 @@
-"""transport: device memory and tags in, its bytes at the peer out, over NCCL.
+"""Carry device memory between processes over NCCL.
 
-A communicator and a stream for each direction to each peer (`plan`), made by `join` before the first step; ids are
-exchanged by whoever made the transport. On each, transfers go in the program's order (`begin`); threads call NCCL
-and wait, the event loop never does (`end`).
+There is a communicator and a stream for each direction to each peer (`order.py`), made by `join` before the
+first step; ids are exchanged by the maker of the transport. On each, transfers go in the program's order
+(`begin`); threads call NCCL and wait, the event loop never does (`link_end.py`).
 
-A peer that is gone is no error to NCCL: its kernels look for data for ever. So `abort` ends every communicator with
-`ncclCommAbort`, waits until their streams are empty, and only then gives buffers back; a communicator that NCCL itself
-reports broken is ended in the same way. What NCCL cannot do: match by tag, complete a send that nobody receives, or
-notice that the two ends differ in size: programs are checked for that when they are loaded (`actors.crew.linking`).
+A peer that is gone is no error to NCCL: its kernels look for data for ever. So `abort` ends every
+communicator with `ncclCommAbort`, waits until their streams are empty, and only then gives buffers back; a
+communicator that NCCL itself reports broken is ended in the same way. NCCL cannot match by tag, complete a
+send that nobody receives, or notice that the two ends differ in size: programs are checked for that when they
+are loaded (`controller.deploy.links_of`).
 
-It moves no host memory: host values, copies and all that has no order take the host's plane (`planes`).
+NCCL does not say which way it takes (`NCCL_DEBUG=INFO` logs it), and opens its sockets itself. Host values,
+replicas and all transfers without an order take the host transport (`registry.TransportKind`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from jaxpp_async.errors import ProtocolError, TransferError
@@ -24,18 +26,18 @@ from jaxpp_async.transport.base import (
     Memory,
     OnEnd,
     Peer,
+    TransportBase,
     check_tag,
-    memory_of,
-    post_future,
     seal,
     unseal,
 )
-from jaxpp_async.transport.nccl.library import NcclFailure, NcclLibrary
+from jaxpp_async.transport.nccl.library import NcclFailure, NcclLibrary, load_library
 from jaxpp_async.transport.nccl.link_end import LinkEnd, NcclTransfer
-from jaxpp_async.transport.nccl.order import NO_LINE, NcclLink, StepOrder, TransferDirection
+from jaxpp_async.transport.nccl.order import NO_TRANSFERS, NcclLink, StepOrder, TransferDirection
+from jaxpp_async.transport.network import Network
 
 MEDIUM = "nccl"
-"""In its addresses."""
+"""Names this transport in its addresses."""
 
 JOIN_TIMEOUT_S = 60.0
 """How long one communicator may take. NCCL looks at the machine's whole topology for the first."""
@@ -43,24 +45,24 @@ JOIN_TIMEOUT_S = 60.0
 _SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 
 
-class NcclTransport:
-    """The `Transport` contract over NCCL, on the running event loop, but for what NCCL cannot do (see above).
+class NcclTransport(TransportBase):
+    """The `registry.OrderedTransport` contract over NCCL, on the running event loop, but for what NCCL cannot
+    do (see above).
 
     A peer can be reached once it is connected and `join` has made the links to it.
 
     Args:
         peer_id: this side's id.
-        library: NCCL, as this process sees it.
+        library: NCCL's calls in this process.
 
     Attributes:
-        name: what to call a process where a link to it cannot be made.
+        name: gives the words for a process in the error that a link to it cannot be made.
     """
 
     def __init__(self, peer_id: Peer, library: NcclLibrary):
-        self.peer_id, self.epoch = peer_id, 0
+        super().__init__(peer_id)
         self.name: Callable[[Peer], str] = "peer {}".format
         self._library = library
-        self._loop = asyncio.get_running_loop()
         self._peers: set[Peer] = set()
         self._ends: dict[NcclLink, LinkEnd] = {}
         self._joined: dict[NcclLink, LinkEnd] = {}
@@ -68,36 +70,28 @@ class NcclTransport:
         self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        open_transfers = sum(end.num_open for end in self._ends.values())
-        return f"<NcclTransport of peer {self.peer_id}: {len(self._ends)} links, {open_transfers} open transfers>"
+        num_open = sum(end.num_open for end in self._ends.values())
+        return f"<NcclTransport of peer {self.peer_id}: {len(self._ends)} links, {num_open} open transfers>"
 
     # ------------------------------------------------------------ connecting
 
     @property
     def version(self) -> str:
-        """NCCL's; all ends need the same."""
+        """The version of NCCL; all ends need the same one."""
         return self._library.version
 
     @property
     def address(self) -> bytes:
         return seal(MEDIUM, self._library.version.encode("ascii"), self.peer_id, self.epoch)
 
-    def admit(self, addresses: Iterable[bytes]) -> None:
-        """See `Transport`: NCCL opens its sockets itself."""
-
     async def connect(self, peer: Peer, address: bytes) -> None:
         """Check that `peer` is of this mesh and epoch, and has the same NCCL. Links are made by `join`."""
-        if self._closing:
-            raise TransferError(f"peer {self.peer_id}: the transport has closed")
-        if peer == self.peer_id:
-            raise ValueError(f"peer {peer} cannot connect to itself")
-        if peer in self._peers:
-            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
+        self._check_connectable(peer, self._closing is not None, self._peers)
         theirs = unseal(MEDIUM, address, peer, self.epoch).decode("ascii", "replace")
         if theirs != self._library.version:
             raise ProtocolError(
-                f"peer {peer} has NCCL {theirs}, peer {self.peer_id} has {self._library.version}; install the same "
-                "version of NCCL (nvidia-nccl-cu13 or -cu12) on all hosts"
+                f"peer {peer} has NCCL {theirs}, peer {self.peer_id} has {self._library.version}; install "
+                "the same version of NCCL (nvidia-nccl-cu13 or -cu12) on all hosts"
             )
         self._peers.add(peer)
 
@@ -106,7 +100,7 @@ class NcclTransport:
         return peer in self._peers
 
     def make_id(self) -> bytes:
-        """An id for a link whose `maker` this is. The first one takes long: call it on a thread.
+        """Make an id for a link whose `maker` this process is. The first one takes long: call it on a thread.
 
         Raises:
             TransferError: NCCL refused.
@@ -117,11 +111,13 @@ class NcclTransport:
             raise TransferError(f"peer {self.peer_id}: NCCL makes no id: {error}") from error
 
     async def join(self, link: NcclLink, unique_id: bytes, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Make our end of a link; the other end does the same meanwhile. Ends when a first message has passed.
+        """Make this end of a link; the other end does the same meanwhile. Returns when a first message has
+        passed.
 
         Args:
-            link: one of this side's. unique_id: from the link's `maker`.
-            timeout_s: how long the other end may take to come.
+            link: one of this side's.
+            unique_id: from the link's `maker`.
+            timeout_s: how long the other end may take to come, in seconds.
 
         Raises:
             ValueError: the link is not this side's, or there is one already.
@@ -133,22 +129,22 @@ class NcclTransport:
             raise ValueError(f"there is a {link} already; abort it before making another")
         peer = link.peer_of(self.peer_id)
         if self._closing or peer not in self._peers:
-            raise self._refusal(peer, None)
+            raise self._why_unusable(peer, None)
         end = self._ends[link] = LinkEnd(link, self.peer_id)
         try:
             async with asyncio.timeout(timeout_s):
                 await end.open(self._library, unique_id, _greeting(link, self.epoch))
         except TimeoutError:
-            raise await self._given_up(
+            raise await self._end_failed(
                 end, f"{self.name(peer)} did not come within {timeout_s:g} s"
             ) from None
         except NcclFailure as error:
-            raise await self._given_up(end, str(error)) from error
+            raise await self._end_failed(end, str(error)) from error
         except asyncio.CancelledError:  # a communicator that nobody waits for is not left behind
-            await self._given_up(end, "given up")
+            await self._end_failed(end, "given up")
             raise
-        if self._ends.get(link) is not end:  # an abort came between the word and this
-            raise self._not_made(end)
+        if self._ends.get(link) is not end:  # an abort came after the first message
+            raise self._join_error(end)
         self._joined[link] = end
 
     def _forget(self, end: LinkEnd) -> None:
@@ -156,41 +152,31 @@ class NcclTransport:
             if ends.get(end.link) is end:
                 del ends[end.link]
 
-    async def _given_up(self, end: LinkEnd, cause: str) -> TransferError:
+    async def _end_failed(self, end: LinkEnd, cause: str) -> TransferError:
         await end.end(cause)
         self._forget(end)
-        return self._not_made(end)
+        return self._join_error(end)
 
-    def _not_made(self, end: LinkEnd) -> TransferError:
+    def _join_error(self, end: LinkEnd) -> TransferError:
         return TransferError(f"{end.link.text(self.name)} could not be made: {end.failure}")
 
     # ------------------------------------------------------------ transferring
 
     def begin(self, order: StepOrder) -> None:
-        """A step begins: on each link, transfers go in this order from here on, whenever they are posted.
+        """Begin a step: on each link, transfers go in this order from here on, whenever they are posted.
 
-        Posting what no order has raises ProtocolError: NCCL would match it with something else.
+        Posting a transfer that is in no order raises ProtocolError: NCCL would match it with another one.
 
         Raises:
             TransferError: the program has transfers on a link that was never made.
             ProtocolError: the step before has not posted all of its transfers.
         """
-        for link in order.lines:
+        for link in order.orders:
             if link not in self._joined:
-                raise self._refusal(link.peer_of(self.peer_id), None)
+                raise self._why_unusable(link.peer_of(self.peer_id), None)
         for link, end in self._joined.items():
-            end.begin(order.lines.get(link, NO_LINE))
+            end.begin(order.orders.get(link, NO_TRANSFERS))
         self._order = order
-
-    def routes(self, peer: Peer) -> tuple[str, ...]:
-        """None: NCCL does not say which way it takes (`NCCL_DEBUG=INFO` logs it)."""
-        return ()
-
-    def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
-
-    def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
 
     def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         return self._post(TransferDirection(peer, True), memory, tag, done)
@@ -198,25 +184,22 @@ class NcclTransport:
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         return self._post(TransferDirection(peer, False), memory, tag, done)
 
-    def hurry(self, on: bool) -> None:
-        """Does nothing: the thread that waits for the device sleeps in any case."""
-
-    def _post(self, way: TransferDirection, memory: Memory, tag: int, done: OnEnd) -> bool:
+    def _post(self, direction: TransferDirection, memory: Memory, tag: int, done: OnEnd) -> bool:
         check_tag(tag)
         sequence = tag & _SEQUENCE_MASK
-        links = self._order.links.get(way)
+        links = self._order.links.get(direction)
         link = links.get(sequence) if links else None
-        if link is None and any(self._way_of(joined) == way for joined in self._joined):
+        if link is None and any(self._direction_of(joined) == direction for joined in self._joined):
             raise ProtocolError(
                 f"a transfer with sequence {sequence} is not one of the program's here: it has no link"
             )
         end = self._joined.get(link) if link else None
         if end is None or end.failure is not None:
-            raise self._refusal(way.peer, end)
+            raise self._why_unusable(direction.peer, end)
         end.post(sequence, NcclTransfer(memory, tag, done))
         return False
 
-    def _way_of(self, link: NcclLink) -> TransferDirection:
+    def _direction_of(self, link: NcclLink) -> TransferDirection:
         return TransferDirection(link.peer_of(self.peer_id), link.sender == self.peer_id)
 
     # ------------------------------------------------------------ ending
@@ -238,7 +221,7 @@ class NcclTransport:
             self._closing = self._loop.create_task(self.abort(), name=f"close NCCL of peer {self.peer_id}")
         await asyncio.shield(self._closing)
 
-    def _refusal(self, peer: Peer, end: LinkEnd | None) -> TransferError:
+    def _why_unusable(self, peer: Peer, end: LinkEnd | None) -> TransferError:
         if end is not None:
             why = end.failure
         elif self._closing:
@@ -250,7 +233,12 @@ class NcclTransport:
         return TransferError(f"peer {self.peer_id}, link to peer {peer}: {why}")
 
 
+def make_transport(peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]) -> NcclTransport:
+    """Make a process's transport; NCCL chooses the network itself. A `registry.Factory`."""
+    return NcclTransport(peer_id, load_library())
+
+
 def _greeting(link: NcclLink, epoch: int) -> int:
-    """What the first message on a link says; another on every link of every epoch."""
+    """Make the content of the first message on a link, which differs on every link of every epoch."""
     devices = (link.from_device & 0xFF) << 8 | link.to_device & 0xFF
     return (epoch & 0xFFFF) << 48 | (link.sender & 0xFFFF) << 32 | (link.receiver & 0xFFFF) << 16 | devices

@@ -1,10 +1,11 @@
-"""ucx: transfers between processes, over UCX and, large ones within a host, through memory that both map.
+"""Transfers between processes over UCX. The modules, in reading order:
 
-transport, links      the transport; what it knows of each peer
-progress              UCX driven on the event loop
-context, ucp          UCX with our settings (the only importer of ucxx); its C functions for messages
-net_devices, ports    devices that there are; a port that is free
-interfaces, limits    devices of an address; descriptors and shared memory that there are
-direct, direct_words  large messages within a host: the sender writes where the receiver waits
-direct_receive, direct_send, offers   its two sides; what waits is offered
+transport     the transport: links to peers, operations that UCX has not finished, aborts
+links         a connected peer, an operation, and their errors
+progress      UCX's progress on the event loop
+one_copy      large messages within a host, as one copy into the receiver's memory
+offers        receives that are offered to senders of this host before they send
+context       UCX with this package's settings, its limits and ports (the only importer of ucxx)
+net_devices   the network devices that UCX will use
+tag_api       UCX's C functions for tagged messages
 """

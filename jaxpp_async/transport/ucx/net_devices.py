@@ -1,10 +1,7 @@
-"""net_devices: the network devices that UCX is to use, looked for before UCX does. Names in, errors out.
+"""Check the network devices that UCX is to use, and find those that have given IP addresses of this machine.
 
-UCX only warns of a device that is not there, or is down, and goes on with what is left: perhaps nothing that leaves the
-host. Imports no UCX: launchers ask too.
-
-interfaces: finds the network devices, in UCX's words, that have some IP addresses of this machine, and the other
-way round. Starts no UCX.
+UCX only warns of a device that is not there, or is down, and goes on with the others: perhaps none that
+leaves the host. Launchers ask too, so this module does not import UCX.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ _UP = 1  # IFF_UP
 
 
 def check_devices(names: str | None) -> None:
-    """See whether this host has the devices that UCX is to use.
+    """Check that this host has the devices that UCX is to use.
 
     Devices that are left out (`"^docker0"`) need not be there: hosts of one run may differ.
 
@@ -35,13 +32,13 @@ def check_devices(names: str | None) -> None:
         names: as `UCX_NET_DEVICES` has them, such as `"eth0,mlx5_0:1"`; None: it is not set.
 
     Raises:
-        MeshError: one is not there, or is down; none is left; UCX would not take the list.
+        MeshError: a device is not there, or is down; none is left; UCX would not take the list.
     """
     listed, are_left_out = _read(names)
     if not listed and not are_left_out:
         raise MeshError(
-            f"{DEVICES} (interface=) is empty, with which UCX uses no network at all; unset it, or name a device "
-            "(to have none, set UCX_TLS=sm,self)"
+            f"{DEVICES} (interface=) is empty, with which UCX uses no network at all; unset it, or name a "
+            "device (to have none, set UCX_TLS=sm,self)"
         )
     if "all" in listed:
         raise MeshError(
@@ -70,26 +67,28 @@ def check_devices(names: str | None) -> None:
 
 
 def is_used(names: str | None, device: str) -> bool:
-    """Whether UCX uses a device that is no RDMA device, there being one of that name."""
+    """Whether UCX uses a device, which exists and is no RDMA device."""
     listed, are_left_out = _read(names)
     return (device in listed) != are_left_out
 
 
 def _read(names: str | None) -> tuple[list[str], bool]:
-    """The names, as UCX reads them: no pattern, no blank is taken out. And whether these are left out, not taken."""
+    """Split a list of devices as UCX does: no pattern, no blank is taken out. Returns: the names, and whether
+    these are left out instead of taken."""
     text = names if names is not None else "all"
     listed = [name for name in text.removeprefix("^").split(",") if name]
     return ([], True) if listed == ["all"] else (listed, text.startswith("^"))
 
 
 def _without_port(name: str, rdma: set[str]) -> str:
-    """`mlx5_0` of `mlx5_0:1`. Only RDMA devices have ports: `eth0:1` is an address, unknown to UCX."""
+    """Cut the port off a name: `mlx5_0` of `mlx5_0:1`. Only RDMA devices have ports: `eth0:1` is an address,
+    unknown to UCX."""
     device, _, port = name.partition(":")
     return device if device in rdma and port.isdigit() else name
 
 
 def _names_in(folder: Path) -> set[str]:
-    """Devices are folders; `bonding_masters` is a file."""
+    """List the devices of a folder of sysfs: its subfolders (`bonding_masters` is a file)."""
     return {entry.name for entry in folder.iterdir() if entry.is_dir()} if folder.is_dir() else set()
 
 
@@ -100,7 +99,7 @@ def _is_down(name: str) -> bool:
         return False
 
 
-# ---------------------------------------------------------------- interfaces
+# ---------------------------------------------------------------- addresses of interfaces
 
 _GIVE_ADDRESSES = 0x8912  # SIOCGIFCONF
 _IFREQ = struct.Struct("16s4x4s16x")  # `struct ifreq` with an IPv4 address, where pointers have 64 bits
@@ -112,13 +111,13 @@ _LINK_LOCAL = 0x20  # IPV6_ADDR_LINKLOCAL
 
 
 def devices_with(addresses: Collection[str]) -> str | None:
-    """The list for UCX that leaves it the interfaces of some addresses, and all RDMA devices.
+    """Make the list of devices that leaves UCX the interfaces of some addresses, and all RDMA devices.
 
     Args:
-        addresses: IPv4 addresses of this machine; none: it is to use no network.
+        addresses: IPv4 addresses of this machine; none: UCX uses no network.
 
     Returns:
-        As `UCX_NET_DEVICES` has it; None: some address is of no interface here, so that nobody can say.
+        The list as `UCX_NET_DEVICES` has it; None: some address is of no interface here.
     """
     if not addresses:
         return ""
@@ -133,22 +132,23 @@ def devices_with(addresses: Collection[str]) -> str | None:
 
 
 def interface_with(address: str) -> str | None:
-    """Name of the interface that has an IPv4 address; None: there is none."""
+    """Return the name of the interface that has an IPv4 address; None: there is none."""
     return next((name for name, own in _interface_addresses() if own == address), None)
 
 
 def addresses_of_devices(names: str | None) -> list[str]:
-    """IPv4 addresses of the devices on which UCX will listen; UCX takes IPv6 only where there is none."""
+    """List the IPv4 addresses of the devices on which UCX will listen; UCX takes IPv6 only where there is
+    none."""
     return [address for name, address in _interface_addresses() if is_used(names, name)]
 
 
 def _interface_addresses() -> list[tuple[str, str]]:
-    """Name and address of each interface that has an IPv4 address; once for each address."""
-    room = ctypes.create_string_buffer(_MOST_ADDRESSES * _IFREQ.size)
+    """List name and address of each interface that has an IPv4 address, once for each address."""
+    buffer = ctypes.create_string_buffer(_MOST_ADDRESSES * _IFREQ.size)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        asked = struct.pack("iP", len(room), ctypes.addressof(room))
+        asked = struct.pack("iP", len(buffer), ctypes.addressof(buffer))
         size_bytes = struct.unpack("iP", fcntl.ioctl(sock.fileno(), _GIVE_ADDRESSES, asked))[0]
-    entries = _IFREQ.iter_unpack(room.raw[: size_bytes // _IFREQ.size * _IFREQ.size])
+    entries = _IFREQ.iter_unpack(buffer.raw[: size_bytes // _IFREQ.size * _IFREQ.size])
     # A second address of an interface may have a label: `eth0:1`.
     return [
         (name.partition(b"\0")[0].decode().partition(":")[0], socket.inet_ntoa(ip)) for name, ip in entries
@@ -156,7 +156,7 @@ def _interface_addresses() -> list[tuple[str, str]]:
 
 
 def _with_ipv6() -> set[str]:
-    """Names of the interfaces that have an IPv6 address which is good beyond its link."""
+    """Return the names of the interfaces that have an IPv6 address which is good beyond its link."""
     try:
         with open("/proc/net/if_inet6") as file:
             rows = [line.split() for line in file]  # address, index, prefix, scope, flags, name

@@ -1,8 +1,9 @@
-"""progress: a UCX worker in, its progress on the event loop out. Knows no messages: it is told whether any ended.
+"""Drive a UCX worker on the event loop: progress until nothing is left to do, then sleep on its descriptor.
 
-UCX is driven on the worker's own descriptor: progress until nothing is left, arm, sleep in the loop. While somebody
-looks for messages, it looks for a little while before it sleeps. It never lets UCX work without an end: a flood of
-messages leaves the loop's other work its turns.
+UCX is driven on the worker's own descriptor: progress until nothing is left, arm, sleep in the loop. While
+the caller only waits for messages (`Transport.hurry`), it looks for them for a little while before it sleeps.
+One callback's work is
+bounded: a flood of messages leaves the loop's other work its turns.
 """
 
 from __future__ import annotations
@@ -19,33 +20,34 @@ _STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
 """Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""
 
 _POLL_S, _POLLS_PER_YIELD = 100e-6, 4
-"""How long one callback looks for messages in a hurry, and after how many looks it offers the core to others."""
+"""How long one callback looks for messages, and after how many looks it offers the core to others."""
 
-_LOOK_S = 1e-3
-"""How long to look for one message in a hurry before sleeping: many times what one takes. Where a third process, the
-controller, has the peer's core for a moment, whoever then sleeps holds up both."""
+_SPIN_S = 1e-3
+"""How long to look for one message before sleeping: many times what one takes. Where a third process, the
+controller, has the peer's core for a moment, whoever sleeps then holds up both."""
 
 _STALL_AFTER_S, _STALL_DELAY_S = 0.05, 0.002
-"""A worker that cannot be armed and yet does nothing is common for microseconds (a peer is writing into our queue), but
-lasts for ever where that peer died (see `transport`): past the first time, look only as often as the second one says.
-"""
+"""A worker that cannot be armed and yet does nothing is common for microseconds (a peer is writing into our
+queue), but lasts for ever where that peer died (see `transport.py`): after the first time, it is tried at
+intervals of the second."""
 
 
 class Progress:
-    """One worker's, on the running event loop.
+    """The progress of one UCX worker, on the running event loop.
 
     Args:
-        worker: UCX's, in blocking progress mode.
-        failures: what its calls raise when it is broken.
-        disturbed: which of these `arm` raises after an empty datagram came to the socket by which peers wake the worker
-            through shared memory. UCX takes it for an end of file, but every user of this machine can send one.
-        completed: what has ended since it was told last; UCX's callbacks fill it.
-        deliver: tells what has ended, and says whether anything has.
-        looks: whether it is worth while to look for messages before sleeping.
-        broken: is told the cause when the worker makes no progress any more.
+        worker: of ucxx, in blocking progress mode.
+        failures: the errors that its calls raise when it is broken.
+        disturbed: the one of these that `arm` raises after an empty datagram came to the socket by which
+            peers wake the worker through shared memory. UCX takes it for an end of file, but every user of
+            this machine can send one.
+        completed: the operations that have ended and are not finished yet; UCX's callbacks fill it.
+        finish_ended: finishes the operations that have ended; returns whether there were any.
+        may_spin: whether it is worth while to look for messages before sleeping.
+        on_broken: is called with the cause when the worker makes no progress any more.
 
     Attributes:
-        lookout: for how long to look; the owner says when a message came and when nobody waits any more.
+        adaptive_spin: how long to look; the owner records when a message came and when nobody waits any more.
     """
 
     def __init__(
@@ -55,37 +57,39 @@ class Progress:
         disturbed: type[Exception],
         completed: Sized,
         *,
-        deliver: Callable[[], bool],
-        looks: Callable[[], bool],
-        broken: Callable[[str], None],
+        finish_ended: Callable[[], bool],
+        may_spin: Callable[[], bool],
+        on_broken: Callable[[str], None],
     ):
         self._worker, self._failures, self._completed = worker, failures, completed
         self._disturbed = disturbed
-        self._deliver, self._looks, self._broken = deliver, looks, broken
+        self._finish_ended, self._may_spin, self._on_broken = finish_ended, may_spin, on_broken
         self._loop = asyncio.get_running_loop()
-        self._kicked = self._running = self._stalled = False
+        self._run_scheduled = self._running = self._stalled = False
         self._idle_since_s: float | None = None
-        self.adaptive_spin = AdaptiveSpin(_LOOK_S)
+        self.adaptive_spin = AdaptiveSpin(_SPIN_S)
         self._descriptor: int = worker.epoll_file_descriptor
         self._loop.add_reader(self._descriptor, self.run)
 
-    def kick(self) -> None:
-        """Run soon: UCX asks for progress after anything was posted, before the descriptor may be trusted again."""
-        if not self._kicked and not self._running:
-            self._kicked = True
+    def schedule_run(self) -> None:
+        """Run in the loop's next pass: UCX needs progress after anything was posted, before its descriptor
+        tells again whether there is something to do."""
+        if not self._run_scheduled and not self._running:
+            self._run_scheduled = True
             self._loop.call_soon(self.run)
 
     def run(self) -> None:
-        """Let UCX work until it has nothing left and the descriptor is armed, or until it is others' turn."""
-        self._kicked = False
+        """Let UCX work until it has nothing left and the descriptor is armed, or until the loop's other work
+        has to run."""
+        self._run_scheduled = False
         worker = self._worker
         if worker is None:
             return
-        self._running = True  # what is posted meanwhile, where an end is told, needs no pass of its own
+        self._running = True  # an operation that is posted by a `done` meanwhile needs no pass of its own
         try:
             is_settled, was_idle = self._settle(worker)
         except self._failures as error:
-            self._broken(f"UCX makes no progress any more: {error}")
+            self._on_broken(f"UCX makes no progress any more: {error}")
             return
         finally:
             self._running = False
@@ -97,10 +101,10 @@ class Progress:
             self._stall()
             return
         if not is_settled:
-            self.kick()
+            self.schedule_run()
 
     def unwatch(self) -> None:
-        """Whatever comes calls nobody any more; `run` still works."""
+        """Run no more when something comes; `run` still works."""
         self._loop.remove_reader(self._descriptor)
 
     def end(self) -> None:
@@ -109,19 +113,21 @@ class Progress:
         self._worker = None
 
     def _settle(self, worker: Any) -> tuple[bool, bool]:
-        """Some rounds of progress. Returns: whether the descriptor is armed; whether there was nothing to do."""
+        """Make some rounds of progress. Returns: whether the descriptor is armed; whether there was nothing
+        to do."""
         was_idle = True
         for _ in range(_ROUNDS_PER_CALLBACK):
             num_steps = 0
             while num_steps < _STEPS_PER_ROUND and worker.progress_once():
                 num_steps += 1
             was_idle = was_idle and num_steps == 0
-            if self._deliver():
+            if self._finish_ended():
                 was_idle = False
             elif num_steps < _STEPS_PER_ROUND:
-                if self._looks() and self.adaptive_spin.goes_on(monotonic()):
+                if self._may_spin() and self.adaptive_spin.should_spin(monotonic()):
                     self._poll(worker)
-                    # Others' turn: what has come is told to futures, which run in the loop's next pass.
+                    # The loop's turn: messages that came have set futures, whose callbacks run in its next
+                    # pass.
                     return False, False
                 if self._arm(worker):
                     return True, was_idle
@@ -130,11 +136,11 @@ class Progress:
     def _arm(self, worker: Any) -> bool:
         try:
             return worker.arm()
-        except self._disturbed:  # that datagram is read by now, like any other signal
+        except self._disturbed:  # the datagram is read by now, like any other signal
             return False
 
     def _poll(self, worker: Any) -> None:
-        """Look for messages for a little while, and tell what came."""
+        """Look for messages for a little while, and finish what has ended."""
         completed, look = self._completed, worker.progress_once
         until_s = monotonic() + _POLL_S
         while not completed and monotonic() < until_s:
@@ -144,10 +150,10 @@ class Progress:
                     break
             else:
                 os.sched_yield()
-        self._deliver()
+        self._finish_ended()
 
     def _stall(self) -> None:
-        """Look again in a while, and not at the descriptor, which may stay readable all the time."""
+        """Run again in a while, and do not watch the descriptor, which may stay readable all the time."""
         if not self._stalled:
             self._stalled = True
             self.unwatch()

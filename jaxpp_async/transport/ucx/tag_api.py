@@ -1,10 +1,11 @@
-"""ucp: UCX's C functions for tagged messages, as Python callables. No asyncio, no policy.
+"""Post tagged messages through UCX's C functions, on raw handles of ucxx's workers and endpoints.
 
-ucxx makes the context, the workers and the endpoints; this module posts on their raw handles. The reason is the size of
-what arrived: UCX reports it, ucxx drops it, and without it a short message is stale data that looks like success.
-(It is faster as well: about 1 us a message less than ucxx's request objects.)
+The reason is the size of a message that arrived: UCX reports it, ucxx drops it, and without it a short
+message is stale data that looks like success. (It is faster as well: about 1 us a message less than ucxx's
+request objects.)
 
-Only functions and structures of UCX's public header `ucp/api/ucp.h` are used, whose layout is fixed since UCX 1.10.
+Only functions and structures of UCX's public header `ucp/api/ucp.h` are used, whose layout is fixed since UCX
+1.10.
 """
 
 from __future__ import annotations
@@ -73,22 +74,22 @@ _RecvCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int8, ctypes.c_
 
 
 def is_error(result: int) -> bool:
-    """Whether what posting gave is a status and not a request's handle: a small negative number."""
+    """Whether the result of posting is a status, a small negative number, and not a request's handle."""
     return STATUS_LAST <= result < 0
 
 
 class TagPort:
-    """Posts tagged messages on one worker and notes their completions.
+    """A port that posts tagged messages on one worker and notes their completions.
 
-    Posting returns what UCX returned: 0 if the operation has ended well, a status (`is_error`), or the request's
-    handle, to be passed to `cancel` and at the end to `free`.
+    Posting returns UCX's result: 0 if the operation has ended well, a status (`is_error`), or the request's
+    handle, which is passed to `cancel` and at the end to `free`.
 
     Args:
         worker: the worker's raw handle, which must outlive this object's use.
 
     Attributes:
-        completed: `(identity, status, length)` of every operation that ended since the owner last emptied it; filled
-            while the worker progresses. `length` is 0 for sends.
+        completed: `(identity, status, length)` of every operation that ended since the owner last emptied it;
+            filled while the worker progresses. `length` is 0 for sends.
     """
 
     def __init__(self, worker: int):
@@ -111,7 +112,8 @@ class TagPort:
         self._recv_param_at = ctypes.addressof(self._recv_param)
 
     def send(self, endpoint: int, address: int, size_bytes: int, tag: int, identity: int) -> int:
-        """Post a send. `identity` (from 1) names it in `completed`, where it appears unless it ended at once."""
+        """Post a send. `identity` (from 1) names it in `completed`, where it appears unless it ended at
+        once."""
         self._send_param.user_data = identity
         return self._tag_send(endpoint, address, size_bytes, tag, self._send_param_at)
 
@@ -145,7 +147,7 @@ class TagPort:
             self.free(result)
 
     def routes(self, endpoint: int) -> tuple[str, ...]:
-        """UCX's names of the transports that an endpoint uses, sorted; none if UCX does not say."""
+        """List UCX's names of the transports that an endpoint uses, sorted; none if UCX does not say."""
         entries = (_Route * _MAX_ROUTES)()
         info = _EndpointInfo(
             field_mask=_FIELD_ROUTES,
@@ -158,12 +160,13 @@ class TagPort:
         return tuple(sorted({entry.transport_name.decode() for entry in entries[: info.num_routes]}))
 
     def status_text(self, status: int) -> str:
-        """UCX's own words for a status."""
+        """Return UCX's own words for a status."""
         return self._ucs.ucs_status_string(status).decode()
 
 
 def _completion_callbacks(completed: list[tuple[int, int, int]]):
-    """Callbacks that only note what ended: they run inside UCX, where nothing may be posted."""
+    """Make callbacks that only note which operation ended: they run inside UCX, where nothing may be
+    posted."""
     length_at = ctypes.c_size_t.from_address
     offset = _RecvInfo.length.offset
 
@@ -179,7 +182,7 @@ def _completion_callbacks(completed: list[tuple[int, int, int]]):
 
 
 def _loaded(name: str) -> ctypes.CDLL:
-    """The library that ucxx has loaded already, and never another copy of it."""
+    """Open the library that ucxx has loaded already, and never another copy of it."""
     return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
 
 

@@ -1,27 +1,30 @@
-"""transport: memory and tags in, its bytes at the peer out, over UCX.
+"""Carry buffers between processes over UCX, on the event loop.
 
-UCX is driven on the event loop (`progress.py`). No thread, and no copy, but for large messages within a host
-(`direct.py`); only in a hurry does it look for messages for a little while before it sleeps, and hold such a message
-back until it may be written. Every endpoint has error handling on, so that a large send can be ended; `abort`
-force-closes the endpoint and progresses until UCX has let go of every buffer.
+UCX is driven on the event loop (`progress.py`), without threads, and copies nothing but large messages within
+a host (`one_copy.py`). Only while the caller does nothing but wait does it look for messages before it
+sleeps, and hold such a message back until it may be written. Every endpoint has error handling on, so that a
+large send can be ended; `abort` force-closes the endpoint and makes progress until UCX has let go of every
+buffer.
 
-It never frees or reuses a buffer that UCX may still touch, never trusts the size of what arrives, and never gives UCX
-an address that was damaged, mixed up or is out of date (one garbage byte in a worker address ends the process there).
+No buffer that UCX may still touch is freed or used again; the size of what arrives is checked; and UCX gets
+no address that was damaged, mixed up or is out of date (one garbage byte in a worker address ends the process
+there).
 
-After a peer was killed, `abort` and close this transport and make a new one, with a new address: a process that dies
-while it writes into our shared-memory queue leaves a slot that UCX waits on for ever, so that this worker would never
-receive from anyone again (seen in one of about five kills in the middle of a transfer).
+After a peer was killed, `abort` and close this transport and make a new one, with a new address: a process
+that dies while it writes into our shared-memory queue leaves a slot that UCX waits on for ever, so that this
+worker would never receive from anyone again (seen in one of about five kills in the middle of a transfer).
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, MutableMapping
 from time import monotonic
 from typing import Any
 
-from jaxpp_async.base.own_descriptors import keep_accepted_from_children, keeping_new_from_children
+from jaxpp_async.base.descriptors import keep_accepted_from_children, keeping_new_from_children
 from jaxpp_async.errors import MeshError, TransferError
 from jaxpp_async.transport.base import (
     EPOCH_SHIFT,
@@ -31,44 +34,56 @@ from jaxpp_async.transport.base import (
     Memory,
     OnEnd,
     Peer,
+    TransportBase,
     check_tag,
     hosts_of,
-    memory_of,
-    post_future,
     seal,
     unseal,
 )
 from jaxpp_async.transport.network import AddressFilter, ListeningSocket, Network, listening_sockets
-from jaxpp_async.transport.ucx.context import Context, describe_limits, open_context, resources, shares_memory
+from jaxpp_async.transport.ucx.context import (
+    Context,
+    check_takes_gpu_memory,
+    describe_limits,
+    open_context,
+    resources,
+    shares_memory,
+)
 from jaxpp_async.transport.ucx.links import SENDING, UcxLink, UcxTransfer, sender_bits_of
-from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES, HEADER_BYTES, OneCopyMessages
+from jaxpp_async.transport.ucx.one_copy import MIN_ONE_COPY_BYTES, RTS_BYTES, OneCopyMessages
 from jaxpp_async.transport.ucx.progress import Progress
 from jaxpp_async.transport.ucx.tag_api import STATUS_CANCELED, STATUS_OK, TagPort, is_error
 
 RELEASE_TIMEOUT_S = 5.0
 """How long `abort` waits for UCX to let go of the buffers; force-closing has taken under 1 ms."""
 
-_LOOK_AGAIN_S = 1.0
-"""How often a transport that could not close looks whether UCX has let go since, and when a new link's second
-connection is looked for."""
+_RETRY_S = 1.0
+"""How often a transport that could not close checks whether UCX has let go since, and when a new link's
+second connection is looked for."""
 
-_TRIES = 3
-"""Of a worker to whose sockets strangers connected before they were shut."""
+_OPEN_TRIES = 3
+"""How many workers are made, one after the other, while strangers connect to their sockets before these are
+shut."""
 
 MEDIUM = "ucx"
-"""In its addresses."""
+"""Names this transport in its addresses."""
 
 
-class UCXTransport:
+ERROR_HANDLING = "JAXPP_UCX_ERROR_HANDLING"
+"""`n` switches UCX's error handling off, for this process and the actors it starts here; see
+`UCXTransport`."""
+
+
+class UCXTransport(TransportBase):
     """The `Transport` contract over UCX, on the running event loop (asyncio's own or uvloop).
 
     Args:
         peer_id: this side's id, from -1 (the controller) to 65534; peers name it in `send` and `recv`.
-        error_handling: UCX notices that a peer is gone, and can end what is under way. Without it, a large transfer
-            that has begun is ended by nothing, and an actor cannot live through an abort: for measuring. All peers
-            have the same.
-        network: where it listens; then only peers that were let in (`admit`) connect to what other machines reach.
-            None: as the environment says, and everybody may.
+        error_handling: UCX notices that a peer is gone, and can end what is under way. Without it, a large
+            transfer that has begun is ended by nothing, and an actor cannot live through an abort: for
+            measuring only. All peers have the same.
+        network: where it listens; then only admitted peers (`admit`) connect to sockets that other machines
+            reach. None: as the environment says, and everybody may connect.
 
     Raises:
         InstallError: ucxx is not installed.
@@ -76,9 +91,8 @@ class UCXTransport:
     """
 
     def __init__(self, peer_id: Peer, *, network: Network | None = None, error_handling: bool = True):
+        super().__init__(peer_id)
         self._sender_bits, self._error_handling = sender_bits_of(peer_id), error_handling
-        self.peer_id, self.epoch = peer_id, 0
-        self._loop = asyncio.get_running_loop()
         self._context: Context | None
         with keeping_new_from_children():
             self._context, self._listening, self._filter = _open(network)
@@ -92,8 +106,8 @@ class UCXTransport:
         self._identities = itertools.count(1)
         self._failed: list[UcxLink] = []
         self._past_epochs: dict[Peer, int] = {}
-        self._hurried = False
-        self._direct = OneCopyMessages(self, self._loop, self._sender_bits)
+        self._is_hurried = False
+        self._one_copy = OneCopyMessages(self, self._loop, self._sender_bits)
         self._closing: asyncio.Task[None] | None = None
         self._closing_late: asyncio.TimerHandle | None = None
         self._progress = Progress(
@@ -101,25 +115,25 @@ class UCXTransport:
             self._ucxx.UCXError,
             self._ucxx.UCXConnectionResetError,
             self._port.completed,
-            deliver=self._deliver,
-            looks=self._looks,
-            broken=self._stop,
+            finish_ended=self._finish_ended,
+            may_spin=self._may_spin,
+            on_broken=self._on_broken,
         )
-        self._kick = self._progress.kick
+        self._schedule_run = self._progress.schedule_run
 
     def __repr__(self) -> str:
-        return f"<UCXTransport of peer {self.peer_id}: {len(self._links)} links, {len(self._open)} open transfers>"
+        counts = f"{len(self._links)} links, {len(self._open)} open transfers"
+        return f"<UCXTransport of peer {self.peer_id}: {counts}>"
 
     @property
     def address(self) -> bytes:
-        ticket = self._direct.ticket if shares_memory() else b""
+        ticket = self._one_copy.ticket if shares_memory() else b""
         raw = bytes([len(ticket)]) + ticket + self._raw_address
         return seal(MEDIUM, raw, self.peer_id, self.epoch, (one.address for one in self._listening))
 
-    @property
-    def resources(self) -> list[tuple[str, str]]:
-        """UCX's transports here, and their devices."""
-        return resources(self._context.ucp.info) if self._context is not None else []
+    def check_device_memory(self) -> None:
+        if self._context is not None:
+            check_takes_gpu_memory(resources(self._context.ucp.info))
 
     def admit(self, addresses: Iterable[bytes]) -> None:
         if self._filter is not None:
@@ -130,12 +144,7 @@ class UCXTransport:
                 raise TransferError(f"peer {self.peer_id} cannot let its peers in: {error}") from error
 
     async def connect(self, peer: Peer, address: bytes) -> None:
-        if self._closing:
-            raise TransferError(f"peer {self.peer_id}: the transport has closed")
-        if peer == self.peer_id:
-            raise ValueError(f"peer {peer} cannot connect to itself")
-        if peer in self._links:
-            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
+        self._check_connectable(peer, self._closing is not None, self._links)
         raw = unseal(MEDIUM, address, peer, self.epoch)
         ticket, target = raw[1 : 1 + raw[0]], raw[1 + raw[0] :]
         if peer in self._past_epochs:
@@ -155,41 +164,40 @@ class UCXTransport:
                 f"peer {self.peer_id} cannot reach peer {peer}: {error} ({describe_limits()}){alone}"
             ) from error
         link = UcxLink(
-            peer, endpoint, self._direct.meet(ticket) if shares_memory() else None, self._sender_bits
+            peer,
+            endpoint,
+            self._one_copy.find_local_peer(ticket) if shares_memory() else None,
+            self._sender_bits,
         )
-        # Runs inside UCX's progress: only note it, _progress acts on it.
+        # The callback runs inside UCX's progress: it only notes the link, and _finish_ended acts on it.
         failed = self._failed
         endpoint.set_close_callback(lambda: failed.append(link))
         self._links[peer] = link
-        self._kick()
+        self._schedule_run()
 
     def routes(self, peer: Peer) -> tuple[str, ...]:
         link = self._links.get(peer)
         return () if link is None else self._port.routes(link.handle)
-
-    def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
-
-    def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
 
     def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         if tag & MISPLACED_TAG_BITS:
             check_tag(tag)
         link = self._links.get(peer)
         if link is None or link.failure is not None:
-            raise self._refusal(peer, link)
+            raise self._why_unusable(peer, link)
         link.epoch = tag >> EPOCH_SHIFT
         offers = link.offers
         number = offers.sent.next(tag) if offers is not None else None
         if (
             offers is not None
-            and (memory.size_bytes >= DIRECT_BYTES or self._direct.sender.holds_back)
-            and self._direct.sender.send(UcxTransfer(link, memory, SENDING, tag, done, number), self._hurried)
+            and (memory.size_bytes >= MIN_ONE_COPY_BYTES or self._one_copy.sender.holds_back)
+            and self._one_copy.sender.send(
+                UcxTransfer(link, memory, SENDING, tag, done, number), self._is_hurried
+            )
         ):
             return False
-        if link.failure is not None:  # UCX has just refused what was to be said of it
-            raise self._refusal(peer, link)
+        if link.failure is not None:  # UCX has just refused a message of the one-copy protocol
+            raise self._why_unusable(peer, link)
         identity = next(self._identities)
         result = self._port.send(
             link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity
@@ -203,33 +211,33 @@ class UCXTransport:
             check_tag(tag)
         link = self._links.get(peer)
         if link is None or link.failure is not None:
-            raise self._refusal(peer, link)
+            raise self._why_unusable(peer, link)
         link.epoch = tag >> EPOCH_SHIFT
         number = link.offers.received.next(tag) if link.offers is not None else None
         identity = next(self._identities)
         size_bytes = memory.size_bytes
-        if size_bytes >= DIRECT_BYTES and number is not None:
-            self._direct.receiver.prepare(memory)
+        if size_bytes >= MIN_ONE_COPY_BYTES and number is not None:
+            self._one_copy.receiver.share_block(memory)
         result = self._port.recv(memory.address, size_bytes, tag | link.sender_bits, identity)
         completed = self._port.completed
-        if completed and completed[-1] == (identity, STATUS_OK, size_bytes) and size_bytes != HEADER_BYTES:
+        if completed and completed[-1] == (identity, STATUS_OK, size_bytes) and size_bytes != RTS_BYTES:
             completed.pop()  # the message was here
             self._port.free(result)
-            self._hear(link)
-            self._kick()
+            self._note_received(link)
+            self._schedule_run()
             return True
         transfer = UcxTransfer(link, memory, size_bytes, tag, done, number)
         self._track(transfer, identity, result)
-        if size_bytes >= DIRECT_BYTES and number is not None:
-            self._direct.receiver.invite(transfer)
+        if size_bytes >= MIN_ONE_COPY_BYTES and number is not None:
+            self._one_copy.receiver.offer(transfer)
         return False
 
     def hurry(self, on: bool) -> None:
-        self._hurried = on
+        self._is_hurried = on
         if not on:
-            self._progress.adaptive_spin.stop()
+            self._progress.adaptive_spin.cancel_wait()
         elif self._open:
-            self._kick()
+            self._schedule_run()
 
     async def abort(self, peer: Peer | None = None) -> None:
         for link in [link for link in self._links.values() if peer is None or link.peer == peer]:
@@ -240,8 +248,8 @@ class UCXTransport:
         await self._wait_released(peer)
 
     async def aclose(self) -> None:
-        """See `base.Transport`. Where it fails, for UCX holds buffers, a second call tries again; so does this by
-        itself, until UCX has let go: nothing of it stays for longer than that."""
+        """See `base.Transport`. Where it fails, because UCX holds buffers, a second call tries again, and the
+        transport tries again by itself, until UCX has let go."""
         if self._closing is None or (self._closing.done() and self._worker is not None):
             # A task of its own, so that a cancelled await still gives everything back.
             self._closing = self._loop.create_task(
@@ -251,23 +259,25 @@ class UCXTransport:
 
     # ------------------------------------------------------------ ends of transfers
 
-    def _stop(self, cause: str) -> None:
-        """The worker is broken: fail every future now. The buffers stay held, for UCX did not say that it is done."""
+    def _on_broken(self, cause: str) -> None:
+        """Fail every transfer now, because the worker is broken. The buffers stay held: UCX may still use
+        them."""
         self._progress.unwatch()
         for link in self._links.values():
             self._fail_link(link, cause)
-        self._deliver()
+        self._finish_ended()
         for link in self._links.values():
-            self._direct.drop(link)
+            self._one_copy.drop(link)
         for transfer in list(self._open.values()):
             self.finish(transfer, STATUS_CANCELED, 0)
 
-    def _looks(self) -> bool:
-        """Whether to look for messages before sleeping: not while something is copied, which takes far longer."""
-        return self._hurried and bool(self._open) and not self._direct.busy
+    def _may_spin(self) -> bool:
+        """Whether to look for messages before sleeping: not while a message is copied, which takes far
+        longer."""
+        return self._is_hurried and bool(self._open) and not self._one_copy.busy
 
-    def _deliver(self) -> bool:
-        """Tell what has ended. Returns: whether anything has."""
+    def _finish_ended(self) -> bool:
+        """Finish the operations that have ended. Returns: whether there were any."""
         if self._failed:
             failed = [link for link in self._failed if self._links.get(link.peer) is link]
             self._failed.clear()
@@ -276,14 +286,14 @@ class UCXTransport:
         completed = self._port.completed
         if not completed:
             return False
-        if self._hurried:
-            self._progress.adaptive_spin.came(monotonic())
+        if self._is_hurried:
+            self._progress.adaptive_spin.record_message(monotonic())
         # A transfer's `done` may post, and what then ends at once is appended while this goes on.
         for identity, status, length in completed:
             transfer = self._open.pop(identity, None)
             if transfer is not None:
-                # None: discarded, or told before, in a round that an interrupt cut short
-                if transfer.request:  # 0: refused
+                # None: discarded, or finished before, in a round that an interrupt cut short
+                if transfer.request:  # 0: UCX has refused it
                     self._port.free(transfer.request)
                 self.finish(transfer, status, length)
             elif request := self._discarding.pop(identity, 0):
@@ -292,12 +302,15 @@ class UCXTransport:
         return True
 
     def _track(self, transfer: UcxTransfer, identity: int, result: int) -> None:
-        """Note an operation that has not ended, or has ended badly.
+        """Remember an operation that has not ended.
+
+        Args:
+            identity: its number. result: a request, or the status with which UCX refused it.
 
         Raises:
             TransferError: UCX refused it.
         """
-        self._kick()
+        self._schedule_run()
         if is_error(result):
             offers = transfer.link.offers
             if offers is not None and transfer.number is not None:
@@ -307,57 +320,59 @@ class UCXTransport:
         self._open[identity] = transfer
 
     def finish(self, transfer: UcxTransfer, status: int, length: int) -> None:
-        """Tell how a transfer has ended; nothing if that was told before."""
+        """See `one_copy.Carrier`."""
         done = transfer.done
-        if done is None:  # something of our own, or told already
+        if done is None:  # a message of the one-copy protocol, or finished already
             then, transfer.then = transfer.then, None
             if then is not None:
                 then(status, length)
             elif transfer.size_bytes == SENDING and status != STATUS_OK:
-                self._miss(transfer, self._port.status_text(status))
+                self._fail_link_of(transfer, self._port.status_text(status))
             return
         expected = transfer.size_bytes
-        if expected != SENDING and (status != STATUS_OK or length != expected or length == HEADER_BYTES):
-            record_heartbeat = self._direct.receiver.record_heartbeat(transfer, status, length)
-            if record_heartbeat is None:
+        if expected != SENDING and (status != STATUS_OK or length != expected or length == RTS_BYTES):
+            interpreted = self._one_copy.receiver.interpret(transfer, status, length)
+            if interpreted is None:
                 return  # it goes on
-            status, length = record_heartbeat
+            status, length = interpreted
         transfer.done = None
         if expected != SENDING:
-            self._hear(transfer.link)
+            self._note_received(transfer.link)
         error: Exception | None = None
         if status != STATUS_OK or (expected != length and expected != SENDING):
             error = transfer.error(self.peer_id, status, length, self._port.status_text)
             if expected == SENDING:
-                self._miss(transfer, str(error))
+                self._fail_link_of(transfer, str(error))
         try:
             done(error)
         except Exception as failure:
-            # of the caller's code; the other transfers' ends have to be told all the same
+            # of the caller's code; the other transfers have to be finished all the same
             self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
 
-    def _hear(self, link: UcxLink) -> None:
-        """Something has come from a peer: the connection that it came by, UCX has accepted. Where both peers called
-        each other at once, there is another, which UCX may accept a moment later."""
-        if not link.was_heard:
-            link.was_heard = True
+    def _note_received(self, link: UcxLink) -> None:
+        """Keep a peer's connection from children, once its first message shows that UCX has accepted it.
+        Where both peers called each other at once, there is another connection, which UCX may accept a moment
+        later."""
+        if not link.has_received:
+            link.has_received = True
             keep_accepted_from_children()
-            self._loop.call_later(_LOOK_AGAIN_S, keep_accepted_from_children)
+            self._loop.call_later(_RETRY_S, keep_accepted_from_children)
 
-    def _miss(self, transfer: UcxTransfer, cause: str) -> None:
-        """Something that the peer waits for will never come, or not be numbered as it counts: so nothing more may."""
+    def _fail_link_of(self, transfer: UcxTransfer, cause: str) -> None:
+        """Fail the link of a message that will never come, though its peer waits for it and has counted
+        it."""
         if transfer.link.failure is None:
             self._fail_link(transfer.link, cause)
-            self._kick()
+            self._schedule_run()
 
-    def _refusal(self, peer: Peer, link: UcxLink | None) -> TransferError:
+    def _why_unusable(self, peer: Peer, link: UcxLink | None) -> TransferError:
         why = "the transport has closed" if self._closing else "not connected; call connect first"
         return TransferError(f"peer {self.peer_id}, link to peer {peer}: {(link and link.failure) or why}")
 
-    # ------------------------------------------------------------ for direct messages
+    # ------------------------------------------------------------ messages of the one-copy protocol
 
     def post_own_send(self, link: UcxLink, memory: Memory, tag: int, transfer: UcxTransfer | None) -> bool:
-        """See `direct_words.Carrier`."""
+        """See `one_copy.Carrier`."""
         if link.failure is not None:
             result = STATUS_CANCELED
         else:
@@ -365,7 +380,7 @@ class UCXTransport:
             result = self._port.send(
                 link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity
             )
-            self._kick()
+            self._schedule_run()
             if result and not is_error(result):
                 own = transfer or UcxTransfer(link, memory, SENDING, tag, None)
                 own.request, self._open[identity] = result, own
@@ -377,7 +392,7 @@ class UCXTransport:
     def post_own_recv(
         self, link: UcxLink, memory: Memory, tag: int, then: Callable[[int, int], None] | UcxTransfer
     ) -> None:
-        """See `direct_words.Carrier`."""
+        """See `one_copy.Carrier`."""
         if isinstance(then, UcxTransfer):
             own = then
         else:
@@ -386,9 +401,9 @@ class UCXTransport:
         result, identity = STATUS_CANCELED, next(self._identities)
         if link.failure is None:
             result = self._port.recv(memory.address, memory.size_bytes, tag | link.sender_bits, identity)
-        self._kick()
-        if is_error(result):  # told where all ends are, for this may be inside a post call
-            self._miss(own, self._port.status_text(result))
+        self._schedule_run()
+        if is_error(result):  # finished by _finish_ended like all others, for this may be inside a post call
+            self._fail_link_of(own, self._port.status_text(result))
             self._port.completed.append((identity, result, 0))
             result = 0
         own.request, self._open[identity] = result, own
@@ -396,7 +411,7 @@ class UCXTransport:
     # ------------------------------------------------------------ ending
 
     def _fail_link(self, link: UcxLink, cause: str) -> None:
-        """UCX reported the peer lost: end what it cannot end itself, the receives it has not matched."""
+        """End the receives of a lost peer that UCX has not matched, and cannot end itself."""
         link.failure = f"link lost ({cause})"
         self._cancel_receives(link)
 
@@ -404,7 +419,7 @@ class UCXTransport:
         endpoint, link.endpoint = link.endpoint, None
         endpoint.remove_close_callback()
         link.failure = link.failure or "aborted"
-        self._direct.drop(link)
+        self._one_copy.drop(link)
         link.local_peer = link.offers = None
         self._cancel_receives(link)
         if endpoint.alive:
@@ -426,18 +441,18 @@ class UCXTransport:
             self._discard_unexpected(sender_bits_of(sender), epoch)
         while True:
             self._progress.run()
-            if any(self._is_ending(t, peer) for t in self._direct.receiver.exposed):
+            if any(self._is_ending(t, peer) for t in self._one_copy.receiver.exposed):
                 raise TransferError(
-                    f"peer {self.peer_id}: a peer may still write into the memory of a receive, and there is none to "
-                    "put in its place; it is never used again"
+                    f"peer {self.peer_id}: a peer may still write into the memory of a receive, and there is "
+                    "none to put in its place; it is never used again"
                 )
             held = [t for t in self._open.values() if self._is_ending(t, peer)]
             if not held:
                 return
             if self._loop.time() > deadline_s:
                 raise TransferError(
-                    f"{held[0].describe(self.peer_id)}: UCX still holds {len(held)} buffers {RELEASE_TIMEOUT_S:.0f} s "
-                    "after the abort; their memory is kept until it lets go"
+                    f"{held[0].describe(self.peer_id)}: UCX still holds {len(held)} buffers "
+                    f"{RELEASE_TIMEOUT_S:.0f} s after the abort; their memory is kept until it lets go"
                 )
             await asyncio.sleep(0.0005)
 
@@ -448,7 +463,7 @@ class UCXTransport:
         return self._links.get(link.peer) is not link
 
     def _discard_unexpected(self, sender_bits: int, epoch: int) -> None:
-        """Free what a past epoch of a peer left in UCX's queue of unexpected messages."""
+        """Free the messages that a past epoch of a peer left in UCX's queue of unexpected messages."""
         if self._worker is None:
             return
         tag = epoch << EPOCH_SHIFT | sender_bits
@@ -464,21 +479,21 @@ class UCXTransport:
             self._closing_late.cancel()
         try:
             await self.abort()
-        except Exception:  # whatever it is, UCX may touch memory still, which stays held until it does not
-            self._closing_late = self._loop.call_later(_LOOK_AGAIN_S, self._close_late)
+        except Exception:  # whatever it is, UCX may still touch memory, which stays held until it does not
+            self._closing_late = self._loop.call_later(_RETRY_S, self._close_late)
             raise
         self._progress.end()
         self._worker = self._context = None
-        self._direct.close()
+        self._one_copy.close()
         self._failed.clear()
         # uvloop gives up its handle of the descriptor in its next pass.
         await asyncio.sleep(0)
 
     def _close_late(self) -> None:
-        """Close, if UCX has let go by now; nobody waits for it. Else look again later."""
+        """Close, if UCX has let go by now; else try again later. Nobody waits for it."""
         self._progress.run()
-        if self._open or self._direct.receiver.exposed:
-            self._closing_late = self._loop.call_later(_LOOK_AGAIN_S, self._close_late)
+        if self._open or self._one_copy.receiver.exposed:
+            self._closing_late = self._loop.call_later(_RETRY_S, self._close_late)
             return
         self._closing = self._loop.create_task(
             self._close(), name=f"close UCX transport of peer {self.peer_id} late"
@@ -486,14 +501,23 @@ class UCXTransport:
         self._closing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
+def make_transport(peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]) -> UCXTransport:
+    """Make a process's transport, with error handling unless the environment says otherwise; a
+    `registry.Factory`."""
+    return UCXTransport(peer_id, network=network, error_handling=os.environ.get(ERROR_HANDLING, "y") != "n")
+
+
 def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...], AddressFilter | None]:
-    """A UCX context, the sockets on which it listens, and their filter, which lets nobody in yet; None: everybody may
-    connect.
+    """Open a UCX context.
+
+    Returns:
+        The context, the sockets on which it listens, and their filter, which lets nobody connect yet; None:
+        everybody may connect.
 
     Raises:
         As `open_context`.
     """
-    for _ in range(_TRIES):
+    for _ in range(_OPEN_TRIES):
         before = listening_sockets()
         context = open_context(network)
         sockets = tuple(sorted(listening_sockets() - before))

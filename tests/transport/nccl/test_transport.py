@@ -126,7 +126,7 @@ class TestBusyNcclConformance(TestNcclConformance):
 
 
 def line(*sequences: int) -> LinkOrder:
-    return order_of(0, [OrderedMessage(s, NcclLink(0, 1)) for s in sequences]).lines[NcclLink(0, 1)]
+    return order_of(0, [OrderedMessage(s, NcclLink(0, 1)) for s in sequences]).orders[NcclLink(0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,15 @@ from waiting import until
 from jaxpp_async.errors import TransferError
 from jaxpp_async.transport.shared_memory import SharedBlock
 from jaxpp_async.transport.ucx import one_copy
-from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES, PIECE_BYTES
+from jaxpp_async.transport.ucx.one_copy import MIN_ONE_COPY_BYTES, PIECE_BYTES
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
 if importlib.util.find_spec("ucxx") is None:
     # importing it here would be before the transport sets UCX's environment
     pytest.skip("UCX tests need the package ucxx", allow_module_level=True)
 
-ANNOUNCED = 2 * PIECE_BYTES + DIRECT_BYTES
-"""Written in three pieces, where the receive says; what has `DIRECT_BYTES`, in one, where it was offered."""
+ANNOUNCED = 2 * PIECE_BYTES + MIN_ONE_COPY_BYTES
+"""A message that is written in three pieces; one of `MIN_ONE_COPY_BYTES` is written in one."""
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ async def transport():
 @pytest.mark.parametrize(
     ("size", "written"),
     [
-        (DIRECT_BYTES, DIRECT_BYTES // 2),
-        (DIRECT_BYTES, DIRECT_BYTES),  # all of it, and nobody is told
-        (ANNOUNCED, PIECE_BYTES + DIRECT_BYTES),
+        (MIN_ONE_COPY_BYTES, MIN_ONE_COPY_BYTES // 2),
+        (MIN_ONE_COPY_BYTES, MIN_ONE_COPY_BYTES),  # all of it, and nobody is told
+        (ANNOUNCED, PIECE_BYTES + MIN_ONE_COPY_BYTES),
     ],
 )
 async def test_the_sender_is_killed(transport, size, written):
@@ -64,7 +64,11 @@ async def test_the_sender_is_killed(transport, size, written):
 
 @pytest.mark.parametrize(
     ("size", "written"),
-    [(DIRECT_BYTES, 0), (DIRECT_BYTES, DIRECT_BYTES // 2), (ANNOUNCED, DIRECT_BYTES // 2)],
+    [
+        (MIN_ONE_COPY_BYTES, 0),
+        (MIN_ONE_COPY_BYTES, MIN_ONE_COPY_BYTES // 2),
+        (ANNOUNCED, MIN_ONE_COPY_BYTES // 2),
+    ],
 )
 async def test_the_receiver_is_killed(transport, monkeypatch, size, written):
     before = num_blocks_mapped()

@@ -19,7 +19,7 @@ from jaxpp_async.transport.base import COPY_CHANNEL, HOST_CHANNEL, SENDER_SHIFT,
 from jaxpp_async.transport.shared_memory import RING_BYTES, BlockTicket, SharedBlock
 from jaxpp_async.transport.ucx import offers, one_copy
 from jaxpp_async.transport.ucx.offers import LinkOffers, OfferRing
-from jaxpp_async.transport.ucx.one_copy import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
+from jaxpp_async.transport.ucx.one_copy import MIN_ONE_COPY_BYTES, MIN_RTS_BYTES, PIECE_BYTES, RTS_BYTES
 from jaxpp_async.transport.ucx.tag_api import STATUS_TRUNCATED
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
@@ -98,10 +98,10 @@ def pieces(monkeypatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("size", [DIRECT_BYTES, DIRECT_BYTES + 1, PIECE_BYTES])
+@pytest.mark.parametrize("size", [MIN_ONE_COPY_BYTES, MIN_ONE_COPY_BYTES + 1, PIECE_BYTES])
 async def test_offered_messages_need_no_answer(pair, pieces, monkeypatch, size):
     a, b = pair
-    monkeypatch.setattr(a._direct.sender, "_announce", None)
+    monkeypatch.setattr(a._one_copy.sender, "_send_rts", None)
     blocks, sent = [SharedBlock(size) for _ in range(3)], [data(size, seed) for seed in range(3)]
     last = np.zeros(8, np.uint8)
     receives = [b.recv(block, 0, tag(1)) for block in [*blocks, last]]
@@ -116,8 +116,8 @@ async def test_offered_messages_need_no_answer(pair, pieces, monkeypatch, size):
 async def test_an_offer_that_comes_late_is_never_used(pair, pieces):
     a, b = pair
     blocks, sent = (
-        [SharedBlock(DIRECT_BYTES) for _ in range(2)],
-        [data(DIRECT_BYTES, seed) for seed in range(2)],
+        [SharedBlock(MIN_ONE_COPY_BYTES) for _ in range(2)],
+        [data(MIN_ONE_COPY_BYTES, seed) for seed in range(2)],
     )
     send = a.send(sent[0], 1, tag(1))
     await within(b.recv(blocks[0], 0, tag(1)), send)
@@ -127,24 +127,30 @@ async def test_an_offer_that_comes_late_is_never_used(pair, pieces):
     await within(b.recv(blocks[1], 0, tag(1)), a.send(sent[1], 1, tag(1)))
     assert np.array_equal(blocks[1].array, sent[1])
     assert np.all(blocks[0].array == 7)
-    assert pieces == [DIRECT_BYTES]
+    assert pieces == [MIN_ONE_COPY_BYTES]
 
 
-@pytest.mark.parametrize("size", [0, 8, HEADER_BYTES, DIRECT_BYTES - 1, DIRECT_BYTES + 1, 2 * ANSWER_BYTES])
+@pytest.mark.parametrize(
+    "size", [0, 8, RTS_BYTES, MIN_ONE_COPY_BYTES - 1, MIN_ONE_COPY_BYTES + 1, 2 * MIN_RTS_BYTES]
+)
 async def test_wrong_sizes_are_errors_and_what_follows_is_right(pair, size):
     a, b = pair
-    wrong, block, sent = SharedBlock(DIRECT_BYTES), SharedBlock(DIRECT_BYTES), data(DIRECT_BYTES, 1)
+    wrong, block, sent = (
+        SharedBlock(MIN_ONE_COPY_BYTES),
+        SharedBlock(MIN_ONE_COPY_BYTES),
+        data(MIN_ONE_COPY_BYTES, 1),
+    )
     receive, following = b.recv(wrong, 0, tag(1)), b.recv(block, 0, tag(1))
     old = wrong.ticket
     await within(a.send(data(size, 0), 1, tag(1)))
-    with pytest.raises(ProtocolError, match=f"expected {DIRECT_BYTES} bytes, got {size}"):
+    with pytest.raises(ProtocolError, match=f"expected {MIN_ONE_COPY_BYTES} bytes, got {size}"):
         await within(receive)
     assert wrong.ticket != old, "nobody writes there any more"
     await within(following, a.send(sent, 1, tag(1)))
     assert np.array_equal(block.array, sent)
 
 
-@pytest.mark.parametrize("size", [DIRECT_BYTES, 3 * DIRECT_BYTES])
+@pytest.mark.parametrize("size", [MIN_ONE_COPY_BYTES, 3 * MIN_ONE_COPY_BYTES])
 async def test_what_was_offered_before_an_abort_reaches_nobody(pair, size):
     a, b = pair
     block, sent = SharedBlock(size), data(size, 1)
@@ -165,14 +171,14 @@ async def test_an_abort_allocates_nothing_and_blocks_are_shared_again_when_they_
     pair, pieces, monkeypatch
 ):
     a, b = pair
-    blocks, sent = [SharedBlock(size) for size in (DIRECT_BYTES, 3 * PIECE_BYTES)], []
+    blocks, sent = [SharedBlock(size) for size in (MIN_ONE_COPY_BYTES, 3 * PIECE_BYTES)], []
     receives = [b.recv(block, 0, tag(n)) for n, block in enumerate(blocks)]
     made, make_file = [], shared_memory._make_file
     monkeypatch.setattr(shared_memory, "_make_file", lambda size: made.append(size) or make_file(size))
     before = resident_bytes()
     await within(b.abort(0), asyncio.gather(*receives, return_exceptions=True))
     assert not made
-    assert resident_bytes() - before < DIRECT_BYTES // 2
+    assert resident_bytes() - before < MIN_ONE_COPY_BYTES // 2
     await within(a.abort(1))
     await join(a, b)
     for epoch in (2, 3):
@@ -181,12 +187,12 @@ async def test_an_abort_allocates_nothing_and_blocks_are_shared_again_when_they_
             await within(b.recv(block, 0, tag(n, epoch)), a.send(sent, 1, tag(n, epoch)))
             assert np.array_equal(block.array, sent)
     assert len(made) == 1, "the small one's; the large one was never offered, so nobody could write there"
-    assert sum(pieces) == 2 * (DIRECT_BYTES + 3 * PIECE_BYTES)
+    assert sum(pieces) == 2 * (MIN_ONE_COPY_BYTES + 3 * PIECE_BYTES)
 
 
 async def test_a_retired_block_that_cannot_be_shared_receives_messages(pair, pieces, monkeypatch):
     a, b = pair
-    block, sent, asked = SharedBlock(DIRECT_BYTES), data(DIRECT_BYTES, 1), []
+    block, sent, asked = SharedBlock(MIN_ONE_COPY_BYTES), data(MIN_ONE_COPY_BYTES, 1), []
     block.retire()
 
     def no_memory(size):
@@ -211,22 +217,22 @@ async def test_what_ucx_refuses_has_no_number(pair, pieces, monkeypatch, side):
         )
         with pytest.raises(TransferError, match="failed"):
             await within(refused)
-    block, sent = SharedBlock(DIRECT_BYTES), data(DIRECT_BYTES, 1)
+    block, sent = SharedBlock(MIN_ONE_COPY_BYTES), data(MIN_ONE_COPY_BYTES, 1)
     await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
     assert np.array_equal(block.array, sent)
-    assert pieces == [DIRECT_BYTES], "both sides still count alike"
+    assert pieces == [MIN_ONE_COPY_BYTES], "both sides still count alike"
 
 
 @pytest.mark.parametrize(
     ("refusing", "side", "size", "refused", "receive"),
     [
-        ("a", "send", DIRECT_BYTES, DIRECT_BYTES, "none"),  # held back in vain
-        ("a", "send", DIRECT_BYTES, 0, "block"),  # that it is written
-        ("a", "send", 2 * PIECE_BYTES, HEADER_BYTES, "block"),
-        ("a", "recv", 2 * PIECE_BYTES, one_copy.ANSWER.size, "block"),
-        ("b", "send", 2 * PIECE_BYTES, one_copy.ANSWER.size, "block"),
-        ("b", "recv", 2 * PIECE_BYTES, one_copy.END.size, "block"),
-        ("a", "send", 2 * PIECE_BYTES, one_copy.END.size, "block"),
+        ("a", "send", MIN_ONE_COPY_BYTES, MIN_ONE_COPY_BYTES, "none"),  # held back in vain
+        ("a", "send", MIN_ONE_COPY_BYTES, 0, "block"),  # that it is written
+        ("a", "send", 2 * PIECE_BYTES, RTS_BYTES, "block"),
+        ("a", "recv", 2 * PIECE_BYTES, one_copy.CTS.size, "block"),
+        ("b", "send", 2 * PIECE_BYTES, one_copy.CTS.size, "block"),
+        ("b", "recv", 2 * PIECE_BYTES, one_copy.FIN.size, "block"),
+        ("a", "send", 2 * PIECE_BYTES, one_copy.FIN.size, "block"),
         ("a", "send", 2 * PIECE_BYTES, 2 * PIECE_BYTES, "array"),
     ],
 )
@@ -236,7 +242,7 @@ async def test_what_ucx_refuses_after_it_was_counted_fails_its_link(
     """Nobody waits for ever, or takes one message for another."""
     a, b = pair
     a.hurry(True)
-    monkeypatch.setattr(one_copy, "_PATIENCE_S", 0)
+    monkeypatch.setattr(one_copy, "_HOLD_S", 0)
     one = a if refusing == "a" else b
     post = getattr(one._port, side)
     position = 2 if side == "send" else 1
@@ -268,11 +274,11 @@ async def test_what_ucx_refuses_after_it_was_counted_fails_its_link(
 async def test_values_of_the_host_and_copies_are_not_held_back_for_they_are_never_offered(pair, channel):
     a, b = pair
     a.hurry(True)
-    at, got = make_tag(1, channel, 5), np.zeros(DIRECT_BYTES, np.uint8)
-    send = a.send(data(DIRECT_BYTES, 1), 1, at)
-    assert not a._direct.sender.holds_back
+    at, got = make_tag(1, channel, 5), np.zeros(MIN_ONE_COPY_BYTES, np.uint8)
+    send = a.send(data(MIN_ONE_COPY_BYTES, 1), 1, at)
+    assert not a._one_copy.sender.holds_back
     await within(b.recv(got, 0, at), send)
-    assert np.array_equal(got, data(DIRECT_BYTES, 1))
+    assert np.array_equal(got, data(MIN_ONE_COPY_BYTES, 1))
 
 
 async def test_who_never_offers_is_not_waited_for_because_another_does(pair):
@@ -283,18 +289,18 @@ async def test_who_never_offers_is_not_waited_for_because_another_does(pair):
         await c.connect(0, a.address)
         a.hurry(True)
         block, plain, sent = (
-            SharedBlock(DIRECT_BYTES),
-            np.zeros(DIRECT_BYTES, np.uint8),
-            data(DIRECT_BYTES, 1),
+            SharedBlock(MIN_ONE_COPY_BYTES),
+            np.zeros(MIN_ONE_COPY_BYTES, np.uint8),
+            data(MIN_ONE_COPY_BYTES, 1),
         )
         held_back = 0
-        for _ in range(one_copy._MOST_IN_VAIN + 3):
+        for _ in range(one_copy._MAX_VAIN_HOLDS + 3):
             receives = b.recv(block, 0, tag(1)), c.recv(plain, 0, tag(1))
             await within(a.send(sent, 1, tag(1)), receives[0])
             send = a.send(sent, 2, tag(1))
-            held_back += a._direct.sender.holds_back
+            held_back += a._one_copy.sender.holds_back
             await within(send, receives[1])
-        assert held_back == one_copy._MOST_IN_VAIN + 1
+        assert held_back == one_copy._MAX_VAIN_HOLDS + 1
         assert np.array_equal(block.array, sent)
         assert np.array_equal(plain, sent)
     finally:
@@ -309,9 +315,9 @@ async def test_a_message_that_was_here_first_is_counted(pair, pieces):
     assert b.post_recv(memory_of(np.zeros(8, np.uint8), writable=True), 0, tag(1), print), (
         "the message is here"
     )
-    block, sent = SharedBlock(DIRECT_BYTES), data(DIRECT_BYTES, 1)
+    block, sent = SharedBlock(MIN_ONE_COPY_BYTES), data(MIN_ONE_COPY_BYTES, 1)
     await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
-    assert pieces == [DIRECT_BYTES]
+    assert pieces == [MIN_ONE_COPY_BYTES]
     assert np.array_equal(block.array, sent)
 
 
@@ -320,31 +326,31 @@ async def test_after_many_waits_in_vain_one_message_waits_again(pair):
     a.hurry(True)
     offers_of_link = a._links[1].offers
     held_back = []
-    for count in (one_copy._TRY_AGAIN - 1, one_copy._TRY_AGAIN):
-        offers_of_link.in_vain = count
-        send = a.send(data(DIRECT_BYTES, 1), 1, tag(1))
-        held_back.append(a._direct.sender.holds_back)
-        await within(send, b.recv(np.zeros(DIRECT_BYTES, np.uint8), 0, tag(1)))
+    for count in (one_copy._HOLD_AGAIN_AFTER - 1, one_copy._HOLD_AGAIN_AFTER):
+        offers_of_link.num_in_vain = count
+        send = a.send(data(MIN_ONE_COPY_BYTES, 1), 1, tag(1))
+        held_back.append(a._one_copy.sender.holds_back)
+        await within(send, b.recv(np.zeros(MIN_ONE_COPY_BYTES, np.uint8), 0, tag(1)))
     assert held_back == [False, True]
 
 
 async def test_what_waits_ends_when_its_link_fails(pair, monkeypatch):
     a, _ = pair
     a.hurry(True)
-    monkeypatch.setattr(one_copy, "_PATIENCE_S", 60)
-    send = a.send(data(DIRECT_BYTES, 1), 1, tag(1))
-    assert a._direct.sender.holds_back
+    monkeypatch.setattr(one_copy, "_HOLD_S", 60)
+    send = a.send(data(MIN_ONE_COPY_BYTES, 1), 1, tag(1))
+    assert a._one_copy.sender.holds_back
     a._fail_link(a._links[1], "lost")
     with pytest.raises(TransferError, match="link lost"):
         await within(send)
-    assert not a._direct.sender.holds_back
+    assert not a._one_copy.sender.holds_back
 
 
 async def test_an_offered_message_that_cannot_be_told_of_fails(pair, monkeypatch):
     a, b = pair
-    receive = b.recv(SharedBlock(DIRECT_BYTES), 0, tag(1))
+    receive = b.recv(SharedBlock(MIN_ONE_COPY_BYTES), 0, tag(1))
     monkeypatch.setattr(a._port, "send", lambda *_: STATUS_TRUNCATED)
-    send = a.send(data(DIRECT_BYTES, 1), 1, tag(1))
+    send = a.send(data(MIN_ONE_COPY_BYTES, 1), 1, tag(1))
     with pytest.raises((TransferError, ProtocolError)):
         await within(send)
     monkeypatch.undo()
@@ -354,8 +360,8 @@ async def test_an_offered_message_that_cannot_be_told_of_fails(pair, monkeypatch
 async def test_an_idle_sender_forgets_blocks_that_their_owners_let_go_of(pair, monkeypatch):
     monkeypatch.setattr(one_copy, "_SWEEP_S", 0.001)
     a, b = pair
-    block, local_peer = SharedBlock(DIRECT_BYTES), a._links[1].local_peer
-    await within(b.recv(block, 0, tag(1)), a.send(data(DIRECT_BYTES, 1), 1, tag(1)))
+    block, local_peer = SharedBlock(MIN_ONE_COPY_BYTES), a._links[1].local_peer
+    await within(b.recv(block, 0, tag(1)), a.send(data(MIN_ONE_COPY_BYTES, 1), 1, tag(1)))
     assert local_peer.has_blocks
     block.retire()
     for _ in range(1000):
@@ -366,26 +372,26 @@ async def test_an_idle_sender_forgets_blocks_that_their_owners_let_go_of(pair, m
 
 async def test_a_block_that_its_owner_let_go_of_is_not_placed(pair):
     a, _ = pair
-    block = SharedBlock(DIRECT_BYTES)
+    block = SharedBlock(MIN_ONE_COPY_BYTES)
     ticket, local_peer = block.ticket, a._links[1].local_peer
-    local_peer.place(ticket)
+    local_peer.map_block(ticket)
     block.retire()
     with pytest.raises(ValueError, match="let go"):
-        local_peer.place(ticket)
+        local_peer.map_block(ticket)
 
 
 @pytest.mark.parametrize("hurried", [False, True])
 async def test_one_pass_of_the_loop_writes_no_more_than_a_piece(pair, pieces, hurried):
     a, b = pair
     a.hurry(hurried)
-    sizes = [DIRECT_BYTES] * 5 + [PIECE_BYTES] * 3 + [8, DIRECT_BYTES, DIRECT_BYTES]
+    sizes = [MIN_ONE_COPY_BYTES] * 5 + [PIECE_BYTES] * 3 + [8, MIN_ONE_COPY_BYTES, MIN_ONE_COPY_BYTES]
     blocks, sent = (
         [SharedBlock(size) for size in sizes],
         [data(size, seed) for seed, size in enumerate(sizes)],
     )
     receives = [b.recv(block, 0, tag(1 + n % 2)) for n, block in enumerate(blocks)]
     sends = [a.send(content, 1, tag(1 + n % 2)) for n, content in enumerate(sent)]
-    assert sum(pieces) == 4 * DIRECT_BYTES, "the first of them are written at once"
+    assert sum(pieces) == 4 * MIN_ONE_COPY_BYTES, "the first of them are written at once"
     passes = []
     while sum(pieces) < sum(sizes) - 8:
         before = sum(pieces)
@@ -394,26 +400,26 @@ async def test_one_pass_of_the_loop_writes_no_more_than_a_piece(pair, pieces, hu
     assert max(passes) <= PIECE_BYTES
     await within(*sends, *receives)
     assert all(np.array_equal(block.array, content) for block, content in zip(blocks, sent, strict=True))
-    assert not a._direct.sender.holds_back
+    assert not a._one_copy.sender.holds_back
 
 
 async def test_a_sender_in_a_hurry_waits_for_an_offer_and_not_for_long(pair, pieces, monkeypatch):
     a, b = pair
     a.hurry(True)
     blocks, sent = (
-        [SharedBlock(DIRECT_BYTES) for _ in range(3)],
-        [data(DIRECT_BYTES, seed) for seed in range(3)],
+        [SharedBlock(MIN_ONE_COPY_BYTES) for _ in range(3)],
+        [data(MIN_ONE_COPY_BYTES, seed) for seed in range(3)],
     )
     got, small = np.zeros(8, np.uint8), data(8, 9)
-    monkeypatch.setattr(one_copy, "_PATIENCE_S", 60)
+    monkeypatch.setattr(one_copy, "_HOLD_S", 60)
     sends = [a.send(content, 1, tag(1)) for content in (sent[0], small, sent[1])]
     await asyncio.sleep(0.002)
     await within(*[b.recv(buffer, 0, tag(1)) for buffer in (blocks[0], got, blocks[1])], *sends)
     assert len(pieces) == 2
-    monkeypatch.setattr(one_copy, "_PATIENCE_S", 0)
-    for number in range(one_copy._MOST_IN_VAIN + 3):  # the last of them do not wait any more
+    monkeypatch.setattr(one_copy, "_HOLD_S", 0)
+    for number in range(one_copy._MAX_VAIN_HOLDS + 3):  # the last of them do not wait any more
         send = a.send(sent[2], 1, tag(1))
-        assert a._direct.sender.holds_back == (number <= one_copy._MOST_IN_VAIN)
+        assert a._one_copy.sender.holds_back == (number <= one_copy._MAX_VAIN_HOLDS)
         await asyncio.sleep(0.002)
         await within(b.recv(blocks[2], 0, tag(1)), send)
     assert len(pieces) == 2
@@ -421,9 +427,9 @@ async def test_a_sender_in_a_hurry_waits_for_an_offer_and_not_for_long(pair, pie
     assert len(pieces) == 3
     assert np.array_equal(got, small)
     assert all(np.array_equal(block.array, content) for block, content in zip(blocks, sent, strict=True))
-    monkeypatch.setattr(one_copy, "_PATIENCE_S", 60)
+    monkeypatch.setattr(one_copy, "_HOLD_S", 60)
     send = a.send(sent[0], 1, tag(1))
-    assert a._direct.sender.holds_back
+    assert a._one_copy.sender.holds_back
     await within(a.abort())
     assert isinstance(send.exception(), TransferError)
-    assert not a._direct.sender.holds_back
+    assert not a._one_copy.sender.holds_back

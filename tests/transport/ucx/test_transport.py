@@ -33,7 +33,7 @@ from jaxpp_async.transport.ucx import one_copy
 from jaxpp_async.transport.ucx import transport as ucx_transport
 from jaxpp_async.transport.ucx.context import shares_memory
 from jaxpp_async.transport.ucx.links import SENDING, UcxTransfer
-from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES
+from jaxpp_async.transport.ucx.one_copy import MIN_ONE_COPY_BYTES
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
 if importlib.util.find_spec("ucxx") is None:
@@ -59,7 +59,7 @@ class TestUCXConformance(TransportConformance):
 
     @pytest.fixture(autouse=True)
     def apart(self, monkeypatch):
-        monkeypatch.setattr(shared_memory.LocalPeer, "of", lambda ticket: None)
+        monkeypatch.setattr(shared_memory.LocalPeer, "from_ticket", lambda ticket: None)
 
 
 def num_descriptors() -> int:
@@ -198,24 +198,24 @@ LONGEST_S = 200e-6
         ([1000, 50] * 4, 200),
     ],
 )
-def test_lookout_follows_the_waits(waits_us, limit_us):
+def test_an_adaptive_spin_follows_the_waits(waits_us, limit_us):
     adaptive_spin, now_s = AdaptiveSpin(LONGEST_S), 7.0
     for wait_us in waits_us:
-        adaptive_spin.goes_on(now_s)
+        adaptive_spin.should_spin(now_s)
         now_s += wait_us * 1e-6
-        adaptive_spin.came(now_s)
+        adaptive_spin.record_message(now_s)
     assert adaptive_spin.limit_s == pytest.approx(limit_us * 1e-6)
     assert adaptive_spin.limit_s == 0 or SHORTEST_S <= adaptive_spin.limit_s <= LONGEST_S
 
 
-def test_lookout_ends():
+def test_an_adaptive_spin_ends_with_its_wait():
     adaptive_spin = AdaptiveSpin(LONGEST_S)
-    assert adaptive_spin.goes_on(1.0) and adaptive_spin.goes_on(1.0 + LONGEST_S / 2)
-    assert not adaptive_spin.goes_on(1.0 + 2 * LONGEST_S)
-    adaptive_spin.stop()
-    assert adaptive_spin.goes_on(2.0)
-    adaptive_spin.came(2.0)
-    adaptive_spin.came(9.0)  # nobody waited
+    assert adaptive_spin.should_spin(1.0) and adaptive_spin.should_spin(1.0 + LONGEST_S / 2)
+    assert not adaptive_spin.should_spin(1.0 + 2 * LONGEST_S)
+    adaptive_spin.cancel_wait()
+    assert adaptive_spin.should_spin(2.0)
+    adaptive_spin.record_message(2.0)
+    adaptive_spin.record_message(9.0)  # nobody waited
     assert adaptive_spin.limit_s == LONGEST_S
 
 
@@ -402,7 +402,7 @@ class BlockReceives(UCXTransport):
     """Receives into shared blocks, as actors do, and copies to where the test wants it."""
 
     def post_recv(self, memory, peer, tag, done):
-        block = SharedBlock.make(memory.size_bytes) if memory.size_bytes >= DIRECT_BYTES else None
+        block = SharedBlock.make(memory.size_bytes) if memory.size_bytes >= MIN_ONE_COPY_BYTES else None
         if block is None:
             return super().post_recv(memory, peer, tag, done)
 
@@ -439,7 +439,7 @@ def write_count(monkeypatch) -> list[int]:
     return pieces
 
 
-@pytest.mark.parametrize("size", [DIRECT_BYTES - 1, DIRECT_BYTES, DIRECT_BYTES + 4097])
+@pytest.mark.parametrize("size", [MIN_ONE_COPY_BYTES - 1, MIN_ONE_COPY_BYTES, MIN_ONE_COPY_BYTES + 4097])
 async def test_large_messages_are_written_by_their_sender(make_transport, monkeypatch, size):
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
@@ -448,7 +448,7 @@ async def test_large_messages_are_written_by_their_sender(make_transport, monkey
         sent = data(size, seed)
         await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
         assert np.array_equal(block.array, sent)
-    assert sum(pieces) == (2 * size if size >= DIRECT_BYTES else 0)
+    assert sum(pieces) == (2 * size if size >= MIN_ONE_COPY_BYTES else 0)
     assert max(pieces, default=0) <= one_copy.PIECE_BYTES
 
 
@@ -459,19 +459,21 @@ async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(m
         got = SharedBlock(LARGE)
         with monkeypatch.context() as patch:
             if case == "boot":
-                patch.setattr(shared_memory, "_here", iter([(bytes(16), 1), (bytes(16), 2)]).__next__)
+                patch.setattr(
+                    shared_memory, "_host_identity", iter([(bytes(16), 1), (bytes(16), 2)]).__next__
+                )
             elif case == "key":
-                patch.setattr(b._direct._mailbox, "ticket", b._direct._mailbox.ticket[:-1] + b"?")
+                patch.setattr(b._one_copy._mailbox, "ticket", b._one_copy._mailbox.ticket[:-1] + b"?")
             elif case == "UCX_TLS":
                 patch.setenv("UCX_TLS", "tcp,self")
             elif case == "full board":
-                patch.setattr(a._direct._mailbox, "_free", [])
+                patch.setattr(a._one_copy._mailbox, "_free", [])
             elif case == "unreachable block":
                 assert got.ticket is not None
                 got.ticket = got.ticket._replace(key=bytes(16))
             await join(a, b)
             if case == "full board":  # an offer needs no row of it
-                patch.setattr(b._direct.receiver, "_ring", None)
+                patch.setattr(b._one_copy.receiver, "_ring", None)
             await within(
                 b.recv(got.array if case == "buffer" else got, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
             )
@@ -486,9 +488,9 @@ async def test_what_is_written_after_an_abort_reaches_nobody(make_transport, mon
     await join(a, b)
     block, sent = SharedBlock(LARGE), data(LARGE, 1)
     receive, send = b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1))
-    await until(lambda: a._direct.sender._written_bytes, every_s=0)
-    assert a._direct.busy
-    assert not a._direct.sender.holds_back, "what is sent meanwhile need not go behind it"
+    await until(lambda: a._one_copy.sender._written_bytes, every_s=0)
+    assert a._one_copy.busy
+    assert not a._one_copy.sender.holds_back, "what is sent meanwhile need not go behind it"
     local_peer, ticket = a._links[1].local_peer, block.ticket
     assert local_peer is not None and ticket is not None
     old = local_peer._blocks[ticket.key]
@@ -496,7 +498,7 @@ async def test_what_is_written_after_an_abort_reaches_nobody(make_transport, mon
     assert isinstance(receive.exception(), TransferError)
     block.array[:] = 7
     old._whole[:] = 9
-    await until(lambda: not a._direct.busy, every_s=0)
+    await until(lambda: not a._one_copy.busy, every_s=0)
     assert np.all(block.array == 7)
     await within(a.abort(1), asyncio.gather(send, return_exceptions=True))
     await join(a, b)
@@ -512,13 +514,13 @@ async def test_a_block_stays_mapped_while_it_is_written(make_transport, monkeypa
     await join(a, b)
     block = SharedBlock(LARGE)
     receive, send = b.recv(block, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
-    await until(lambda: a._direct.sender._written_bytes, every_s=0)
+    await until(lambda: a._one_copy.sender._written_bytes, every_s=0)
     local_peer = a._links[1].local_peer
     assert local_peer is not None
     block.retire()  # as by an abort in another process
-    local_peer.forget_freed()
+    local_peer.unmap_freed_blocks()
     assert not local_peer.has_blocks
-    assert a._direct.busy
+    assert a._one_copy.busy
     await within(send)  # a segmentation fault otherwise
     assert not block.array.all()
     await within(a.abort(1), b.abort(0), asyncio.gather(receive, return_exceptions=True))
@@ -528,10 +530,12 @@ async def test_a_block_stays_mapped_while_it_is_written(make_transport, monkeypa
 async def test_one_side_alone_sees_the_other(make_transport, monkeypatch, blind):
     """As where only one of two users, or only the side with descriptors left, may open the other's memory."""
     a, b = await make_transport(0), await make_transport(1)
-    of = shared_memory.LocalPeer.of
+    of = shared_memory.LocalPeer.from_ticket
     with monkeypatch.context() as patch:
-        unseen = (a, b)[1 - blind]._direct.ticket
-        patch.setattr(shared_memory.LocalPeer, "of", lambda ticket: None if ticket == unseen else of(ticket))
+        unseen = (a, b)[1 - blind]._one_copy.ticket
+        patch.setattr(
+            shared_memory.LocalPeer, "from_ticket", lambda ticket: None if ticket == unseen else of(ticket)
+        )
         await join(a, b)
     pieces = write_count(monkeypatch)
     for sender, receiver in ((a, b), (b, a)):
@@ -566,7 +570,7 @@ async def test_blocks_of_another_size_are_not_written(make_transport, monkeypatc
     await join(a, b)
     small = SharedBlock(4096)
     assert small.ticket is not None
-    a._links[1].local_peer.place(small.ticket)  # from then on it is known by its key
+    a._links[1].local_peer.map_block(small.ticket)  # from then on it is known by its key
     for number, (size, error) in enumerate([(LARGE, None), (4096, ProtocolError)]):
         block = SharedBlock(LARGE)
         block.ticket = small.ticket._replace(size_bytes=size)
@@ -588,11 +592,15 @@ async def test_blocks_of_another_size_are_not_written(make_transport, monkeypatc
 async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch, answer):
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
-    monkeypatch.setattr(b._direct.receiver, "_ring", None)  # nothing is offered ahead
-    pack = b._direct.receiver._answer
-    monkeypatch.setattr(
-        b._direct.receiver, "_answer", lambda transfer, serial, _: pack(transfer, serial, answer)
-    )
+    monkeypatch.setattr(b._one_copy.receiver, "_ring", None)  # nothing is offered ahead
+    post = b.post_own_send
+
+    def post_own_send(link, memory, own_tag, transfer):
+        is_cts = memory.size_bytes == one_copy.CTS.size
+        said = one_copy.memory_with(len(answer), answer) if is_cts else memory
+        return post(link, said, own_tag, transfer)
+
+    monkeypatch.setattr(b, "post_own_send", post_own_send)
     receive, send = b.recv(SharedBlock(LARGE), 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
     with pytest.raises(ProtocolError, match="no valid answer"):
         await within(send)
@@ -603,8 +611,8 @@ async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch
 async def test_ends_without_a_sense_fail_the_receive(make_transport, monkeypatch, end):
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
-    monkeypatch.setattr(b._direct.receiver, "_ring", None)  # nothing is offered ahead
-    post = a._direct.sender._carrier.post_own_send
+    monkeypatch.setattr(b._one_copy.receiver, "_ring", None)  # nothing is offered ahead
+    post = a._one_copy.sender._carrier.post_own_send
 
     def post_own_send(link, memory, own_tag, transfer):
         said = memory if memory.size_bytes != 1 else memory_of(np.frombuffer(end, np.uint8), writable=False)
@@ -626,7 +634,7 @@ async def test_memory_that_cannot_be_replaced_ends_the_process(make_transport, m
     await join(a, b)
     block = SharedBlock(LARGE)
     receive, send = b.recv(block, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
-    await until(lambda: a._direct.sender._written_bytes, every_s=0)
+    await until(lambda: a._one_copy.sender._written_bytes, every_s=0)
 
     def no_memory(block):
         raise OSError("no memory")
@@ -637,17 +645,17 @@ async def test_memory_that_cannot_be_replaced_ends_the_process(make_transport, m
             await within(b.abort(0))
     with pytest.raises(TransferError):
         await within(receive)
-    assert [t.memory.owner for t in b._direct.receiver.exposed] == [block]
+    assert [t.memory.owner for t in b._one_copy.receiver.exposed] == [block]
     with pytest.raises(TransferError, match="it is never used again"):
         await within(b.abort())
-    b._direct.receiver.exposed.clear()
+    b._one_copy.receiver.exposed.clear()
     await within(a.abort(1), asyncio.gather(send, return_exceptions=True))
 
 
 @pytest.mark.parametrize("how", ["called again", "by itself"])
 async def test_a_close_that_failed_is_made_up_for_when_ucx_lets_go(make_transport, monkeypatch, how):
     monkeypatch.setattr(ucx_transport, "RELEASE_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(ucx_transport, "_LOOK_AGAIN_S", 60.0 if how == "called again" else 0.001)
+    monkeypatch.setattr(ucx_transport, "_RETRY_S", 60.0 if how == "called again" else 0.001)
     a, b = await make_transport(0), await make_transport(1)
     before = num_descriptors()
     await join(a, b)
@@ -715,12 +723,12 @@ def test_blocks_that_are_gone_are_forgotten():
     gc.collect()
     before = num_descriptors()
     mailbox = shared_memory.Mailbox()
-    local_peer = shared_memory.LocalPeer.of(mailbox.ticket)
+    local_peer = shared_memory.LocalPeer.from_ticket(mailbox.ticket)
     assert local_peer is not None
     for _ in range(3):
         block = SharedBlock(10_000)
         assert block.ticket is not None
-        local_peer.place(block.ticket)
+        local_peer.map_block(block.ticket)
         assert len(local_peer._blocks) == 1
         kept = block.array
         del block
@@ -729,7 +737,7 @@ def test_blocks_that_are_gone_are_forgotten():
     mailbox.close()
     mailbox.close()
     assert num_descriptors() == before
-    assert shared_memory.LocalPeer.of(mailbox.ticket) is None
+    assert shared_memory.LocalPeer.from_ticket(mailbox.ticket) is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Keep pipes, sockets and other descriptors of this process from its child processes.
+"""Count this process's file descriptors, and keep pipes, sockets and others from the processes that it starts.
 
 A forked worker that outlives this process would otherwise hold them open, and the processes at their other
 ends would not notice that this process is gone. A program that this process starts would inherit the
@@ -11,9 +11,13 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import socket
 import stat
+import sys
 from collections.abc import Iterator
+
+from jaxpp_async.errors import MeshError
 
 _identities: dict[int, tuple[int, int]] = {}
 """Device and inode behind each descriptor that is kept from children, since its number may be another
@@ -67,6 +71,41 @@ def open_descriptors() -> list[int]:
         return [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
         return []
+
+
+def num_descriptors() -> int:
+    """Count the descriptors that this process has open; where it cannot, return the limit, which leaves none free."""
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # the listing's own
+    except OSError:  # no /proc, or not even one more descriptor
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def free_descriptors() -> int:
+    """Count how many more descriptors this process may open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - num_descriptors())
+
+
+def check_descriptors(needed: int, what: str) -> None:
+    """Check that this process may open enough descriptors, before a library fails without saying why.
+
+    Args:
+        needed: how many more descriptors will be opened.
+        what: the subject of the error's sentence, which needs them.
+
+    Raises:
+        MeshError: the limit leaves fewer.
+    """
+    free = free_descriptors()
+    if free < needed:
+        used = num_descriptors()
+        raise MeshError(
+            f"{what} takes about {needed} file descriptors, and this process on host {socket.gethostname()} has "
+            f"{free} left: it uses {used} of {used + free}; raise the limit where it is started "
+            f"(`ulimit -n {max(1024, 1 << (used + needed).bit_length())}`, LimitNOFILE= of a service, --ulimit nofile= "
+            "of a container)"
+        )
 
 
 @contextlib.contextmanager

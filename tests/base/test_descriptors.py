@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from jaxpp_async.base.own_descriptors import (
+from jaxpp_async.base.descriptors import (
     keep_accepted_from_children,
     keep_from_children,
     keeping_new_from_children,
