@@ -314,7 +314,7 @@ class _ProgramCheck:
         """Say why a buffer is not live."""
         if buffer in self.given:
             return "has left the program"
-        for i in self.program.instructions[: self.index + 1]:
+        for i in self.program.instructions[: self.index]:
             if isinstance(i, Delete) and i.buffer == buffer:
                 return "was deleted before"
             if isinstance(i, Run) and any(i.inputs[p] == buffer for p in i.donated if 0 <= p < len(i.inputs)):

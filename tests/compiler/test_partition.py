@@ -1,4 +1,4 @@
-"""Operations go to tasks: each case is a model, what its tasks compute, and which takes from which."""
+"""The task of each operation: each case is a model, with what its tasks compute and who takes from whom."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def chain(ws, x):
     return square(x @ ws[-1])
 
 
-def test_a_chain():
+def test_a_chain_is_cut_at_its_markers_and_each_backward_keeps_its_stages_products():
     cut = tasks_of(chain, 3)
     assert cut.num_stages == 3
     assert heavy(cut) == {
@@ -83,7 +83,7 @@ def test_a_constant_cotangent_does_not_pull_the_backward_away_from_its_weights()
     assert weights_sent(plan_step(step_of(loss), [W, W], X)) == []
 
 
-def test_no_marker_is_one_stage():
+def test_a_body_without_markers_is_one_stage():
     def loss(ws, x):
         return square(jnp.tanh(x @ ws[0]) @ ws[1])
 
@@ -93,7 +93,7 @@ def test_no_marker_is_one_stage():
     }
 
 
-def test_no_gradient_is_forward_alone():
+def test_a_body_without_gradients_has_forward_tasks_alone():
     def step(ws, batch):
         return jpp.accumulate_grads(lambda x: square(jpp.pipeline_yield(x @ ws[0]) @ ws[1]), jpp.GPipe(2))(
             batch
@@ -139,9 +139,7 @@ def test_an_unmarked_projection_of_the_input_runs_where_it_merges():
     assert weights_sent(plan_step(step_of(loss), [W, W], X)) == []
 
 
-def test_parallel_branches_that_merge():
-    """Two branches, each a stage, that meet in a third."""
-
+def test_parallel_branches_run_in_stages_of_their_own_and_merge_in_the_last():
     def loss(ws, x):
         a = jpp.pipeline_yield(jnp.tanh(x @ ws[0]))
         b = jpp.pipeline_yield(jnp.sin(x @ ws[1]))
@@ -168,7 +166,7 @@ def test_a_value_through_several_markers_goes_directly():
         return square(pair[0] @ ws[2] + pair[1] @ ws[3])
 
     done = plan_step(step_of(loss, 3), [W] * 4, X, actors=3)
-    # Activations forth and cotangents back between adjacent stages, three microbatches each, no more.
+    # Only activations forth and cotangents back between adjacent stages, one each a microbatch.
     links = {(a, b): [t for t in sent(done) if t[:2] == (a, b)] for a in range(3) for b in range(3)}
     assert {link: len(ts) for link, ts in links.items() if ts} == {(0, 1): 3, (1, 2): 3, (2, 1): 3, (1, 0): 3}
 
@@ -242,7 +240,7 @@ def test_a_frozen_first_stage_has_no_backward():
     assert "bwd1" not in taken(cut).get("bwd0", set())
 
 
-def test_a_frozen_argument():
+def test_a_frozen_argument_of_the_first_stage_leaves_only_the_last_stages_backward():
     def step(frozen, w, batch):
         def of_one(x):
             value, grad = jax.value_and_grad(lambda w: square(jpp.pipeline_yield(jnp.tanh(x @ frozen)) @ w))(

@@ -12,7 +12,7 @@ from planning import f32
 
 import jaxpp_async as jpp
 from jaxpp_async.compiler.export import Target
-from jaxpp_async.compiler.pipeline import StepRequest, compile_step, plan, separate_results, uncollected
+from jaxpp_async.compiler.pipeline import StepRequest, _separate_results, compile_step, gc_paused, plan
 from jaxpp_async.compiler.trace import trace
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Input
@@ -93,12 +93,12 @@ def test_an_unused_argument_may_lie_in_any_sharding_unless_it_is_handed_back_in_
 
 def test_no_cycles_are_collected_within_also_where_uses_nest_and_after_it_they_are():
     assert gc.isenabled()
-    with uncollected():
-        with uncollected():
+    with gc_paused():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(KeyError), uncollected():
+    with pytest.raises(KeyError), gc_paused():
         raise KeyError
     assert gc.isenabled()
 
@@ -106,7 +106,7 @@ def test_no_cycles_are_collected_within_also_where_uses_nest_and_after_it_they_a
 def test_a_collector_that_the_user_turned_off_stays_off():
     gc.disable()
     try:
-        with uncollected():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:
@@ -118,7 +118,7 @@ def test_a_collector_that_the_user_turned_off_stays_off():
 
 def separated(in_specs, out_specs, fn=lambda x, y: (x, x * 2, x)):
     traced = trace(fn, [f32(4), f32(4)])
-    found = separate_results(traced, in_specs, out_specs)
+    found = _separate_results(traced, in_specs, out_specs)
     added = found.flat.ops[len(traced.flat.ops) :]
     copied = {found.flat.outputs.index(op.outputs[0]): op.inputs[0] for op in added}
     assert all(op.name == "copy" for op in added)

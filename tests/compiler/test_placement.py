@@ -205,7 +205,7 @@ def test_a_tied_weight_is_updated_once_and_sent():
 
 @pytest.mark.parametrize("width", [4, 32], ids=["a small weight", "a large one"])
 def test_a_statistic_behind_the_state_draws_no_weight_elsewhere(width):
-    """And what an argument is drawn to, the result that continues it is, too."""
+    """The result that continues an argument also stays with that argument."""
 
     def step(weights, batch):
         grads, _ = gradients(loss_fn, weights, batch, jpp.Std1F1B(2))
@@ -351,7 +351,7 @@ def test_two_loops_run_one_after_the_other():
     assert (D, D) not in [shape for *_, shape in sent(done)]
 
 
-def test_random_keys_and_constants_as_results():
+def test_random_keys_and_constants_as_results_move_no_weight():
     def step(key, weights, batch):
         key, used = jax.random.split(key)
         grads, losses = gradients(

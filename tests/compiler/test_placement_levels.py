@@ -9,11 +9,11 @@ from compiler_inputs import Body
 
 from jaxpp_async.compiler.ir import Loop
 from jaxpp_async.compiler.outer_ops import OuterStep
-from jaxpp_async.compiler.placement import Levels, levels
+from jaxpp_async.compiler.placement import _find_levels
 
 
 def leveled(body: Body, where: dict[str, set[int]], needs=(), makes=()) -> tuple[dict, dict, int]:
-    """Levels by (first result, actor), loops' levels by position, and the depth.
+    """Levels by (first result, actor), loops' levels by position, and the number of levels.
 
     Args:
         where: first result of each operation to its actors.
@@ -38,8 +38,9 @@ def leveled(body: Body, where: dict[str, set[int]], needs=(), makes=()) -> tuple
         for r in op.reads:
             users[r].append(i)
     producer = {o: i for i, op in ops.items() for o in op.outputs}
-    found: Levels = levels(step, {i: frozenset(where[n]) for i, n in names.items()}, producer, users)
-    return {(names[i], a): level for (i, a), level in found.of_ops.items()}, found.of_loops, found.depth
+    actors = {i: frozenset(where[n]) for i, n in names.items()}
+    of_ops, of_loops, num_levels = _find_levels(step, actors, producer, users)
+    return {(names[i], a): level for (i, a), level in of_ops.items()}, of_loops, num_levels
 
 
 def test_what_runs_on_one_actor_is_one_task():

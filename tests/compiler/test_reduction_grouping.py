@@ -10,7 +10,7 @@ from compiler_inputs import Body
 
 from jaxpp_async.compiler.evaluate import run_ops
 from jaxpp_async.compiler.outer_ops import OuterStep
-from jaxpp_async.compiler.reduction_grouping import GroupingInputs, regroup
+from jaxpp_async.compiler.reduction_grouping import GroupingInputs, regroup_reductions
 
 
 def seen(body: Body, outputs: str, home: dict[str, int], needs: str = "") -> GroupingInputs:
@@ -29,7 +29,7 @@ def seen(body: Body, outputs: str, home: dict[str, int], needs: str = "") -> Gro
 
 
 def regrouped(body: Body, outputs: str, home: dict[str, int]) -> list[str] | None:
-    found = regroup(seen(body, outputs, home))
+    found = regroup_reductions(seen(body, outputs, home))
     return None if found is None else body.show(found.items)
 
 
@@ -90,8 +90,8 @@ def test_only_values_of_up_to_64_bytes_are_regrouped(size, small):
 def test_a_partial_sum_that_a_loop_reads_stays():
     body = scalars("a", "b", "c")
     body.add("s = add a b", "t = add s c")
-    assert regroup(seen(body, "t", ALTERNATING)) is not None
-    assert regroup(seen(body, "t", ALTERNATING, needs="s")) is None
+    assert regroup_reductions(seen(body, "t", ALTERNATING)) is not None
+    assert regroup_reductions(seen(body, "t", ALTERNATING, needs="s")) is None
 
 
 def stack() -> Body:
@@ -116,7 +116,7 @@ def test_a_reduction_of_what_was_stacked_is_done_by_each_actor_first():
 def test_rows_of_several_elements_are_counted_in_the_new_shapes():
     body = Body(a=(2,), b=(1,), c=(3,))
     body.add("s[6] = concatenate a b c", "m[] = reduce_max s")
-    found = regroup(seen(body, "m", ALTERNATING))
+    found = regroup_reductions(seen(body, "m", ALTERNATING))
     shapes = [body.types[op.outputs[0]].aval.shape for op in found.items]
     assert shapes == [(5,), (), (1,), (1,), (), (1,), (2,), ()]
 
@@ -143,7 +143,7 @@ def test_regrouping_changes_no_number():
     body = Body(a=(1,), b=(1,), c=(1,), d=(), e=(), f=())
     body.add("s[3] = concatenate a b c", "m[] = reduce_max s", "p = add d e", "q = add p f", "r = mul q m")
     home = {**ALTERNATING, "e": 1, "d": 0, "f": 0}
-    found = regroup(seen(body, "r", home))
+    found = regroup_reductions(seen(body, "r", home))
     values = [np.float32([3]), np.float32([7]), np.float32([5]), *np.float32([2, 4, 6])]
     for ops in (body.ops, found.items):
         env = dict(zip(body.inputs, values, strict=True))

@@ -166,7 +166,7 @@ def test_nothing_costly_is_run_again():
     assert sum(traced.types.sizes[v] for v in taken) < 2 * bits + bits // 4 + 2 * ROWS * D * 4 + 100
 
 
-def test_an_operation_that_reads_a_value_twice():
+def test_an_operation_that_reads_a_value_twice_is_recomputed_right():
     def doubled(x):
         y = x + x
         return jnp.tanh(y * y)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax import lax
 
 from jaxpp_async.compiler.evaluate import run_ops
 from jaxpp_async.compiler.ir import Op
-from jaxpp_async.compiler.scan import Where, reads_stacks, splitter, unrolled
+from jaxpp_async.compiler.scan import Where, reads_stacks, split, unroll
 from jaxpp_async.jax_bridge import private_api
 
 HERE = Where("model.py:7", in_loop=True)
@@ -25,7 +26,7 @@ def scan_of(fn, *args):
     jaxpr, _ = private_api.open_jaxpr(closed)
     (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
     flattener = Inliner()
-    ids = dict(zip(jaxpr.invars, flattener.body(closed, HERE).inputs, strict=True))
+    ids = dict(zip(jaxpr.invars, flattener.flatten_body(closed, HERE).inputs, strict=True))
     return eqn, flattener, [ids[v] for v in eqn.invars]
 
 
@@ -58,7 +59,7 @@ def test_a_scan_is_written_out_in_its_order_and_computes_the_same(reverse):
 
     eqn, flattener, inputs = scan_of(fn, W, X, BS)
     ops: list[Op] = []
-    carry, stacked = unrolled(flattener, eqn, inputs, ops, HERE)
+    carry, stacked = unroll(flattener, eqn, inputs, ops, HERE)
     assert names(ops) == ["index_layer", "mul", "add", "sin"] * 2 + ["stack_layers"]
     assert {op.line for op in ops} == {"model.py:7"}
     env = dict(zip(inputs, (W, X, BS), strict=True))
@@ -77,7 +78,7 @@ def test_a_stack_that_is_known_by_its_elements_is_never_indexed():
     flattener.stacks[inputs[2]] = elements
     assert reads_stacks(flattener, eqn, inputs)
     ops: list[Op] = []
-    unrolled(flattener, eqn, inputs, ops, HERE)
+    unroll(flattener, eqn, inputs, ops, HERE)
     assert "index_layer" not in names(ops)
     assert [op.inputs[1] for op in ops if op.name == "add"] == elements
 
@@ -91,7 +92,7 @@ def test_a_stack_among_the_carries_is_none_that_the_scan_goes_over():
 def test_a_stacked_result_is_marked_as_its_scan_was():
     eqn, flattener, inputs = scan_of(affine, W, X, BS)
     ops: list[Op] = []
-    (_, stacked) = unrolled(flattener, eqn, inputs, ops, Where("model.py:7", transposed=True))
+    (_, stacked) = unroll(flattener, eqn, inputs, ops, Where("model.py:7", transposed=True))
     assert ops[-1].transposed and ops[-1].outputs == (stacked,)
     assert flattener.types[stacked].aval.shape == (2, 3)
 
@@ -104,7 +105,7 @@ def halves_of(fn, args, wanted):
     outputs = tuple(flattener.types.new(flattener.types[inputs[0]]) for _ in eqn.outvars)
     args = dict(zip(dict.fromkeys(inputs), args, strict=True))
     op = Op("scan", tuple(inputs), outputs, lambda xs: private_api.bind_eqn(eqn, xs), "model.py:7", True)
-    op = dataclasses.replace(op, split=splitter(flattener, eqn))
+    op = dataclasses.replace(op, split=partial(split, flattener, private_api.scan_parts(eqn)))
     found = op.split(op, frozenset(wanted))
     if found is None:
         return None

@@ -256,7 +256,7 @@ def test_one_result_may_be_another_value_on_each_actor():
 
 
 def ring(num_actors: int) -> list[ActorProgram]:
-    """Each actor waits for the other before it sends."""
+    """Each actor waits for the next actor before it sends."""
     size = range(num_actors)
     return [
         ActorProgram(

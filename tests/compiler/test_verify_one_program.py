@@ -87,6 +87,9 @@ RUN = Run("f", 7, (0,), (1,), (0,))
     ("instructions", "message"),
     [
         ([Send(0, 1, 0)], "b0 is read before it is made"),
+        ([Delete(0)], "0 'delete b0': b0 is read before it is made"),
+        ([RUN], "b0 is read before it is made"),
+        ([OWN, Delete(0), Delete(1)], "2 'delete b1': b1 is read before it is made"),
         ([OWN, Delete(0), Delete(0)], "2 'delete b0': b0 was deleted before"),
         ([OWN, RUN, Send(0, 1, 0)], "b0 was donated before"),
         ([OWN, Output(0, 0), Delete(0)], "b0 has left the program"),

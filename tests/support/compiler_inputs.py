@@ -25,7 +25,7 @@ from jaxpp_async.compiler.continued_arguments import continued_arguments
 from jaxpp_async.compiler.evaluate import value_type
 from jaxpp_async.compiler.ir import Flat, Lit, Loop, Op, Ref, Traced, Types, ValueType
 from jaxpp_async.compiler.partition import partition
-from jaxpp_async.compiler.task_graph import PlacedStep, build
+from jaxpp_async.compiler.task_graph import PlacedStep, build_task_graph
 from jaxpp_async.compiler.task_variants import ScheduledLoop, schedule_loop
 from jaxpp_async.compiler.trace import trace
 from jaxpp_async.jax_bridge import private_api
@@ -205,13 +205,14 @@ class Inliner:
         self.types = Types()
         self.stacks: dict[int, list[Ref]] = {}
 
-    def inline(
-        self, jaxpr: Any, consts: Sequence[Any], env: dict[Any, Ref], ops: list, where: Any
-    ) -> list[Ref]:
+    def inline(self, closed: Any, inputs: Sequence[Ref], ops: list, where: Any) -> list[Ref]:
+        jaxpr, consts = private_api.open_jaxpr(closed)
+        env: dict[Any, Ref] = dict(zip(jaxpr.constvars, map(Lit, consts), strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
         def read(atom: Any) -> Ref:
             return Lit(atom.val) if isinstance(atom, private_api.Literal) else env[atom]
 
-        env.update(zip(jaxpr.constvars, map(Lit, consts), strict=True))
         for eqn in jaxpr.eqns:
             made = tuple([self.types.new(value_type(v.aval)) for v in eqn.outvars])
             run = jax.tree_util.Partial(private_api.bind_eqn, eqn)
@@ -221,11 +222,10 @@ class Inliner:
             env.update(zip(eqn.outvars, made, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def body(self, closed: Any, where: Any) -> Flat:
-        jaxpr, consts = private_api.open_jaxpr(closed)
-        inputs = [self.types.new(value_type(v.aval)) for v in jaxpr.invars]
+    def flatten_body(self, closed: Any, where: Any) -> Flat:
+        inputs = [self.types.new(value_type(v.aval)) for v in private_api.open_jaxpr(closed)[0].invars]
         ops: list[Op | Loop] = []
-        outputs = self.inline(jaxpr, consts, dict(zip(jaxpr.invars, inputs, strict=True)), ops, where)
+        outputs = self.inline(closed, inputs, ops, where)
         return Flat(tuple(inputs), tuple(ops), tuple(outputs))
 
 
@@ -244,7 +244,7 @@ def scheduled(loop: Loop, types: Types, schedule: Any, num_actors: int) -> Sched
 
 
 def placed_step(
-    fn: Any, *args: Any, actors: int = 2, donated: bool = False, **more: Any
+    fn: Any, *args: Any, actors: int = 2, donated: bool = False, result_homes: Any = None
 ) -> tuple[Traced, PlacedStep]:
     """A step function, traced and placed, its loops under their own schedules; nothing is lowered."""
     traced = trace(fn, args, argument_names=tuple(f"arg{k}" for k in range(len(args))))
@@ -253,12 +253,12 @@ def placed_step(
         for position, op in enumerate(traced.flat.ops)
         if isinstance(op, Loop)
     }
-    done = build(
+    done = build_task_graph(
         traced,
         loops,
         num_actors=actors,
         continues=continued_arguments(traced),
         donated=[donated] * len(traced.arg_of),
-        **more,
+        result_homes=result_homes or {},
     )
     return traced, done
