@@ -1,7 +1,7 @@
 """Keep `jax.debug.print` and `jax.debug.callback` working in a step, and refuse host code of any other kind.
 
 Host code never travels to an actor. Instead the printed values become hidden results of the step's tasks, and
-the controller print_calls the prints with these values once the step is over.
+the controller calls the prints with these values once the step is over.
 """
 
 from __future__ import annotations

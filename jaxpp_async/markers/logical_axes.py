@@ -206,7 +206,7 @@ def leaf_specs(
             is_leaf=_is_leaf_spec,
         )
     except (ValueError, TypeError) as error:
-        raise ShardingError(f"{where} is not a tree prefix of where it describes: {error}") from None
+        raise ShardingError(f"{where} is not a tree prefix of what it describes: {error}") from None
     return [
         _plain_spec(spec, name, shape, axes, rules, where)
         for spec, name, shape in zip(found, names, shapes, strict=True)

@@ -11,10 +11,16 @@ import numpy as np
 import pytest
 from compiler_inputs import Body
 
-from jaxpp_async.compiler.cond_split import can_open, is_decided, merged, opened, repeatable, split
-from jaxpp_async.compiler.evaluate import run_ops
+from jaxpp_async.compiler.cond_split import (
+    can_expand,
+    expanded,
+    has_constant_choice,
+    is_repeatable,
+    merge_parts,
+    split_cond,
+)
+from jaxpp_async.compiler.evaluate import branches, run_ops
 from jaxpp_async.compiler.ir import Flat, Op
-from jaxpp_async.compiler.trace import branches
 from jaxpp_async.program.instructions import Aval
 
 BIG = (3, 3)  # more than what is computed again rather than shared
@@ -36,7 +42,7 @@ def cond(true: Sequence[str], false: Sequence[str], *, ends: bool = True) -> tup
 
 
 def parts_of(outer: Body, op: Op, used: str) -> list[Op]:
-    return split(op, set(outer.refs(used)), outer.types)
+    return split_cond(op, set(outer.refs(used)), outer.types)
 
 
 def values(outer: Body, ops: Sequence[Op], which: int, names: str) -> list[Any]:
@@ -106,15 +112,15 @@ def test_results_that_nobody_uses_are_dropped_with_what_they_alone_need():
 def test_a_part_is_not_split_again():
     outer, op = cond(["p = neg a", "q = neg b", "return p q"], ["return a b"])
     parts = parts_of(outer, op, "r s")
-    assert [split(p, set(p.outputs), outer.types) for p in parts] == [[p] for p in parts]
+    assert [split_cond(p, set(p.outputs), outer.types) for p in parts] == [[p] for p in parts]
 
 
 def test_parts_merge_into_the_cond_of_their_results():
     outer, op = cond(["p = neg a", "q = neg b", "return p q a"], ["return a b b"])
     first, second, third = parts_of(outer, op, "r s t")
-    assert outer.show([merged([first, second])]) == ["r s = cond which a b"]
+    assert outer.show([merge_parts([first, second])]) == ["r s = cond which a b"]
     assert third.name == "select_n"
-    assert same_values(outer, op, [merged([second, first])], "r s")
+    assert same_values(outer, op, [merge_parts([second, first])], "r s")
 
 
 def test_a_cond_inside_a_branch_is_split_with_it():
@@ -130,7 +136,7 @@ def test_a_cond_inside_a_branch_is_split_with_it():
     assert [[o.name for o in p.branches.bodies[0].ops] for p in parts] == [["cond"], ["cond"]]
     assert same_values(outer, op, parts, "t u")
     # Merged again, the inner parts are one operation too.
-    (whole_inside,) = merged(parts).branches.bodies[0].ops
+    (whole_inside,) = merge_parts(parts).branches.bodies[0].ops
     assert len(whole_inside.outputs) == 2
 
 
@@ -147,40 +153,40 @@ def test_a_cond_inside_a_branch_is_split_with_it():
 )
 def test_only_what_makes_something_small_or_lays_it_out_is_computed_again(line, expected):
     body = Body(a=BIG, c=(4,))
-    assert repeatable(body.add(line), body.types) is expected
+    assert is_repeatable(body.add(line), body.types) is expected
 
 
 # ---------------------------------------------------------------- what is inside, in its place
 
 
-def test_an_opened_cond_computes_every_branch_and_selects():
+def test_an_expanded_cond_computes_every_branch_and_selects():
     outer, op = cond(["p = neg a", "return p b"], ["q = mul a b", "return q b"])
-    inside = opened(op, outer.types)
+    inside = expanded(op, outer.types)
     assert outer.show(inside) == ["v1 = neg a", "v2 = mul a b", "r = select_n which v1 v2", "s = copy b"]
     assert same_values(outer, op, inside, "r s")
 
 
 @pytest.mark.parametrize(("which", "expected"), [(0, ["v1 = neg a", "r = copy v1"]), (1, ["r = copy b"])])
-def test_an_opened_cond_whose_choice_is_known_is_that_branch(which, expected):
+def test_an_expanded_cond_whose_choice_is_known_is_that_branch(which, expected):
     outer, op = cond(["p = neg a", "return p"], ["return b"])
     decided = outer.add(f"x[3,3] = cond #{which} a b", branches=op.branches)
-    assert (is_decided(op), is_decided(decided)) == (False, True)
-    assert outer.show(opened(decided, outer.types)) == [line.replace("r =", "x =") for line in expected]
+    assert (has_constant_choice(op), has_constant_choice(decided)) == (False, True)
+    assert outer.show(expanded(decided, outer.types)) == [line.replace("r =", "x =") for line in expected]
 
 
-def test_an_opened_call_is_its_operations_and_copies_to_its_results():
+def test_an_expanded_call_is_its_operations_and_copies_to_its_results():
     body = Body(a=BIG)
     inner = body.inside()
     ops = (inner.add("p = neg a"), inner.add("q = mul p a"))
     op = body.add("r _ s = jit a", expand=lambda: (ops, inner.refs("q p a")))
-    assert body.show(opened(op, body.types)) == ["v1 = neg a", "v2 = mul v1 a", "r = copy v2", "s = copy a"]
-    # Each opening makes values of its own.
+    assert body.show(expanded(op, body.types)) == ["v1 = neg a", "v2 = mul v1 a", "r = copy v2", "s = copy a"]
+    # Each expansion makes values of its own.
     assert not set(ops[0].outputs) & {
-        o for o in itertools.chain(*(x.outputs for x in opened(op, body.types)))
+        o for o in itertools.chain(*(x.outputs for x in expanded(op, body.types)))
     }
 
 
-def test_a_call_inside_an_opened_branch_follows_the_branches_values():
+def test_a_call_inside_an_expanded_branch_follows_the_branches_values():
     outer, op = cond(["return a"], ["return b"])
     branch = Body(outer.types, a=BIG, b=BIG)
     branch.add("p = neg a")
@@ -189,13 +195,13 @@ def test_a_call_inside_an_opened_branch_follows_the_branches_values():
     bodies = [branch.flat("c"), op.branches.bodies[1]]
     choice = branches(bodies, outer.types, ends=True)
     op = outer.add("x[3,3] = cond which a b", branches=choice)
-    neg, call, _ = opened(op, outer.types)
+    neg, call, _ = expanded(op, outer.types)
     ops, results = call.expand()
     assert ops[0].inputs == (neg.outputs[0], outer.ref("b"))
     assert results == ops[0].outputs != within.outputs
 
 
-def test_parts_of_one_cond_still_have_one_whole_when_a_branch_around_them_is_opened():
+def test_parts_of_one_cond_still_have_one_whole_when_a_branch_around_them_is_expanded():
     outer, inner = cond(["p = neg a", "q = neg b", "return p q"], ["return a b"])
     parts = parts_of(outer, inner, "r s")
     bodies = [
@@ -204,18 +210,18 @@ def test_parts_of_one_cond_still_have_one_whole_when_a_branch_around_them_is_ope
     ]
     choice = branches(bodies, outer.types, ends=True)
     op = outer.add("x[3,3] y[3,3] = cond which which a b", branches=choice)
-    first, second = [o for o in opened(op, outer.types) if o.branches is not None]
+    first, second = [o for o in expanded(op, outer.types) if o.branches is not None]
     assert first.branches.whole is second.branches.whole is not parts[0].branches.whole
-    assert merged([first, second]).outputs == (*first.outputs, *second.outputs)
+    assert merge_parts([first, second]).outputs == (*first.outputs, *second.outputs)
 
 
 @pytest.mark.parametrize(("ends", "expected"), [(True, True), (False, False)])
-def test_a_cond_with_a_while_inside_is_not_opened(ends, expected):
+def test_a_cond_with_a_while_inside_is_not_expanded(ends, expected):
     _, op = cond(["return a"], ["return b"], ends=ends)
-    assert can_open(op) is expected
+    assert can_expand(op) is expected
 
 
-def test_a_call_can_be_opened_and_a_plain_operation_cannot():
+def test_a_call_can_be_expanded_and_a_plain_operation_cannot():
     body = Body(a=BIG)
-    assert can_open(body.add("p = jit a", expand=lambda: ((), ())))
-    assert not can_open(body.add("q = neg a"))
+    assert can_expand(body.add("p = jit a", expand=lambda: ((), ())))
+    assert not can_expand(body.add("q = neg a"))

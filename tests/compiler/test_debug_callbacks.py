@@ -10,14 +10,13 @@ from compiler_inputs import Body
 from jax import lax
 
 from jaxpp_async.compiler.debug_callbacks import (
-    calls,
-    can_inline,
-    can_lift,
     hidden_results,
-    lift,
-    print_of,
-    refuse_host,
-    shown_outside,
+    is_checkpoint_with_prints,
+    lift_prints,
+    make_print,
+    move_prints_out,
+    print_calls,
+    refuse_host_code,
 )
 from jaxpp_async.compiler.ir import Lit, LoopPrints, Print, PrintOperand
 from jaxpp_async.errors import UnsupportedError
@@ -39,7 +38,7 @@ def show(text, *values):
 
 def test_a_print_is_called_with_its_operands_as_jax_calls_it(capsys):
     eqn = last_equation(lambda x: show("x is {} and {}", x, x * 2) or x)
-    found = print_of(eqn, [4, Lit(7)], "model.py:3")
+    found = make_print(eqn, [4, Lit(7)], "model.py:3")
     assert found.line == "model.py:3"
     assert found.operands[0] == PrintOperand(4) and found.operands[1].ref.value == 7
     found.call([np.float32(1), np.float32(2)])
@@ -50,7 +49,7 @@ def test_a_print_is_called_with_its_operands_as_jax_calls_it(capsys):
 def test_a_callback_is_called_in_this_process():
     seen = []
     eqn = last_equation(lambda x: jax.debug.callback(lambda v: seen.append(float(v)), x[0]) or x)
-    print_of(eqn, [0], "l").call([np.float32(5)])
+    make_print(eqn, [0], "l").call([np.float32(5)])
     jax.effects_barrier()
     assert seen == [5.0]
 
@@ -61,18 +60,23 @@ def printing(x):
 
 
 @pytest.mark.parametrize(
-    ("fn", "lifts", "inlines"),
+    ("fn", "is_checkpoint", "taken_out", "stays"),
     [
-        (jax.checkpoint(printing), True, False),
-        (jax.jit(printing), False, True),
-        (jax.checkpoint(jnp.sin), False, False),
-        (jax.jit(lambda x: x * 2), False, False),
-        (lambda x: lax.scan(lambda c, y: (printing(c), None), x, None, length=2)[0], False, False),
+        (jax.checkpoint(printing), True, 1, True),
+        (jax.jit(printing), False, 1, False),
+        (jax.checkpoint(jnp.sin), False, 0, True),
+        (jax.jit(lambda x: x * 2), False, 0, True),
+        (lambda x: lax.scan(lambda c, y: (printing(c), None), x, None, length=2)[0], False, 0, True),
     ],
 )
-def test_prints_are_taken_out_of_checkpoints_and_calls(fn, lifts, inlines):
+def test_prints_are_taken_out_of_checkpoints_and_calls(fn, is_checkpoint, taken_out, stays):
     eqn = last_equation(fn)
-    assert (can_lift(eqn), can_inline(eqn)) == (lifts, inlines)
+    assert is_checkpoint_with_prints(eqn) == is_checkpoint
+    around = last_equation(jax.checkpoint(lambda x: show("around {}", x) or fn(x)))
+    lifted, _, prints = lift_prints(around)
+    assert len(prints) == 1 + taken_out
+    inside = private_api.open_jaxpr(private_api.inner_jaxpr(lifted))[0].eqns
+    assert any(e.primitive is eqn.primitive for e in inside) == stays
 
 
 def test_a_lifted_checkpoint_returns_what_its_prints_show():
@@ -82,7 +86,7 @@ def test_a_lifted_checkpoint_returns_what_its_prints_show():
         show("{} {}", y, 7)
         return y * 2
 
-    lifted, constants, prints = lift(last_equation(fn))
+    lifted, constants, prints = lift_prints(last_equation(fn))
     assert (
         constants == [] and not lifted.effects and lifted.primitive.name in ("checkpoint", "remat2", "remat")
     )
@@ -103,7 +107,7 @@ def test_prints_of_checkpoints_and_calls_inside_are_lifted_in_program_order():
         x = jax.jit(lambda v: show("second {}", v * 3) or v * 5)(x)
         return jax.checkpoint(lambda v: show("third {}", v + 1) or v * 7)(x)
 
-    lifted, _, prints = lift(last_equation(fn))
+    lifted, _, prints = lift_prints(last_equation(fn))
     results = private_api.bind_eqn(lifted, [X])
     np.testing.assert_array_equal(results[0], X * 35)
     shown = [results[operands[0]] for _, operands in prints]
@@ -115,14 +119,14 @@ def test_prints_of_checkpoints_and_calls_inside_are_lifted_in_program_order():
 
 
 def test_plain_equations_are_not_refused():
-    refuse_host(last_equation(jnp.sin), "l", None)
-    refuse_host(last_equation(jax.jit(lambda x: x * 2)), "l", None)
+    refuse_host_code(last_equation(jnp.sin), "l", None)
+    refuse_host_code(last_equation(jax.jit(lambda x: x * 2)), "l", None)
 
 
 def test_a_print_inside_a_scan_is_refused_with_the_line_of_the_print():
     eqn = last_equation(lambda x: lax.scan(lambda c, y: (printing(c), None), x, None, length=2)[0])
     with pytest.raises(UnsupportedError) as caught:
-        refuse_host(eqn, "model.py:1", None)
+        refuse_host_code(eqn, "model.py:1", None)
     line, _, rest = str(caught.value).partition(": ")
     assert line.split("/")[-1].split(":")[0] == "test_debug_callbacks.py"
     assert rest.partition(" inside ")[0] in ("`debug_print`", "`debug_callback`")  # by the version of JAX
@@ -138,7 +142,7 @@ def test_other_host_code_is_refused_with_its_stage():
         return jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((3,), "float32"), x)
 
     with pytest.raises(UnsupportedError) as caught:
-        refuse_host(last_equation(fn), "model.py:1", lambda: 2)
+        refuse_host_code(last_equation(fn), "model.py:1", lambda: 2)
     assert str(caught.value).partition(": ")[2] == (
         "`pure_callback` in stage 2 runs Python on the host, or has side effects there, which a task on an "
         "actor cannot; return the value and use it in your process when the step is over, or show it with "
@@ -152,7 +156,7 @@ def test_calls_are_no_place_that_an_error_names():
         return lax.cond(x[0] > 0, inner, lambda v: v, x)
 
     with pytest.raises(UnsupportedError, match=r": `pure_callback` inside `cond` runs Python"):
-        refuse_host(last_equation(fn), "model.py:1", None)
+        refuse_host_code(last_equation(fn), "model.py:1", None)
 
 
 # ---------------------------------------------------------------- home, and the calls
@@ -177,7 +181,7 @@ def test_what_a_print_shows_of_a_loop_is_known_outside_or_stacked():
         Print(print, (PrintOperand(h), PrintOperand(w), PrintOperand(Lit(3))), "a"),
         Print(repr, (PrintOperand(i), PrintOperand(x), PrintOperand(h)), "b"),
     ]
-    found, stacked = shown_outside(inside, outside, body.types, 6)
+    found, stacked = move_prints_out(inside, outside, body.types, 6)
     (stack,) = stacked.values()
     assert stacked == {h: stack} and body.types[stack].aval.shape == (6, 5)
     first, second = found.prints
@@ -207,7 +211,7 @@ def test_calls_come_in_program_order_a_loops_microbatch_by_microbatch():
         )
     )
     values = {0: np.float32(4), 1: np.asarray([10, 20])}
-    found = list(calls([alone, LoopPrints((one, two), 2), alone], values))
+    found = list(print_calls([alone, LoopPrints((one, two), 2), alone], values))
     assert [p for p, _ in found] == [alone, one, two, one, two, alone]
     assert [[x.item() for x in operands] for _, operands in found] == [
         [4, 9],

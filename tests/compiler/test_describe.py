@@ -24,12 +24,11 @@ from jaxpp_async.compiler.describe import (
     format_scheduled,
     format_specs,
     format_staged,
-    task_kind,
 )
 from jaxpp_async.compiler.ir import Flat, Lit
 from jaxpp_async.markers.reductions import Stack, Sum
 from jaxpp_async.program.actor_program import ActorProgram
-from jaxpp_async.program.instructions import Aval, Delete, Input, Node, Task
+from jaxpp_async.program.instructions import Aval, Delete, Input, task_kind
 
 # ---------------------------------------------------------------- texts
 
@@ -243,7 +242,7 @@ def test_phases_are_named_by_the_loops_around_them():
     [("bwd(stage 1, mb 13)", "bwd(stage 1)"), ("outer(0, actor 1)", "outer(0, actor 1)")],
 )
 def test_a_task_is_known_without_its_microbatch(label, expected):
-    assert task_kind(Node(label, 0, 0, (), (), (), Task(0, "bwd", 1))) == expected
+    assert task_kind(label) == expected
 
 
 def test_a_graph_and_its_shardings_are_one_line_a_value():

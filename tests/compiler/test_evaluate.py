@@ -11,13 +11,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxpp_async.compiler.evaluate import (
     checked_function,
-    leave,
-    read,
+    key_data,
+    read_operand,
     recipe_function,
     run_ops,
-    unwrap,
+    unwrap_result,
     value_type,
-    wrap,
+    wrap_input,
 )
 from jaxpp_async.compiler.ir import Lit, Op, ValueType
 from jaxpp_async.compiler.recipes import Accumulate, AccumulatorStart, Recipe
@@ -111,16 +111,16 @@ def test_results_that_nobody_wants_are_forgotten():
     env = {0: 2}
     run_ops([Op("f", (0, Lit(3)), (-1, 5), lambda xs: [xs[0], xs[0] * xs[1]], "l")], env)
     assert env == {0: 2, 5: 6}
-    assert read(env, 5) == 6 and read(env, Lit("c")) == "c"
+    assert read_operand(env, 5) == 6 and read_operand(env, Lit("c")) == "c"
 
 
 def test_wrapping_and_leaving_are_inverse():
     key = jax.random.key(1)
     keyed = value_type(jax.typeof(key))
-    assert wrap(keyed, unwrap(key)) == key
-    np.testing.assert_array_equal(leave(key), jax.random.key_data(key))
-    assert unwrap(x := jnp.ones(2)) is x
-    assert leave(2.5).dtype == jnp.float32
+    assert wrap_input(keyed, key_data(key)) == key
+    np.testing.assert_array_equal(unwrap_result(key), jax.random.key_data(key))
+    assert key_data(x := jnp.ones(2)) is x
+    assert unwrap_result(2.5).dtype == jnp.float32
 
 
 @pytest.fixture

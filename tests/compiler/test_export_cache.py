@@ -113,6 +113,28 @@ def test_shapes_stems_shardings_and_platforms_tell_recipes_apart():
     assert count(pair, targets=(CPU, mesh)) == 2
 
 
+def test_one_step_under_two_input_shardings_is_two_executables_of_one_cache():
+    recipe, types = traced_recipe(sine, (2,))
+    mesh = Target(AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,)), "cpu", {})
+    split = {recipe.inputs[0]: ("x",)}
+    exports, counts = ExportCache(), []
+    # The first executable gets its key, of its own shardings and mesh, only when the second one is asked for.
+    for specs, target in ((split, mesh), ({}, mesh), (split, mesh), ({}, CPU), ({}, mesh)):
+        assert exports.emit([recipe], types, specs, target) == (emit(recipe, types, specs, target),)
+        counts.append(exports.count)
+    assert counts == [1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_step_on_another_mesh_is_exported_for_that_mesh(swapped):
+    recipe, types = traced_recipe(sine, (2,))
+    targets = [Target(AbstractMesh((n,), ("x",), axis_types=(AxisType.Auto,)), "cpu", {}) for n in (1, 2)]
+    exports = ExportCache()
+    for target in reversed(targets) if swapped else targets:
+        assert exports.emit([recipe], types, {}, target) == (emit(recipe, types, {}, target),)
+    assert exports.count == 2
+
+
 def test_options_of_jax_tell_recipes_apart():
     exports = ExportCache()
     recipe, types = traced_recipe(lambda x: x @ x, (2, 2))

@@ -26,9 +26,9 @@ def test_ids_count_from_zero_and_sizes_are_found_when_asked_for():
     types = Types()
     ids = [types.new(ValueType(Aval((2, 3), d))) for d in ("float32", "bfloat16", "no such type")]
     assert ids == [0, 1, 2]
-    assert [types.size_bytes(0), types.sizes[1]] == [24, 12]
+    assert [types.sizes[0], types.sizes[1]] == [24, 12]
     with pytest.raises(ValueError, match="unknown dtype 'no such type'"):
-        types.size_bytes(2)
+        types.sizes[2]
     assert [v for v, _ in types.items()] == ids
 
 

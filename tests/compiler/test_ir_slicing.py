@@ -8,12 +8,12 @@ import pytest
 from compiler_inputs import Body
 
 from jaxpp_async.compiler.ir import Flat
-from jaxpp_async.compiler.ir_slicing import LightOps, cut, eliminate_dead
+from jaxpp_async.compiler.ir_slicing import LightOps, eliminate_dead, select_needed, split_needed
 from jaxpp_async.markers.reductions import Max, Stack, Sum
 
 
 def halves(body: Body, wanted: str) -> tuple[list[str], list[str]]:
-    first, second = cut(body.ops, body.refs(wanted))
+    first, second = split_needed(body.ops, body.refs(wanted))
     return body.show(first), body.show(second)
 
 
@@ -25,6 +25,16 @@ def test_operations_are_cut_into_those_that_are_needed_and_the_others_in_program
     assert halves(body, "d e") == (body.show(body.ops), [])
 
 
+def test_needed_operations_are_selected_whole_and_in_program_order():
+    body = Body(x=(2,))
+    body.add("a = neg x", "b = neg x")
+    body.add("u v = checkpoint a", expand=lambda: pytest.fail("a selected operation is never expanded"))
+    body.add("c = mul u b", "d = neg c")
+    assert body.show(select_needed(body.ops, body.refs("u"))) == ["a = neg x", "u v = checkpoint a"]
+    assert body.show(select_needed(body.ops, body.refs("c x"))) == body.show(body.ops[:4])
+    assert select_needed(body.ops, body.refs("x")) == ()
+
+
 def checkpoint() -> Body:
     body = Body(x=(2,))
     inner = body.inside()
@@ -33,7 +43,7 @@ def checkpoint() -> Body:
     return body
 
 
-def test_a_checkpoint_of_which_some_results_are_wanted_is_opened():
+def test_a_checkpoint_of_which_some_results_are_wanted_is_expanded():
     assert halves(checkpoint(), "u") == (
         ["p = tanh x", "q = mul p p", "u = copy q"],
         ["r = mul p x", "v = copy r"],

@@ -7,24 +7,24 @@ import pytest
 from compiler_inputs import Body, two_stages
 
 from jaxpp_async.compiler.ir import Types
-from jaxpp_async.compiler.loop_commuting import Results, results
-from jaxpp_async.compiler.stage_assignment import Stages
+from jaxpp_async.compiler.loop_commuting import LoopResults, commute_results
+from jaxpp_async.compiler.stage_assignment import StageAssignment
 from jaxpp_async.markers.reductions import Max, Sum
 from jaxpp_async.program.instructions import Aval
 
 
-def found_for(body: Body, outputs: str, *reductions) -> Results:
-    return results(Stages(body.loop(outputs, reductions=reductions), body.types), body.types)
+def found_for(body: Body, outputs: str, *reductions) -> LoopResults:
+    return commute_results(StageAssignment(body.loop(outputs, reductions=reductions), body.types), body.types)
 
 
 def texts(
-    body: Body, found: Results, result: int = 0
+    body: Body, found: LoopResults, result: int = 0
 ) -> tuple[list[str], list[str] | None, dict[str, list[str]]]:
-    """Of one result: its parts, its tail, and what tasks do more."""
+    """Of one result: its parts, its epilogue, and what tasks do more."""
     added = {f"{ty}{stage}": body.show(ops) for (ty, stage), ops in found.added.items()}
     parts = [f"{body.name(p.value)} of {p.task[0]}{p.task[1]}" for p in found.parts[result]]
-    tail = found.tails[result]
-    return parts, None if tail is None else body.show(tail.ops), added
+    epilogue = found.epilogues[result]
+    return parts, None if epilogue is None else body.show(epilogue.ops), added
 
 
 APART = ["a of bwd1", "b of bwd0"]
@@ -32,7 +32,7 @@ HALVED = {"bwd1": ["v1 = mul a #0.5"], "bwd0": ["v2 = mul b #0.5"]}
 
 
 @pytest.mark.parametrize(
-    ("lines", "parts", "tail", "added"),
+    ("lines", "parts", "epilogue", "added"),
     [
         pytest.param(["g = add_any a b '"], APART, ["v1 = add_partial a b"], {}, id="a sum"),
         pytest.param(
@@ -76,14 +76,14 @@ HALVED = {"bwd1": ["v1 = mul a #0.5"], "bwd0": ["v2 = mul b #0.5"]}
     ],
 )
 def test_a_gradient_of_two_stages_is_accumulated_in_each_and_joined_behind_the_loop(
-    lines, parts, tail, added
+    lines, parts, epilogue, added
 ):
     body = two_stages()
     body.add("a2[3,3] = dot_general dy y '", *lines)
-    assert texts(body, found_for(body, "g")) == (parts, tail, added)
+    assert texts(body, found_for(body, "g")) == (parts, epilogue, added)
 
 
-def test_what_the_tail_replaces_is_dropped_from_the_loop():
+def test_what_the_epilogue_replaces_is_dropped_from_the_loop():
     body = two_stages()
     body.add("s = add_any a b '", "g = mul s #0.5")
     found = found_for(body, "g loss")
@@ -172,7 +172,7 @@ def test_parts_summed_apart_and_joined_are_the_sum_of_the_whole():
                 env[op.outputs[0]] = op.run([env[r] if isinstance(r, int) else r.value for r in op.inputs])[0]
         for p in found.parts[0]:
             totals[p.value] = totals.get(p.value, 0) + env[p.value]
-    (tail,) = found.tails
-    for op in tail.ops:
+    (epilogue,) = found.epilogues
+    for op in epilogue.ops:
         totals[op.outputs[0]] = op.run([totals[r] for r in op.inputs])[0]
-    assert (totals[tail.value] == whole).all()
+    assert (totals[epilogue.value] == whole).all()

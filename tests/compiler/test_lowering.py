@@ -76,7 +76,7 @@ def everywhere() -> GraphBuilder:
 
 
 def passed_through() -> GraphBuilder:
-    """Arguments returned unchanged, donated or not; one donated and unused; one moved and not kept."""
+    """Arguments returned unchanged, donated and not; one donated and unused; one moved and not kept."""
     g = GraphBuilder(2)
     g.output(g.input("kept", 0), 0)
     g.output(g.input("donated", 0, donated=True), 0)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from compiler_inputs import Body
 
-from jaxpp_async.compiler.outer_ops import OuterStep, giver, replaced, without_dead
+from jaxpp_async.compiler.outer_ops import OuterStep, replaced, source_actor, without_dead
 
 
 @pytest.mark.parametrize(
     ("holders", "wanted", "expected"), [({2, 1, 3}, 3, 3), ({2, 1, 3}, 0, 1), ([2], 2, 2), ([5, 4], 9, 4)]
 )
 def test_a_value_comes_from_the_actor_itself_or_else_from_the_lowest(holders, wanted, expected):
-    assert giver(holders, wanted) == expected
+    assert source_actor(holders, wanted) == expected
 
 
 def step() -> tuple[Body, OuterStep]:

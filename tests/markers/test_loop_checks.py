@@ -11,11 +11,11 @@ import pytest
 
 from jaxpp_async.errors import StageError
 from jaxpp_async.markers.loop_checks import (
-    check_no_batch,
-    check_option,
-    check_order,
-    microbatch_count,
+    check_num_microbatches,
+    count_microbatches,
     reductions_for,
+    refuse_batch_as_schedule,
+    refuse_loss_before_gradients,
 )
 from jaxpp_async.markers.reductions import Concat, Max, Mean, Stack, Sum
 
@@ -31,7 +31,7 @@ def of(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
 
 @pytest.mark.parametrize(("wanted", "count"), [(None, None), (1, 1), (np.int64(4), 4)])
 def test_the_number_of_microbatches_is_an_integer_or_not_given(wanted, count):
-    assert check_option(wanted) == count
+    assert check_num_microbatches(wanted) == count
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_number_of_microbatches_is_an_integer_or_not_given(wanted, count):
 )
 def test_another_number_of_microbatches_is_refused(wanted, error, says):
     with pytest.raises(error) as caught:
-        check_option(wanted)
+        check_num_microbatches(wanted)
     assert str(caught.value) == says
 
 
@@ -58,7 +58,7 @@ class Own:
 
 @pytest.mark.parametrize("schedule", [[], [[]], 7, "text", Own()], ids=lambda s: type(s).__name__)
 def test_a_wrong_schedule_that_is_no_batch_is_left_to_where_it_is_used(schedule):
-    check_no_batch(schedule, LINE)
+    refuse_batch_as_schedule(schedule, LINE)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_wrong_schedule_that_is_no_batch_is_left_to_where_it_is_used(schedule)
 )
 def test_a_batch_in_the_place_of_the_schedule_is_refused_with_how_to_write_it(batch):
     with pytest.raises(TypeError) as caught:
-        check_no_batch(batch, LINE)
+        refuse_batch_as_schedule(batch, LINE)
     name = type(batch).__name__
     assert str(caught.value).startswith(
         f"{LINE}: argument 2 of accumulate_grads is a {name}, not a schedule; write `accumulate_grads(fn, "
@@ -75,7 +75,7 @@ def test_a_batch_in_the_place_of_the_schedule_is_refused_with_how_to_write_it(ba
 
 @pytest.mark.parametrize(("shapes", "wanted"), [([(4, 2), (4,)], None), ([(4,)], 4)])
 def test_a_batch_has_as_many_microbatches_as_its_leaves_share(shapes, wanted):
-    assert microbatch_count(["x", "y"][: len(shapes)], shapes, wanted, LINE) == 4
+    assert count_microbatches(["x", "y"][: len(shapes)], shapes, wanted, LINE) == 4
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_batch_has_as_many_microbatches_as_its_leaves_share(shapes, wanted):
 )
 def test_a_batch_without_a_usable_axis_is_refused_with_its_line_its_leaf_and_a_remedy(shapes, wanted, says):
     with pytest.raises(StageError) as caught:
-        microbatch_count(["x", "y"][: len(shapes)], shapes, wanted, LINE)
+        count_microbatches(["x", "y"][: len(shapes)], shapes, wanted, LINE)
     assert str(caught.value).startswith(f"{LINE}: {says}")
 
 
@@ -199,7 +199,7 @@ def aux_first(x):
 def order_of(fn) -> None:
     x = jnp.ones(3)
     body, shapes = jax.make_jaxpr(fn, return_shape=True)(x)
-    check_order(shapes, body, LINE)
+    refuse_loss_before_gradients(shapes, body, LINE)
 
 
 @pytest.mark.parametrize(

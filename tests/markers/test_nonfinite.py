@@ -7,13 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_async.markers.markers import Checker, blame, blame_in_loop, wanted
+from jaxpp_async.markers.nonfinite import (
+    NonfiniteChecker,
+    describe_origin,
+    describe_origin_in_loop,
+    forbids_nonfinite,
+)
 
 
 @pytest.mark.parametrize(("nans", "infs"), [(False, False), (True, False), (False, True)])
 def test_they_are_looked_for_only_where_jax_forbids_them(nans, infs):
     with jax.debug_nans(nans), jax.debug_infs(infs):
-        assert wanted() is (nans or infs)
+        assert forbids_nonfinite() is (nans or infs)
 
 
 @pytest.mark.parametrize(
@@ -39,14 +44,14 @@ def test_they_are_looked_for_only_where_jax_forbids_them(nans, infs):
     ],
 )
 def test_the_first_operation_is_blamed_and_arguments_that_came_with_one_are_named(found, places, names, text):
-    assert blame(np.array(found), places, names) == text
+    assert describe_origin(np.array(found), places, names) == text
     if text is not None:
-        assert ", microbatch 2" in blame(np.array(found), places, names, ", microbatch 2")
+        assert ", microbatch 2" in describe_origin(np.array(found), places, names, ", microbatch 2")
 
 
 def looked_at(fn, *args, nans: bool = False, infs: bool = False):
     """Results of a function that is run equation by equation, and what was seen at which place."""
-    closed, checker = jax.make_jaxpr(fn)(*args), Checker()
+    closed, checker = jax.make_jaxpr(fn)(*args), NonfiniteChecker()
 
     def run(args):
         results = checker.run_closed(closed, args, "unknown line")
@@ -94,9 +99,9 @@ def test_the_microbatch_that_makes_one_is_named_and_that_of_an_argument_too():
     fine = batch[::2]
     body = jax.make_jaxpr(lambda w, x, i: jnp.sqrt(x) * w)(np.float32(1), batch[0], np.int32(0))
     with jax.debug_nans(True):
-        text = blame_in_loop(body, [np.float32(1), batch], 1, 3, ["batch"])
-        given = blame_in_loop(body, [np.float32(np.nan), fine], 1, 2, ["batch"])
-        nothing = blame_in_loop(body, [np.float32(1), fine], 1, 2, ["batch"])
+        text = describe_origin_in_loop(body, [np.float32(1), batch], 1, 3, ["batch"])
+        given = describe_origin_in_loop(body, [np.float32(np.nan), fine], 1, 2, ["batch"])
+        nothing = describe_origin_in_loop(body, [np.float32(1), fine], 1, 2, ["batch"])
     assert text.endswith(": invalid value (nan) encountered in sqrt, microbatch 1")
     assert given.endswith("mul, microbatch 0; a value that the loop's function closes over had one already")
     assert nothing is None

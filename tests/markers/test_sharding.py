@@ -11,16 +11,16 @@ from jaxpp_async.errors import ShardingError
 from jaxpp_async.markers.logical_axes import (
     AXIS_TYPES,
     axis_rules,
-    bring,
-    has_axes,
+    explicit_sharding,
+    has_explicit_axes,
     leaf_specs,
-    of,
-    replicated_unless_given,
-    resolve,
+    replicate_unless_given,
+    reshard_to,
+    resolve_names,
     result_type,
     shard,
-    typed,
-    unreduced,
+    struct_with_spec,
+    unreduced_axes,
 )
 
 EXPLICIT = AbstractMesh((2,), ("x",), axis_types=(AxisType.Explicit,))
@@ -31,7 +31,7 @@ LEAF = jax.ShapeDtypeStruct((4,), jnp.float32)
 
 @pytest.mark.parametrize(("mesh", "found"), [(None, False), (AUTO, False), (EXPLICIT, True), (BOTH, True)])
 def test_a_mesh_puts_shardings_into_types_if_one_of_its_axes_is_explicit(mesh, found):
-    assert has_axes(mesh) is found
+    assert has_explicit_axes(mesh) is found
 
 
 def test_the_names_of_axis_types_are_those_that_users_give():
@@ -40,18 +40,18 @@ def test_the_names_of_axis_types_are_those_that_users_give():
 
 def test_without_explicit_axes_nothing_is_known_and_nothing_is_done():
     x = jnp.ones(4)
-    assert of(jax.typeof(x)) is None
-    assert bring(x, None) is x
-    assert replicated_unless_given(LEAF) is LEAF
+    assert explicit_sharding(jax.typeof(x)) is None
+    assert reshard_to(x, None) is x
+    assert replicate_unless_given(LEAF) is LEAF
     with jax.sharding.use_abstract_mesh(AUTO):
-        assert replicated_unless_given(LEAF) is LEAF
+        assert replicate_unless_given(LEAF) is LEAF
 
 
 def test_an_argument_without_a_sharding_is_whole_on_every_device():
     with jax.sharding.use_abstract_mesh(EXPLICIT):
-        found = replicated_unless_given(jax.ShapeDtypeStruct((4,), jnp.float32, weak_type=True))
-        given = typed(LEAF, EXPLICIT, ("x",))
-        assert replicated_unless_given(given) is given
+        found = replicate_unless_given(jax.ShapeDtypeStruct((4,), jnp.float32, weak_type=True))
+        given = struct_with_spec(LEAF, EXPLICIT, ("x",))
+        assert replicate_unless_given(given) is given
     assert (found.sharding, found.weak_type) == (NamedSharding(EXPLICIT, PartitionSpec()), True)
 
 
@@ -59,11 +59,11 @@ def test_a_value_is_brought_to_another_sharding_and_left_alone_in_its_own():
     split = NamedSharding(EXPLICIT, PartitionSpec("x"))
 
     def whole_to_split(x):
-        assert bring(x, jax.typeof(x).sharding) is x
-        return bring(x, split)
+        assert reshard_to(x, jax.typeof(x).sharding) is x
+        return reshard_to(x, split)
 
     with jax.sharding.use_abstract_mesh(EXPLICIT):
-        jaxpr = jax.make_jaxpr(whole_to_split)(typed(LEAF, EXPLICIT, ()))
+        jaxpr = jax.make_jaxpr(whole_to_split)(struct_with_spec(LEAF, EXPLICIT, ()))
     assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["reshard"]
     assert of_result(jaxpr) == PartitionSpec("x")
 
@@ -74,17 +74,17 @@ def of_result(jaxpr) -> PartitionSpec:
 
 def test_the_type_of_a_result_has_its_sharding():
     with jax.sharding.use_abstract_mesh(EXPLICIT):
-        found = result_type(lambda x: x * 2, typed(LEAF, EXPLICIT, ("x",)))
-        assert of(jax.make_jaxpr(lambda x: x)(found).out_avals[0]).spec == PartitionSpec("x")
+        found = result_type(lambda x: x * 2, struct_with_spec(LEAF, EXPLICIT, ("x",)))
+        assert explicit_sharding(jax.make_jaxpr(lambda x: x)(found).out_avals[0]).spec == PartitionSpec("x")
     assert (found.shape, found.sharding.spec) == ((4,), PartitionSpec("x"))
     assert result_type(lambda x: x.sum(), LEAF).sharding is None
 
 
 def test_axes_that_are_still_to_be_added_over_come_in_the_meshs_order():
     mesh = AbstractMesh((2,) * 6, tuple("abcdef"), axis_types=(AxisType.Explicit,) * 6)
-    assert unreduced(None) == ()
-    assert unreduced(NamedSharding(mesh, PartitionSpec("a"))) == ()
-    assert unreduced(NamedSharding(mesh, PartitionSpec("b", unreduced=set("fedca")))) == tuple("acdef")
+    assert unreduced_axes(None) == ()
+    assert unreduced_axes(NamedSharding(mesh, PartitionSpec("a"))) == ()
+    assert unreduced_axes(NamedSharding(mesh, PartitionSpec("b", unreduced=set("fedca")))) == tuple("acdef")
 
 
 # ---------------------------------------------------------------- logical names and the user's shardings
@@ -102,7 +102,7 @@ def test_axes_that_are_still_to_be_added_over_come_in_the_meshs_order():
     ],
 )
 def test_logical_names_become_mesh_axes_each_at_most_once(names, spec):
-    assert resolve(names, {"batch": "x", "both": ("x", "y")}) == spec
+    assert resolve_names(names, {"batch": "x", "both": ("x", "y")}) == spec
 
 
 TWO, SUMMANDS = PartitionSpec(None, None), PartitionSpec(unreduced={"x"})
@@ -110,7 +110,9 @@ TWO, SUMMANDS = PartitionSpec(None, None), PartitionSpec(unreduced={"x"})
 
 def specs(prefix, tree, *shapes, axes=(("x", 2), ("y", 3))):
     names = [f"arg[{k}]" for k in range(len(shapes))]
-    return leaf_specs(prefix, tree, names, shapes, axes=dict(axes), rules={"batch": "x"}, what="in_shardings")
+    return leaf_specs(
+        prefix, tree, names, shapes, axes=dict(axes), rules={"batch": "x"}, where="in_shardings"
+    )
 
 
 def test_a_prefix_says_the_sharding_of_all_leaves_below_it():
