@@ -33,7 +33,7 @@ SAME_EVERYWHERE = ("jaxpp-async", "jax", "jaxlib")
 """Packages of which hosts need this machine's version: programs are made here and run there."""
 
 SHM_BYTES = 64 << 20
-"""What UCX's queues between a few actors of a host need; containers have that little by default."""
+"""The bytes that UCX's queues between a few actors of a host need; a container has that little by default."""
 
 _OLDEST_PYTHON = (3, 11)
 _SHOWN = ("jaxpp-async", "jax", "jaxlib", "numpy")
