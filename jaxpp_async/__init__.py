@@ -1,6 +1,26 @@
-"""jaxpp_async: MPMD pipeline parallelism for JAX, run by async actors.
+"""Train pipelined JAX models over async actors: MPMD pipeline parallelism for JAX, with asyncio and UCX.
 
-Names load on first use, so that importing the package does not import JAX (an actor sets its environment first).
+A user marks the stages of a step function (`pipeline_yield`, `accumulate_grads`), starts a `RemoteMesh` of
+actors, and runs steps on it. Names load on first use, so that importing the package does not import JAX: an
+actor sets its environment first. The packages in reading order:
+
+mesh, session   what a user holds: a mesh, steps, arrays on actors
+markers         functions that mark stages, loops and shardings in a step function
+compiler        a step function to one program an actor
+schedules       orders of tasks, their validation and their timing
+program         the frozen types of programs, which all others share
+controller      the user's side of the actors: requests, health, restarts
+actors          an actor process, which runs programs
+launch          launchers that start actors here, over ssh, and under Slurm or Ray
+protocol        messages and connections between controller and actors
+transport       arrays between actors: UCX, NCCL, shared memory
+layout          which part of an array lies where
+checkpoint      trees of arrays saved to files and restored
+storage         the files and folders of checkpoints
+timeline        what actors did in a step, and where the time went
+doctor          checks whether a run would work on these hosts
+jax_bridge      the only modules that touch private or unstable JAX
+base            small things that need nothing else of this package
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The entry of the command line: `python -m jaxpp_async`."""
+"""Run the command line: `python -m jaxpp_async`."""
 
 from jaxpp_async.cli import app
 

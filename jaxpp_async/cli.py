@@ -1,4 +1,4 @@
-"""cli: the command line, `python -m jaxpp_async`. Options in; text or JSON on stdout and an exit status out."""
+"""Offer the command line `python -m jaxpp_async`, which prints text or JSON and ends with an exit status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from jaxpp_async.doctor.examine import ExaminationPlan, examine
-from jaxpp_async.doctor.facts import Asked, HostFacts
+from jaxpp_async.doctor.facts import Asked
 from jaxpp_async.doctor.gather import gather
 from jaxpp_async.doctor.judge import judge, would_work
 from jaxpp_async.doctor.show import as_flags, as_json, print_findings
@@ -25,7 +25,7 @@ from jaxpp_async.launch.options import LaunchOptions
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 WRONG_USE = 2
-"""Exit status where what was asked cannot be: as of every command line."""
+"""Exit status where the options are wrong, as of every command line."""
 
 
 class PlatformChoice(StrEnum):
@@ -41,7 +41,7 @@ class TransportChoice(StrEnum):
 
 @app.callback()
 def top() -> None:
-    """jaxpp_async: pipelines of JAX models over async actors."""
+    """Run pipelines of JAX models over async actors."""
 
 
 @app.command()
@@ -86,7 +86,7 @@ def doctor(
     Exit status 0: it would. 1: it would not. 2: the options are wrong.
     """
     if facts:
-        typer.echo(json.dumps(dataclasses.asdict(asyncio.run(_facts(platform.value))), indent=1))
+        typer.echo(json.dumps(dataclasses.asdict(asyncio.run(gather(platform.value))), indent=1))
         return
     asked = Asked(platform.value, transport.value, actors, devices_per_actor, processes_per_actor, slurm)
     options: dict[str, Any] = {
@@ -118,7 +118,3 @@ async def _doctor(launching: LaunchOptions, asked: Asked, measures: bool) -> Any
     console = Console(stderr=True)
     with console.status("looking") as status:  # shows nothing where nobody watches
         return await examine(plan, reach, status.update)
-
-
-async def _facts(platform: str) -> HostFacts:
-    return await gather(platform)

@@ -1,4 +1,4 @@
-"""errors: the exception tree. Everything a user can catch from this package derives from `JaxppAsyncError`."""
+"""Define the errors of this package; all that a user can catch from it derive from `JaxppAsyncError`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ class JaxppAsyncError(Exception):
 
 
 class UnsupportedError(JaxppAsyncError):
-    """The program cannot be pipelined. Names the primitive, the stage and the user's line, and says what to change."""
+    """The program cannot be pipelined.
+
+    The message names the primitive, the stage and the user's line, and says what to change.
+    """
 
 
 class ScheduleError(JaxppAsyncError, ValueError):
-    """A schedule with a wrong number of stages, a task twice, missing or too early, or one that deadlocks."""
+    """A schedule has a wrong number of stages, a task twice, missing or too early, or it deadlocks."""
 
 
 class StageError(JaxppAsyncError, ValueError):
-    """A stage needs a later stage's value in the same microbatch, or the loop has no usable microbatch axis."""
+    """A stage needs a later stage's value in the same microbatch, or a loop has no usable microbatch axis."""
 
 
 class ShardingError(JaxppAsyncError, ValueError):
@@ -31,25 +34,25 @@ class MeshError(JaxppAsyncError, ValueError):
 
 
 class ArrayError(JaxppAsyncError, ValueError):
-    """A `RemoteArray` of another mesh, a donated, deleted or failed one, or one that JAX was given as a value."""
+    """A `RemoteArray` cannot be used: another mesh's, donated, deleted, lost, or given to JAX as a value."""
 
 
 class InstallError(JaxppAsyncError, ImportError):
-    """A package that the asked feature needs is missing; names the extra that brings it."""
+    """A package that the requested feature needs is missing; the message names the extra that brings it."""
 
 
 # ---------------------------------------------------------------- raised while actors run
 
 
 class ActorError(JaxppAsyncError):
-    """Something failed on an actor, or between two.
+    """Something failed on an actor, or between two actors.
 
     Attributes:
         actor: id of the actor, or None.
-        host: its host name.
-        pid: its process id.
-        step: the number of your step that was under way, or for which an argument was being moved, counted from 0 over
-            the mesh's life; or None.
+        host: name of its host, or None.
+        pid: id of its process, or None.
+        step: number of the user's step that was under way, or for which an argument was being moved, counted
+            from 0 over the mesh's life; or None.
         instruction: text of the instruction under way, or None.
     """
 
@@ -76,7 +79,7 @@ class ActorDiedError(ActorError):
 
 
 class StateLostError(ActorDiedError):
-    """An actor was lost together with the one that held the copy of its arrays: no restart can bring them back."""
+    """An actor was lost together with the one that held its arrays' copy: no restart can bring them back."""
 
 
 class ActorUnresponsiveError(ActorError):
@@ -97,11 +100,11 @@ class RemoteError(ActorError):
 
 
 class TransferError(ActorError):
-    """A transfer between two actors failed. Names both and the buffer."""
+    """A transfer between two actors failed. The message names both and the buffer."""
 
 
 class ProtocolError(ActorError):
-    """A peer sent what the protocol forbids: a wrong size, sequence number, MAC or message."""
+    """A peer sent something that the protocol forbids: a wrong size, sequence number, MAC or message."""
 
 
 class HandshakeError(ProtocolError):
@@ -117,7 +120,7 @@ class MeshClosedError(ActorError):
 
 
 class CheckpointError(JaxppAsyncError):
-    """A checkpoint could not be written or read; names the path and the cause."""
+    """A checkpoint could not be written or read; the message names the path and the cause."""
 
 
 class RestartBudgetExceeded(ActorError):

@@ -1,6 +1,8 @@
-"""mesh: `RemoteMesh`, what users hold. In: the user's steps and values. Out: `RemoteArray`s.
+"""Offer `RemoteMesh`, through which users run steps, keep arrays on actors, and save checkpoints.
 
-Owns the actors' controller and its life; `running` runs steps, `values` puts and fetches.
+The mesh owns the controller of its actors. Its parts do the work: `session.step_runner` runs steps,
+`session.host_transfers` puts and fetches arrays, `checkpoint.save` and `checkpoint.restore` save and restore
+them.
 """
 
 from __future__ import annotations
@@ -27,49 +29,60 @@ from jaxpp_async.session.host_transfers import RemoteValues
 from jaxpp_async.session.step import DistributedStep, StepOptions
 from jaxpp_async.session.step_future import StepFuture
 from jaxpp_async.session.step_runner import StepRunner
-from jaxpp_async.storage import checkpoint_folder
+from jaxpp_async.storage.checkpoint_folder import CheckpointPath
 from jaxpp_async.timeline import Timeline
 
 
 class RemoteMesh:
-    """A group of actors, each a group of devices that run one SPMD program; an async context manager that owns them.
+    """A group of actors, each a group of devices that run one SPMD program.
+
+    The mesh is an async context manager that starts and ends the actors: `async with RemoteMesh(4) as mesh:`.
 
     Args:
-        num_actors: how many, an int or a tuple of one.
-        spmd_mesh: shape of each actor: axis name to size, or sizes (axes `"data"`, `"model"`). Empty: one device.
+        num_actors: the number of actors, an int or a tuple of one.
+        spmd_mesh: shape of each actor: axis name to size, or sizes (axes `"data"`, `"model"`). Empty: one
+            device.
         axis_types: `"auto"` (the default) or `"explicit"`, by axis name.
-        axis_rules: logical axis name to mesh axis, for `shard` and shardings by name.
-        hosts: machines to run on over ssh: a hostfile's path, or a list such as `["node1 slots=2", "node2"]`.
-        launcher: `"local"` (processes of this machine, the default), `"inline"` (actors inside this process), `"ssh"`
-            (the default with `hosts`), `"slurm"`, `"ray"`, or a `Launcher`. See docs/launching.md, also for the next.
-        python: the interpreter on the hosts; default: this one's path. A host's own setting wins, here and below.
-        cpus, devices: CPU numbers (`"0-15"`) and `CUDA_VISIBLE_DEVICES` (`"0-7"`), shared out among a host's actors.
+        axis_rules: logical axis name to mesh axis, for `shard` and for shardings by name.
+        hosts: machines to run on over ssh: the path of a hostfile, or a list such as `["node1 slots=2",
+            "node2"]`.
+        launcher: `"local"` (processes on this machine, the default), `"inline"` (actors inside this process),
+            `"ssh"` (the default with `hosts`), `"slurm"`, `"ray"`, or a `Launcher`. docs/launching.md
+            describes them, and the options from `python` to `ssh_options`.
+        python: the interpreter on the hosts; default: this one's path. A host's own setting wins over this
+            option and over those below.
+        cpus, devices: CPU numbers (`"0-15"`) and `CUDA_VISIBLE_DEVICES` (`"0-7"`), shared out among a host's
+            actors.
         interface, ports: network device and range of TCP ports of the data plane (`"ib0"`, `"47000-47100"`).
-        control_address: where this process listens for actors on other hosts; default: the address that reaches them.
+        control_address: where this process listens for actors on other hosts; default: the address that
+            reaches them.
         ssh_options: words for `ssh`, such as `["-o", "ProxyJump=gate"]`.
         transport: `"ucx"` (the default), `"nccl"` (GPUs only: see docs/nccl.md) or `"memory"` (inline only).
-        platform: `"cpu"` or `"cuda"`; default: what this machine has (`"cuda"` if GPUs and a JAX for them), whatever
-            hosts have.
-        setup: `"module:function"` called in each actor before JAX starts.
+        platform: `"cpu"` or `"cuda"`; default: what this machine has (`"cuda"` if it has GPUs and a JAX for
+            them), whatever the hosts have.
+        setup: `"module:function"`, called in each actor before JAX starts.
         env: environment variables of the actors' processes.
-        processes_per_actor: of how many processes each actor is, which share its devices out; default: one, or with
-            `hosts` as many as it takes for an actor that is larger than a host. See docs/processes.md.
-        max_restarts: how often actors that died, or hang, may be replaced within ten minutes; training then goes on
-            where it was, with the same numbers. 0: a failure ends the mesh. See docs/restarts.md.
-        backup_every: with `max_restarts`, how many steps lie between two copies of the state in the actors' memory.
-        progress_timeout_s: how long a step may stand still while nobody computes (longer by a second for each 50 MB
-            that are on their way) until its actors are asked why, and it is given up.
+        processes_per_actor: number of processes of each actor, which share its devices out; default: one, or
+            with `hosts` as many as an actor needs that is larger than a host. See docs/processes.md.
+        max_restarts: how often actors that died, or hang, may be replaced within ten minutes; training then
+            goes on where it was, with the same numbers. 0: a failure ends the mesh. See docs/restarts.md.
+        backup_every: with `max_restarts`, the number of steps between two copies of the state in the actors'
+            memory.
+        progress_timeout_s: seconds that a step may make no progress while no actor computes (one second more
+            for each 50 MB that are on their way); the actors are then asked why, and the step is given up.
         max_inflight: how many steps may be under way at once.
-        compilation_cache: folder of JAX's persistent compilation cache, None for none; default: the one that
-            `JAX_COMPILATION_CACHE_DIR` names, else one for each host in the user's cache folder. With
-            `launcher="inline"` this process's JAX uses it until the mesh closes, unless it has a cache of its own.
-        launch_timeout_s: until every actor is ready.
-        lease_s: how long actors wait for a sign of life of this process, which only a stopped process, or a native call
-            that holds Python's GIL, does not give; then each ends itself. See docs/operations.md.
+        compilation_cache: folder of JAX's persistent compilation cache, or None for no cache; default: the
+            folder that `JAX_COMPILATION_CACHE_DIR` names, else one for each host in the user's cache folder.
+            With `launcher="inline"` this process's JAX uses it until the mesh closes, unless JAX has a cache
+            of its own.
+        launch_timeout_s: seconds until every actor has to be ready.
+        lease_s: seconds that actors wait for a sign of life of this process, after which each actor ends
+            itself. Only a stopped process, or a native call that holds Python's GIL, gives none for that
+            long. See docs/operations.md.
 
     Raises:
-        MeshError: options that contradict each other, or ask for what there is not.
-        ShardingError: a rule that names an unknown axis.
+        MeshError: options contradict each other, or ask for what the machines do not have.
+        ShardingError: a rule names an unknown axis.
     """
 
     @mesh_options.only_known
@@ -137,11 +150,7 @@ class RemoteMesh:
             env=env,
             cache_dir=compilation_cache,
             transport=mesh_options.transport(
-                transport,
-                self._launcher,
-                inline,
-                platform=platform,
-                num_actors=self.num_actors,
+                transport, self._launcher, inline, platform=platform, num_actors=self.num_actors
             ),
             inline=inline,
             processes_per_actor=each,
@@ -149,7 +158,7 @@ class RemoteMesh:
         max_inflight = mesh_options.count_of("max_inflight", max_inflight, least=1)
         self._options = ControllerOptions(
             config,
-            max_restarts=mesh_options.count_of("max_restarts", max_restarts, least=0),
+            max_restarts=max_restarts,
             progress_s=mesh_options.seconds("progress_timeout_s", progress_timeout_s),
             backup_every=mesh_options.count_of("backup_every", backup_every, least=1),
             launch_timeout_s=mesh_options.seconds("launch_timeout_s", launch_timeout_s),
@@ -177,7 +186,10 @@ class RemoteMesh:
             state = "failed" if any(actor.state == "failed" for actor in self.actors) else "closed"
         else:
             state = "running"
-        return f"<RemoteMesh: {count} actor{'s' * (count != 1)}{split}, {type(self._launcher).__name__}, {state}>"
+        return (
+            f"<RemoteMesh: {count} actor{'s' * (count != 1)}{split}, {type(self._launcher).__name__}, "
+            f"{state}>"
+        )
 
     # ---------------------------------------------------------------- life
 
@@ -198,33 +210,38 @@ class RemoteMesh:
             )
 
     def __exit__(self, *exc: object) -> None:
-        """Never reached."""
+        """Exist for `with`, which looks for this method first; `__enter__` raises before it could run."""
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End the actors. Arrays of the mesh cannot be used afterwards. A second call does nothing."""
+        """End the actors; the mesh's arrays cannot be used afterwards. A second call does nothing."""
         if self._controller is not None:
             await self._saver.aclose()
             await self._controller.aclose()
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has closed or failed: nothing can be run on it any more."""
+        """Whether the mesh has closed or failed: nothing can be run on it any more."""
         return self._controller is not None and self._controller.is_closed
 
     @property
     def actors(self) -> tuple[ActorInfo, ...]:
-        """One entry an actor: `id host pid devices state`, and its `processes`."""
+        """One entry an actor, with its `id`, `host`, `pid`, `devices` and `state`, and its `processes`."""
         return tuple(self._running().actors)
 
     def events(self, *, history: bool = True) -> Events:
-        """What happens to the mesh and its actors, as it happens: an async iterator of `events.Event`s that ends after
-        `closed`. Any number of them; one that is not read holds nobody up. See docs/operations.md.
+        """Iterate over what happens to the mesh and its actors, as it happens.
+
+        Any number of iterators may be open; one that is not read does not slow the mesh down. See
+        docs/operations.md.
 
         Args:
-            history: begin with what has happened so far; False: with what happens next.
+            history: True: begin with what has happened so far; False: begin with what happens next.
+
+        Returns:
+            An async iterator of `Event`s, which ends after the event `closed`.
         """
         return self._events.subscribe(history=history)
 
@@ -246,20 +263,24 @@ class RemoteMesh:
         static_argnums: int | Sequence[int] = (),
         name: str | None = None,
     ) -> DistributedStep:
-        """A step for this mesh, traced and compiled at its first run for each set of shapes, dtypes and static values.
+        """Make a step for this mesh from an ordinary step function.
+
+        The step is traced and compiled at its first run for each set of shapes, dtypes and static values. If
+        the function calls `accumulate_grads`, its loops are pipelined.
 
         Args:
-            fn: an ordinary step function; with `accumulate_grads` in it, its loops are pipelined.
-            in_shardings: over one actor's devices: a tree prefix of the arguments made of `PartitionSpec`s,
-                `NamedSharding`s, tuples of logical names, and None (inferred).
+            fn: the step function.
+            in_shardings: how arguments are sharded over one actor's devices: a tree prefix of the arguments
+                made of `PartitionSpec`s, `NamedSharding`s, tuples of logical names, and None (inferred).
             out_shardings: the same for the results.
-            donate_argnums: arguments whose buffers the step may reuse; they cannot be used afterwards, unless its `run`
-                is cancelled. A host value is never touched.
+            donate_argnums: arguments whose buffers the step may reuse; they cannot be used afterwards, unless
+                the step's `run` is cancelled. A host value is never changed.
             static_argnums: hashable arguments that are part of the program.
-            name: what logs and errors call it; None: `fn`'s name.
+            name: the step's name in logs and errors; None: the name of `fn`.
 
         Raises:
-            TypeError: `fn` cannot be called. ValueError: numbers of arguments that it does not have.
+            TypeError: `fn` cannot be called.
+            ValueError: an option names an argument that `fn` does not have.
         """
         if not callable(fn):
             raise deliberate(TypeError(f"mesh.distributed takes a step function; got {fn!r}"))
@@ -271,16 +292,18 @@ class RemoteMesh:
 
     @says_to_await
     async def run(self, step: DistributedStep, *args: Any) -> Any:
-        """Run one step; returns when every actor has finished it.
+        """Run one step, and return when every actor has finished it.
 
-        A `run` that is cancelled once its step was sent (also by Ctrl-C and `asyncio.timeout`) leaves it running: the
-        step counts. Each donated array that a result continues then stands for that result, so the same variables go
-        on with the next batch; other results are gone. A warning in the log says so, and docs/failures.md what
-        continues what. The next step waits for its end: the event `waiting` says so after 5 s. Its host arrays may
-        still be on their way: with `max_restarts=0` do not change them in place before another step has returned.
+        A `run` that is cancelled after its step was sent (also by Ctrl-C and `asyncio.timeout`) leaves the
+        step running, and the step counts. Each donated array that a result continues then stands for that
+        result, so the same variables go on with the next batch; other results are lost. A warning in the log
+        says so, and docs/failures.md says which result continues which argument. The next step waits until
+        the cancelled one has ended: the event `waiting` reports that after 5 s. Host arrays of the cancelled
+        step may still be on their way: with `max_restarts=0` do not change them in place before another step
+        has returned.
 
         Returns:
-            `fn`'s result tree, of `RemoteArray`s.
+            The result tree of the step function, of `RemoteArray`s.
 
         Raises:
             ActorError: an actor died or its code failed.
@@ -291,35 +314,42 @@ class RemoteMesh:
 
     @says_to_await
     async def submit(self, step: DistributedStep, *args: Any) -> StepFuture:
-        """Start one step; returns once it is compiled and admitted (at most `max_inflight` are under way).
+        """Start one step, and return once it is compiled and started.
+
+        At most `max_inflight` steps are under way at once; further ones wait here.
 
         Returns:
             The step under way; its `outputs` may be passed to the next step at once.
 
         Raises:
-            ActorError: an actor or the mesh failed before it was admitted.
+            ActorError: an actor or the mesh failed before the step was started.
             ArrayError, and the errors of `step.compile`: before any actor runs.
         """
         with HiddenFrames():
             return await self._runner.submit(self._checked(step), args)
 
     def last_step_stats(self) -> list[StepStats]:
-        """Where each actor's time went in the last finished step, and what its buffers held."""
-        return list(self._runner.last_stats)
+        """Return where each actor's time went in the last finished step and what its buffers held.
+
+        The list is empty before the first step has finished.
+        """
+        return [] if self._runner.last is None else self._runner.last.stats()
 
     def last_step_timeline(self) -> Timeline:
-        """What each actor did in the last finished step, instruction by instruction, and when.
+        """Return what each actor did in the last finished step, instruction by instruction, and when.
 
-        `print` shows where the time went, by actor, by task and by cause; `.write(path)` makes a trace for Perfetto.
-        Actors stamp every instruction of every step, so nothing has to be switched on before. With several steps under
-        way, `StepFuture.timeline()` has that of a certain one. See docs/timeline.md.
+        `print` shows where the time went, by actor, by task and by cause; `.write(path)` makes a trace for
+        Perfetto. Actors stamp every instruction of every step, so nothing has to be switched on before. With
+        several steps under way, `StepFuture.timeline()` returns the timeline of a certain one. See
+        docs/timeline.md.
 
-        A step that failed or was aborted has none: the last that finished stays. One that a restart ran again has that
-        of the run that counted. It is still there when the mesh has failed or is closed.
+        A step that failed or was aborted has no timeline: the last step that finished stays. A step that a
+        restart ran again has the timeline of the run that counted. The timeline is still there when the mesh
+        has failed or is closed.
 
         Returns:
-            Its times are seconds since the step's start, on this process's clock; how far off those of actors on other
-            hosts may be, its `clock_error_s` says.
+            The timeline, with times in seconds since the step's start on this process's clock; its
+            `clock_error_s` says how far off the times of actors on other hosts may be.
 
         Raises:
             MeshError: no step has finished yet.
@@ -342,12 +372,13 @@ class RemoteMesh:
     @mesh_options.only_known
     @says_to_await
     async def put(self, tree: Any, like: Any = None) -> Any:
-        """Host values to actors.
+        """Put host values on actors.
 
         Args:
-            tree: arrays, scalars, keys.
-            like: `(step, argnum)`: where that step (compiled before) keeps that argument; or a tree of `RemoteArray`s
-                of the same structure. None: they stay here until their first use.
+            tree: arrays, scalars, PRNG keys.
+            like: where the values go. `(step, argnum)`: where that step, compiled before, keeps that
+                argument. A tree of `RemoteArray`s of the same structure: where these lie. None: the values
+                stay in this process until their first use.
 
         Returns:
             The tree, of `RemoteArray`s.
@@ -362,7 +393,7 @@ class RemoteMesh:
     @mesh_options.only_known
     @says_to_await
     async def fetch(self, tree: Any) -> Any:
-        """Bring arrays here.
+        """Fetch arrays from the actors.
 
         Args:
             tree: `RemoteArray`s; other leaves stay as they are.
@@ -371,7 +402,7 @@ class RemoteMesh:
             The tree, of numpy arrays (PRNG keys as JAX key arrays).
 
         Raises:
-            ArrayError: an array was donated, deleted, lost to a failure, or is another mesh's.
+            ArrayError: an array was donated, deleted, lost to a failure, or belongs to another mesh.
             ActorError: an actor or the mesh failed.
         """
         with HiddenFrames():
@@ -381,37 +412,34 @@ class RemoteMesh:
 
     @property
     def saver(self) -> Saver:
-        """Its saves (for `Checkpoints`)."""
+        """The saves of this mesh, for `Checkpoints`."""
         return self._saver
 
     @mesh_options.only_known
     @says_to_await
     async def save(
-        self,
-        path: checkpoint_folder.Path,
-        tree: Any,
-        *,
-        wait: bool = True,
-        on_progress: OnProgress | None = None,
+        self, path: CheckpointPath, tree: Any, *, wait: bool = True, on_progress: OnProgress | None = None
     ) -> Saving:
-        """Save a tree as it is now: after the steps submitted before, whatever is submitted behind.
+        """Save a tree as it is after the steps submitted before and before those submitted later.
 
-        Each actor writes what it holds, an array on several of them once. The folder then holds this checkpoint, or,
-        should anything fail, what it held before. One save is under way at a time; another waits first.
+        Each actor writes the arrays that it holds; an array on several actors is written once. The folder
+        then holds this checkpoint, or, should anything fail, what it held before. One save is under way at a
+        time; another waits first.
 
         Args:
-            path: a folder; made if it is missing. Text, bytes or a `Path`.
+            path: a folder, made if it is missing. Text, bytes or a `Path`.
             tree: `RemoteArray`s, host arrays, PRNG keys, and Python's bool, int, float, complex and str.
-            wait: False: return once the arrays are taken hold of: they may then be donated while files are written.
+            wait: False: return once the actors hold on to the arrays: these may then be donated while files
+                are written.
             on_progress: called with the `Saving` each time that a file is on the disk.
 
         Returns:
-            The save: whole, or (`wait=False`) under way and to be awaited.
+            The save: complete, or (`wait=False`) under way and to be awaited.
 
         Raises:
-            CheckpointError: it failed, or another save has replaced what was there meanwhile; names the file and the
-                cause. Nothing of it is left.
-            ArrayError: an array was donated, deleted, or is another mesh's.
+            CheckpointError: the save failed, or another save has replaced what was there meanwhile; names the
+                file and the cause. Nothing of the failed save is left.
+            ArrayError: an array was donated, deleted, or belongs to another mesh.
             MeshClosedError: the mesh is closed or has failed.
         """
         with HiddenFrames():
@@ -419,21 +447,23 @@ class RemoteMesh:
 
     @mesh_options.only_known
     @says_to_await
-    async def restore(self, path: checkpoint_folder.Path, like: Any) -> Any:
-        """Bring back what `save` saved, from however many actors and with whatever schedule.
+    async def restore(self, path: CheckpointPath, like: Any) -> Any:
+        """Restore what `save` saved, from however many actors and with whatever schedule.
 
         Args:
             path: the checkpoint's folder, as every actor sees it.
-            like: what to restore, and where to: a tree with the saved paths, in which `(step, argnum)` stands for that
-                argument of a step compiled before, and an array goes where that step keeps it. A `RemoteArray` asks for
-                its own place, a `ShapeDtypeStruct` (as of `jax.eval_shape`) for a `RemoteArray` that waits here for its
-                first use; numpy and JAX arrays and Python scalars ask for a value of their kind.
+            like: what to restore, and where to: a tree with the saved paths. `(step, argnum)` stands for that
+                argument of a step compiled before: each array goes where that step keeps it. A `RemoteArray`
+                asks for its own place, a `ShapeDtypeStruct` (as of `jax.eval_shape`) for a `RemoteArray` that
+                waits in this process for its first use; numpy and JAX arrays and Python scalars ask for a
+                value of their kind.
 
         Returns:
             The tree.
 
         Raises:
-            CheckpointError: no checkpoint, a broken one, or another tree, shape or dtype than `like`; names the path.
+            CheckpointError: there is no checkpoint, or it is broken, or has another tree, shape or dtype than
+                `like`; names the path.
             ActorError: the mesh failed.
         """
         with HiddenFrames():
@@ -456,10 +486,12 @@ def _argnums(name: str, value: int | Sequence[int], fn: Callable) -> tuple[int, 
 
 
 def _most_arguments(fn: Callable) -> int | None:
-    """How many arguments `fn` can be called with by position; None: any number, or nobody knows."""
+    """Return how many arguments `fn` can be called with by position; None: any number, or an unknown one."""
     try:
-        parameters = inspect.signature(fn, follow_wrapped=False).parameters.values()  # a wrapper may add some
-    except (TypeError, ValueError):  # builtins and the like have no signature
+        parameters = inspect.signature(
+            fn, follow_wrapped=False
+        ).parameters.values()  # a wrapper may add parameters
+    except (TypeError, ValueError):  # builtins have no signature
         return None
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None

@@ -1,4 +1,4 @@
-"""testing: a pytest plugin for asyncio integration tests of pipelined steps. Loaded by pytest itself once installed.
+"""Test steps in pytest: a plugin with the fixture `remote_mesh`, which pytest loads by itself.
 
     async def test_trains(remote_mesh):
         mesh = await remote_mesh(2, launcher="inline")
@@ -6,9 +6,9 @@
         state, losses = await mesh.run(step, state, batch)
         assert_close(await losses, expected)
 
-Meshes are shared by the session: starting actors and compiling is what costs. They live on one event loop, so tests
-that use them run on the session's: set `asyncio_default_test_loop_scope = "session"`, or mark them
-`@pytest.mark.asyncio(loop_scope="session")`. Needs pytest-asyncio.
+The session's tests share meshes: starting actors and compiling take most of the time. The meshes live on one
+event loop, so tests that use them run on the session's: set `asyncio_default_test_loop_scope = "session"`, or
+mark the tests `@pytest.mark.asyncio(loop_scope="session")`. The plugin needs pytest-asyncio.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ GetMesh: TypeAlias = "Callable[..., Awaitable[RemoteMesh]]"
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def remote_mesh() -> AsyncIterator[GetMesh]:
-    """`await remote_mesh(num_actors, **options)`: a mesh that the session shares and closes at its end.
+    """Offer `await remote_mesh(num_actors, **options)`: a mesh that the session shares and closes at its end.
 
-    Options are those of `RemoteMesh`. A mesh that has failed or closed is replaced by a new one.
+    The options are those of `RemoteMesh`. A mesh that has failed or closed is replaced by a new one.
     """
     meshes: dict[Any, RemoteMesh] = {}
     loop = asyncio.get_running_loop()
@@ -59,8 +59,9 @@ def assert_close(actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float 
 
     Args:
         actual, expected: trees of the same structure (`await mesh.fetch(tree)` for remote ones).
-        rtol: of each leaf's largest magnitude, so that a value near zero in a large leaf is not held to its own size.
-        atol: added to it; default: none.
+        rtol: tolerance relative to each leaf's largest magnitude, so that a value near zero in a large leaf
+            is not compared with its own size.
+        atol: added to that tolerance; default: none.
 
     Raises:
         AssertionError: structures, shapes, dtypes or values differ.
@@ -87,7 +88,7 @@ def assert_close(actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float 
             continue
         wide = np.complex128 if np.iscomplexobj(want) else np.float64
         got, want = got.astype(wide), want.astype(wide)
-        # What is not finite has to be the same, and says nothing about the size of the rest.
+        # Values that are not finite have to be equal, and do not count for the leaf's magnitude.
         same = (got == want) | (np.isnan(got) & np.isnan(want))
         with np.errstate(invalid="ignore"):
             worst = np.where(same, 0.0, np.abs(got - want)).max()

@@ -56,7 +56,7 @@ def test_the_facts_of_this_machine_are_printed_without_a_judgement(monkeypatch):
         assert platform == "cuda"
         return FACTS
 
-    monkeypatch.setattr(cli, "_facts", facts)
+    monkeypatch.setattr(cli, "gather", facts)
     result = CliRunner().invoke(app, ["doctor", "--facts", "--platform", "cuda"])
     assert result.exit_code == 0
     assert json.loads(result.stdout)["hostname"] == "n"

@@ -390,7 +390,8 @@ class Actor:
             if self._closed:
                 return
             reply = failed_reply(message.request, error)
-            # Its frames hold arrays, and futures that have the error: only the garbage collector would free those.
+            # Its frames hold arrays, and futures that have the error: only the garbage collector would free
+            # those.
             traceback.clear_frames(error.__traceback__)
         self._send(reply)
 

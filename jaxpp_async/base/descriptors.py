@@ -1,4 +1,5 @@
-"""Count this process's file descriptors, and keep pipes, sockets and others from the processes that it starts.
+"""Count this process's file descriptors, and keep pipes, sockets and others from the processes that it
+starts.
 
 A forked worker that outlives this process would otherwise hold them open, and the processes at their other
 ends would not notice that this process is gone. A program that this process starts would inherit the
@@ -74,7 +75,8 @@ def open_descriptors() -> list[int]:
 
 
 def num_descriptors() -> int:
-    """Count the descriptors that this process has open; where it cannot, return the limit, which leaves none free."""
+    """Count the descriptors that this process has open; where it cannot, return the limit, which leaves none
+    free."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1  # the listing's own
     except OSError:  # no /proc, or not even one more descriptor

@@ -29,7 +29,7 @@ Kind: TypeAlias = Literal[
     "closed",
     "lost",
 ]
-"""What can happen. An iterator alone makes `lost` events, in the place of events that it was too slow to
+"""The kinds of events. An iterator alone makes `lost` events, in the place of events that it was too slow to
 read.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Sequence
 
 
 def printable(text: str) -> str:
@@ -52,3 +53,14 @@ def in_words(error: BaseException) -> ErrorInWords:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     printed = "".join(traceback.format_exception(error))
     return ErrorInWords(printable(name), printable(str(error)), printable(printed))
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its type if the message is empty."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """List names for a message: the first `most` of them, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

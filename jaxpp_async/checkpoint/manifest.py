@@ -1,8 +1,11 @@
-"""manifest: what a checkpoint holds, to JSON text and back. Pure: reads and writes no file. Trusts no field that it
-reads: a checkpoint may come from anywhere.
+"""Convert what a checkpoint holds to JSON text and back, and choose which actor writes which array.
 
-A path names a leaf as `jax.tree_util.keystr(path, simple=True, separator="/")` does, `params/blocks/0/w`; a `/` or `~`
-inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901), and the only leaf of a tree is `.`.
+The functions are pure: they read and write no file. No field that is read is trusted: a checkpoint may come
+from anywhere.
+
+A path names a leaf as `jax.tree_util.keystr(path, simple=True, separator="/")` does, `params/blocks/0/w`; a
+`/` or `~` inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901), and the only leaf of a tree
+is `.`.
 """
 
 from __future__ import annotations
@@ -25,26 +28,26 @@ from jaxpp_async.errors import CheckpointError
 FORMAT = "jaxpp-async checkpoint"
 VERSION = 1
 ROOT = "."
-"""The path of a tree that is a leaf."""
+"""The path of a tree that is itself a leaf."""
 
 PlainValue: TypeAlias = bool | int | float | complex | str
-"""Leaves that stand in the manifest itself."""
+"""The types of leaves whose value stands in the manifest itself."""
 
 PLAIN_TYPES: tuple[type, ...] = (bool, int, float, complex, str)
 
 _LIMIT = 1 << 63
 _MAX_AXES, _MAX_ITEM_BYTES = 64, 32
-"""Of numpy's arrays, which have fewer than `_LIMIT` bytes."""
+"""The limits of numpy's arrays, which have fewer than `_LIMIT` bytes."""
 
 _OF_ML_DTYPES = [t for t in vars(ml_dtypes).values() if isinstance(t, type) and issubclass(t, np.generic)]
 _DTYPES = frozenset(
     np.dtype(kind).name
     for kind in (*"?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], *_OF_ML_DTYPES)
 )
-"""Types of numbers: bytes read as anything else may be pointers."""
+"""Names of the types of numbers: bytes that are read as another type may be pointers."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-"""In the checkpoint's own folder: no way out of it, whatever a manifest says."""
+"""A file in the checkpoint's own folder: no manifest can name a file outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class File:
     """A file of arrays.
 
     Args:
-        written_by: who wrote it and where, for people who look for it.
+        written_by: the process that wrote the file and its host, for people who look for the file.
     """
 
     size_bytes: int
@@ -64,9 +67,11 @@ class Piece:
     """A part of an array that several processes have written.
 
     Args:
-        file: its file's name. name: under which it is there.
-        start: where it begins in the array. shape: its own.
-        sha256: of its C-order little-endian bytes.
+        file: name of the file.
+        name: name of the part in that file.
+        start: where the part begins in the array, one index an axis.
+        shape: the part's own shape.
+        sha256: digest of its C-order little-endian bytes.
     """
 
     file: str
@@ -78,15 +83,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array in a file, under its path; or in pieces, which together are all of it.
+    """An array that is stored in a file under its path, or in pieces which together are all of it.
 
     Args:
-        file: the file's name.
-        dtype: numpy or ml_dtypes name; key arrays stand as their `uint32` data.
-        shape: of what is stored: for key arrays, of their data.
-        sha256: of its C-order little-endian bytes; empty for one in pieces, whose `file` is the first's.
+        file: name of the file.
+        dtype: numpy or ml_dtypes name; key arrays are stored as their `uint32` data.
+        shape: shape of what is stored: for key arrays, of their data.
+        sha256: digest of its C-order little-endian bytes; empty for an array in pieces, whose `file` is that
+            of the first piece.
         key_impl: PRNG implementation, for key arrays.
-        pieces: in the order of their beginnings; none: it is in one piece.
+        pieces: the pieces in the order of their beginnings; none: the array is in one piece.
     """
 
     file: str
@@ -99,7 +105,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All of a checkpoint: its files by name, its arrays and its plain values by path."""
+    """The content of a checkpoint: its files by name, its arrays and its plain values by path."""
 
     files: Mapping[str, File]
     arrays: Mapping[str, Array]
@@ -107,17 +113,17 @@ class Manifest:
 
     @property
     def paths(self) -> list[str]:
-        """Every leaf's."""
+        """The paths of all leaves."""
         return [*self.arrays, *self.values]
 
     @property
     def size_bytes(self) -> int:
-        """Of its files."""
+        """Size of all files, in bytes."""
         return sum(file.size_bytes for file in self.files.values())
 
 
 def to_text(manifest: Manifest) -> str:
-    """JSON that `parse` reads, with a checksum of itself."""
+    """Write a manifest as JSON that `parse` reads, with a checksum of itself."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -134,8 +140,10 @@ def to_text(manifest: Manifest) -> str:
 
 
 def parse(text: str) -> Manifest:
-    """Raises:
-    CheckpointError: says what is wrong with it.
+    """Read a manifest from its JSON text.
+
+    Raises:
+        CheckpointError: the text is no manifest, or is corrupt; says what is wrong with it.
     """
     try:
         content = json.loads(text, object_pairs_hook=_mapping, parse_constant=_refuse_constant)
@@ -154,13 +162,13 @@ def parse(text: str) -> Manifest:
         arrays = {path: _array(fields, files) for path, fields in content["arrays"].items()}
         values = {path: _value(fields) for path, fields in content["values"].items()}
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        # Whole, but not of our making.
+        # The checksum is right, but this package has not written this.
         raise CheckpointError(f"has a field that cannot be read: {printable(str(error))}") from None
     return Manifest(files, arrays, values)
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Of two values under one key some readers would take the first, some the last."""
+    """Make a JSON object. A key that stands twice is an error: readers differ in which value they take."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         raise ValueError("a key stands twice in one object")
@@ -172,7 +180,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _short(value: Any, at_most: int = 80) -> str:
-    """A value of unknown shape and size, for an error: of a container the type alone."""
+    """Shorten a value of unknown type and size for an error; of a container only the type is named."""
     if isinstance(value, str | int | float | bool | None):
         return printable(f"{value!r:.{at_most}}")
     return f"a {type(value).__name__}"
@@ -216,7 +224,7 @@ def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
 
 
 def _are_apart(pieces: Sequence[Piece]) -> bool:
-    """Whether they are cells of a grid, as the parts of a sharded array are, and no cell comes twice."""
+    """Whether the pieces are cells of a grid, as the parts of a sharded array are, and none comes twice."""
     pieces = [piece for piece in pieces if 0 not in piece.shape]
     if len({piece.start for piece in pieces}) < len(pieces):
         return False
@@ -247,7 +255,7 @@ def _piece(fields: Mapping[str, Any], whole: list[int], files: Mapping[str, File
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it is a string that can be sent and printed: JSON can also spell halves of characters."""
+    """Whether a value is a string that can be sent and printed: JSON can also spell halves of characters."""
     return type(value) is str and printable(value) == value
 
 
@@ -273,7 +281,10 @@ def _array_fields(array: Array) -> dict[str, Any]:
 
 
 def _value_fields(value: PlainValue) -> dict[str, Any]:
-    """JSON has neither complex numbers nor NaN: numbers that are not whole stand as Python writes them."""
+    """Write a plain value as JSON fields.
+
+    JSON has neither complex numbers nor NaN: numbers that it lacks are written as Python writes them.
+    """
     kind = type(value).__name__
     is_json = isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
     return {"type": kind, "value": value if is_json else repr(value)}
@@ -292,21 +303,22 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# ---------------------------------------------------------------- which array is written by whom
+# ---------------------------------------------------------------- which actor writes which array
 
 
-def share_out(sizes: Mapping[Any, int], holders: Mapping[Any, tuple[int, ...]]) -> dict[int, list[Any]]:
-    """Give each array to one of the actors that hold it, so that each writes about as many bytes.
+def assign_writers(sizes: Mapping[Any, int], holders: Mapping[Any, tuple[int, ...]]) -> dict[int, list[Any]]:
+    """Give each array to one of the actors that hold it, so that each actor writes about as many bytes.
 
     Args:
-        sizes: bytes of each array. holders: the actors that have it, at least one.
+        sizes: bytes of each array.
+        holders: the actors that hold each array, at least one.
 
     Returns:
-        Each actor's arrays, in the order in which they were given.
+        The arrays of each actor, in the order in which they were given.
     """
     load: dict[int, int] = {}
     writer: dict[Any, int] = {}
-    # Those that leave no choice first, then the largest: what comes last evens out what came before.
+    # Arrays with one holder come first, then the largest: the last arrays even out the loads.
     for array in sorted(sizes, key=lambda a: (len(holders[a]) > 1, -sizes[a])):
         actor = min(holders[array], key=lambda a: (load.get(a, 0), a))
         load[actor] = load.get(actor, 0) + sizes[array]
@@ -317,14 +329,14 @@ def share_out(sizes: Mapping[Any, int], holders: Mapping[Any, tuple[int, ...]]) 
     return shares
 
 
-def in_files(arrays: list[Any], sizes: Mapping[Any, int], file_bytes: int) -> list[list[Any]]:
-    """Cut a list of arrays into files of about `file_bytes`; one array is never cut."""
+def split_into_files(arrays: list[Any], sizes: Mapping[Any, int], file_bytes: int) -> list[list[Any]]:
+    """Split a list of arrays into files of about `file_bytes`; no array is split."""
     files: list[list[Any]] = []
-    room = 0
+    left_bytes = 0
     for array in arrays:
-        if not files or sizes[array] > room:
+        if not files or sizes[array] > left_bytes:
             files.append([])
-            room = file_bytes
+            left_bytes = file_bytes
         files[-1].append(array)
-        room -= sizes[array]
+        left_bytes -= sizes[array]
     return files

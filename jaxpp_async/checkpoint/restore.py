@@ -1,18 +1,19 @@
-"""restoring: a checkpoint's folder and a `like` in, a tree of arrays out. Each actor reads only what it is to hold."""
+"""Restore a tree of arrays from a checkpoint's folder; each actor reads only what it is to hold."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from jaxpp_async.base.printable import shown
+from jaxpp_async.base.printable import listed, shown
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
-from jaxpp_async.checkpoint.save import failed
+from jaxpp_async.checkpoint.save import checkpoint_failure
 from jaxpp_async.checkpoint.trees import RestoreTarget
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.startup import all_of
@@ -22,87 +23,16 @@ from jaxpp_async.protocol.messages import Done, FilePart, FilePiece, ReadFile
 from jaxpp_async.session.host_transfers import RemoteValues
 from jaxpp_async.session.remote_array import DELETED, RemoteArray
 from jaxpp_async.storage import checkpoint_folder, tensor_files
+from jaxpp_async.storage.checkpoint_folder import CheckpointPath
 
 _SHOWN = 5
 """How many other checkpoints an error names."""
 
 _ATTEMPTS = 10
-"""How often a restore begins: anew if a save has replaced the checkpoint that it was reading."""
+"""How often a restore begins: once more each time a save has replaced the checkpoint that was being read."""
 
 
-def load_manifest(folder: str) -> m.Manifest:
-    """A checkpoint's manifest.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or a broken one; names the file and what is wrong with it.
-    """
-    path = os.path.join(folder, checkpoint_folder.MANIFEST)
-    try:
-        data = checkpoint_folder.read_manifest(folder)
-        if data is None:
-            raise CheckpointError(f"{shown(folder)}: there is no checkpoint: {_found_instead(folder)}")
-        text = data.decode()
-    except NotADirectoryError:
-        raise CheckpointError(f"{shown(folder)}: there is no checkpoint: {_found_instead(folder)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{shown(path)}: {getattr(error, 'strerror', None) or error}") from error
-    try:
-        return m.parse(text)
-    except CheckpointError as error:
-        raise CheckpointError(f"{shown(path)}: {error}") from None
-
-
-def _found_instead(folder: str) -> str:
-    """Describe, for an error, what there is in the place of a checkpoint, and where there are some."""
-    parent = os.path.dirname(folder)
-    if inside := _checkpoints_in(folder):
-        one = shown(os.path.join(folder, inside[0]))
-        return (
-            f"it is a folder of checkpoints, {_some(inside)}; give one of them ({one}), or restore the newest with "
-            "jpp.Checkpoints(mesh, path).restore(like)"
-        )
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        is_part_of_one = os.path.isfile(os.path.join(parent, checkpoint_folder.MANIFEST))
-        return "it is a file" + (
-            f"; give the folder that it is in: {shown(parent)}" if is_part_of_one else ""
-        )
-    beside = _checkpoints_in(parent)
-    return _nothing_but(folder) + (
-        f"; in {shown(parent)} there are {_some(beside)}"
-        if beside
-        else "; nor is there one in it or beside it"
-    )
-
-
-def _nothing_but(folder: str) -> str:
-    """Describe a path without a manifest."""
-    if not os.path.isdir(folder):
-        return "there is no such folder"
-    names = sorted(os.listdir(folder))
-    if checkpoint_folder.written_by_saves(names):
-        return f"{checkpoint_folder.MANIFEST} is missing: a save was broken off here, or is still writing"
-    return (
-        f"{checkpoint_folder.MANIFEST} is missing: {'in it are ' + _some(names) if names else 'it is empty'}"
-    )
-
-
-def _checkpoints_in(directory: str) -> list[str]:
-    """The names of folders that have a manifest; of numbered ones, the newest first."""
-    try:
-        names = sorted(os.listdir(directory), reverse=True)
-    except OSError:
-        return []
-    return [n for n in names if os.path.isfile(os.path.join(directory, n, checkpoint_folder.MANIFEST))]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(shown, names[:_SHOWN])) + more
-
-
-async def restore(
-    controller: Controller, values: RemoteValues, path: checkpoint_folder.Path, like: Any
-) -> Any:
+async def restore(controller: Controller, values: RemoteValues, path: CheckpointPath, like: Any) -> Any:
     """See `RemoteMesh.restore`."""
     folder = checkpoint_folder.absolute(path)
     wanted, structure = trees.targets(like)
@@ -117,7 +47,7 @@ async def restore(
     attempts_left = _ATTEMPTS
     while True:
         try:
-            found = await _read(controller, values, folder, manifest, wanted)
+            found = await _Reading(controller, values, folder, manifest).read(wanted)
             return structure.unflatten([found[path] for path in wanted])
         except CheckpointError as error:
             attempts_left -= 1
@@ -131,29 +61,12 @@ async def restore(
 
 
 def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
-    """The manifest of the save that has replaced this one meanwhile, and removed its files; None if none has."""
+    """Return the manifest of the save that has replaced `than` and removed its files; None if none has."""
     try:
         found = load_manifest(folder)
     except CheckpointError:
         return None
     return found if found != than else None
-
-
-async def _read(
-    controller: Controller,
-    values: RemoteValues,
-    folder: str,
-    manifest: m.Manifest,
-    wanted: dict[str, RestoreTarget],
-) -> dict[str, Any]:
-    try:
-        trees.check_matches(wanted, manifest)
-    except CheckpointError as error:
-        raise CheckpointError(f"{shown(folder)}: {error}") from None
-    try:
-        return await _Reading(controller, values, folder, manifest).read(wanted)
-    except ActorError as error:
-        raise failed(folder, "restored", error) from error
 
 
 class _Reading:
@@ -163,7 +76,15 @@ class _Reading:
         self._controller, self._values, self._folder, self._manifest = controller, values, folder, manifest
 
     async def read(self, wanted: dict[str, RestoreTarget]) -> dict[str, Any]:
-        """Every leaf, by path."""
+        """Read every leaf, by path.
+
+        Raises:
+            CheckpointError: the checkpoint has other leaves than `wanted`, or cannot be read.
+        """
+        try:
+            trees.check_matches(wanted, self._manifest)
+        except CheckpointError as error:
+            raise CheckpointError(f"{shown(self._folder)}: {error}") from None
         remote = {
             path: self._values.new_array(target.value_type, target.actors)
             for path, target in wanted.items()
@@ -171,14 +92,16 @@ class _Reading:
         }
         try:
             return remote | await self._fill(wanted, remote)
-        except BaseException:  # also a cancellation: the actors are not to keep what nobody gets
+        except BaseException as error:  # also a cancellation: the actors do not keep what nobody gets
             for array in remote.values():
                 array.retire(DELETED, "its restore failed")
                 self._values.release(array)
+            if isinstance(error, ActorError):
+                raise checkpoint_failure(self._folder, "restored", error) from error
             raise
 
     async def _fill(self, wanted: dict[str, RestoreTarget], remote: dict[str, RemoteArray]) -> dict[str, Any]:
-        """Fill the arrays on the actors; the other leaves, by path."""
+        """Fill the arrays on the actors, and return the other leaves by path."""
         here = {path: target for path, target in wanted.items() if path not in remote}
         by_process: dict[ProcessId, dict[str, list[FilePart]]] = {}
         for path, array in remote.items():
@@ -208,20 +131,20 @@ class _Reading:
             by_process.setdefault(process, {}).setdefault(stored.file, []).append(part)
 
     async def _read_on(self, process: ProcessId, files: dict[str, list[FilePart]]) -> None:
-        """One file after the other, so that an actor's host memory holds no more than one of them."""
+        """Have a process read one file after the other: its host memory holds no more than one of them."""
         for name, parts in files.items():
-            make: Callable[[int], ReadFile] = _request(self._encoded(name), parts)
+            make = partial(ReadFile, path=self._encoded(name), parts=tuple(parts))
             await self._controller.request_log.send(process, make, Done)
 
     def _encoded(self, file: str) -> bytes:
-        """The path of a file, as it travels."""
+        """Return the path of a file as it travels."""
         return os.fsencode(os.path.join(self._folder, file))
 
     def _plain(self, path: str, array: RemoteArray) -> np.ndarray:
         return np.asarray(self._manifest.values[path], array.value_type.aval.dtype)
 
     def _read_here(self, paths: Sequence[str]) -> dict[str, np.ndarray]:
-        """Runs in a thread."""
+        """Read the arrays that are to stay in this process; runs in a thread."""
         by_file: dict[str, list[str]] = {}
         found: dict[str, np.ndarray] = {}
         for path in paths:
@@ -251,5 +174,73 @@ class _Reading:
         return RemoteArray(self._values, self._controller.new_array_id(), target.value_type, (), host=value)
 
 
-def _request(path: bytes, parts: Sequence[FilePart]) -> Callable[[int], ReadFile]:
-    return lambda request: ReadFile(request, path, tuple(parts))
+# ---------------------------------------------------------------- reading the manifest
+
+
+def load_manifest(folder: str) -> m.Manifest:
+    """Read a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or a broken one; names the file and what is wrong with it.
+    """
+    path = os.path.join(folder, checkpoint_folder.MANIFEST)
+    try:
+        data = checkpoint_folder.read_manifest(folder)
+        if data is None:
+            raise CheckpointError(f"{shown(folder)}: there is no checkpoint: {_found_instead(folder)}")
+        text = data.decode()
+    except NotADirectoryError:
+        raise CheckpointError(f"{shown(folder)}: there is no checkpoint: {_found_instead(folder)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{shown(path)}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        return m.parse(text)
+    except CheckpointError as error:
+        raise CheckpointError(f"{shown(path)}: {error}") from None
+
+
+def _found_instead(folder: str) -> str:
+    """Describe, for an error, what is at the path instead of a checkpoint, and where checkpoints are."""
+    parent = os.path.dirname(folder)
+    if inside := _checkpoints_in(folder):
+        one = shown(os.path.join(folder, inside[0]))
+        return (
+            f"it is a folder of checkpoints, {_some(inside)}; give one of them ({one}), or restore the "
+            "newest with jpp.Checkpoints(mesh, path).restore(like)"
+        )
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        is_part_of_one = os.path.isfile(os.path.join(parent, checkpoint_folder.MANIFEST))
+        return "it is a file" + (
+            f"; give the folder that it is in: {shown(parent)}" if is_part_of_one else ""
+        )
+    beside = _checkpoints_in(parent)
+    return _nothing_but(folder) + (
+        f"; in {shown(parent)} there are {_some(beside)}"
+        if beside
+        else "; nor is there one in it or beside it"
+    )
+
+
+def _nothing_but(folder: str) -> str:
+    """Describe a path without a manifest."""
+    if not os.path.isdir(folder):
+        return "there is no such folder"
+    names = sorted(os.listdir(folder))
+    if checkpoint_folder.written_by_saves(names):
+        return f"{checkpoint_folder.MANIFEST} is missing: a save was broken off here, or is still writing"
+    return (
+        f"{checkpoint_folder.MANIFEST} is missing: {'in it are ' + _some(names) if names else 'it is empty'}"
+    )
+
+
+def _checkpoints_in(directory: str) -> list[str]:
+    """Return the names of folders that have a manifest; of numbered ones, the newest first."""
+    try:
+        names = sorted(os.listdir(directory), reverse=True)
+    except OSError:
+        return []
+    return [n for n in names if os.path.isfile(os.path.join(directory, n, checkpoint_folder.MANIFEST))]
+
+
+def _some(names: Sequence[str]) -> str:
+    return listed([shown(name) for name in names], _SHOWN)

@@ -1,4 +1,4 @@
-"""series: `Checkpoints`: the numbered checkpoints of one run, saved in the background, the newest few kept."""
+"""Offer `Checkpoints`: a run's numbered checkpoints, saved in the background, the newest few kept."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jaxpp_async.base.printable import shown
 from jaxpp_async.checkpoint.save import OnProgress, Saver, Saving
 from jaxpp_async.errors import CheckpointError, MeshError
 from jaxpp_async.storage import checkpoint_folder
+from jaxpp_async.storage.checkpoint_folder import CheckpointPath
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -21,12 +22,12 @@ _NUMBER = re.compile(rf"\d{{{_DIGITS},}}")
 
 
 class Mesh(Protocol):
-    """What is needed of a `RemoteMesh`."""
+    """The part of a `RemoteMesh` that `Checkpoints` needs."""
 
     @property
     def saver(self) -> Saver: ...
 
-    async def restore(self, path: checkpoint_folder.Path, like: Any) -> Any: ...
+    async def restore(self, path: CheckpointPath, like: Any) -> Any: ...
 
 
 class Checkpoints:
@@ -41,16 +42,16 @@ class Checkpoints:
     Leaving the context waits for the save under way, and raises its error.
 
     Args:
-        mesh: whose arrays are saved and restored.
-        directory: made with the first save; one run's at a time.
-        keep: how many checkpoints stay of those up to the one that was saved last. Older ones are removed once that is
-            whole, never before.
+        mesh: the mesh whose arrays are saved and restored.
+        directory: the folder of the checkpoints, made with the first save; one run uses it at a time.
+        keep: how many checkpoints stay of those up to the one that was saved last. Older ones are removed
+            once that one is whole, never before.
 
     Raises:
         MeshError: `keep` is below 1.
     """
 
-    def __init__(self, mesh: Mesh, directory: checkpoint_folder.Path, *, keep: int = 3):
+    def __init__(self, mesh: Mesh, directory: CheckpointPath, *, keep: int = 3):
         if keep < 1:
             raise MeshError(f"keep is {keep}; at least one checkpoint has to stay")
         self._mesh, self._keep, self.directory = mesh, keep, checkpoint_folder.absolute(directory)
@@ -70,23 +71,25 @@ class Checkpoints:
     async def save(
         self, step_number: int, tree: Any, *, wait: bool = False, on_progress: OnProgress | None = None
     ) -> Saving:
-        """Save a tree as it is now, while training goes on. First waits for the save before it, if that still writes.
+        """Save a tree as it is now, while training goes on.
+
+        The save before this one is awaited first, if it still writes.
 
         Args:
-            step_number: names the checkpoint; one of the same number is replaced.
+            step_number: names the checkpoint; a checkpoint of the same number is replaced.
             tree, wait, on_progress: as of `RemoteMesh.save`.
 
         Returns:
             The save under way.
 
         Raises:
-            CheckpointError: this save failed, or the one before and nobody has been told.
+            CheckpointError: this save failed, or the one before it failed and nobody has seen that error.
             ArrayError, MeshClosedError: as `RemoteMesh.save`.
         """
         await self.wait()
 
         async def prune() -> None:
-            # Newer ones are of another run, or of before this one went back: this save may be the last, and stays.
+            # Newer ones are of another run, or of this run before it went back: this save stays in any case.
             for number in [n for n in self.step_numbers() if n <= step_number][: -self._keep]:
                 await self._mesh.saver.remove(self.path(number))
 
@@ -99,7 +102,7 @@ class Checkpoints:
         """Wait for the save under way.
 
         Raises:
-            CheckpointError: it failed, and nobody has been told.
+            CheckpointError: the save failed, and nobody has seen that error.
         """
         saving = self._current
         if saving is None:
@@ -115,7 +118,10 @@ class Checkpoints:
                 self._current = None
 
     async def restore(self, like: Any, step_number: int | None = None) -> Any:
-        """Restore a checkpoint, by default the newest; `like` is as of `RemoteMesh.restore`.
+        """Restore a checkpoint, by default the newest.
+
+        Args:
+            like: as of `RemoteMesh.restore`.
 
         Raises:
             CheckpointError: there is none, or it is broken; then names those that can be tried instead.
@@ -136,27 +142,29 @@ class Checkpoints:
             raise
 
     def latest(self) -> int | None:
-        """The step number of the newest checkpoint; None if there is none."""
+        """Return the step number of the newest checkpoint; None if there is none."""
         return max(self.step_numbers(), default=None)
 
     def step_numbers(self) -> list[int]:
-        """Those of all whole checkpoints, in ascending order."""
+        """Return the step numbers of all whole checkpoints, in ascending order."""
         return sorted(int(name) for name in self._folders() if self._is_whole(name))
 
     def path(self, step_number: int) -> str:
-        """The folder of a checkpoint."""
+        """Return the folder of a checkpoint."""
         return os.path.join(self.directory, f"{step_number:0{_DIGITS}d}")
 
     async def remove_leftovers(self) -> list[str]:
-        """Remove what saves have left whose process died: files that no manifest names, in `directory` itself too,
-        where `mesh.save` may have put one checkpoint. Nothing else removes them, for nobody can tell them from those of
-        a save under way: call this while no run saves here, also no other one.
+        """Remove the files of saves whose process died, which no manifest names.
+
+        That includes files in `directory` itself, where `mesh.save` may have put one checkpoint. Nothing else
+        removes such files, for nobody can tell them from those of a save under way: call this while no run
+        saves here, also no other run.
 
         Returns:
             The files removed, as paths.
 
         Raises:
-            CheckpointError: one cannot be removed.
+            CheckpointError: a file cannot be removed.
         """
         await self.wait()
         return await asyncio.to_thread(self._remove_leftovers)

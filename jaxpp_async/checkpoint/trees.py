@@ -1,5 +1,6 @@
-"""trees: a user's tree in, named leaves out; what is saved of each, and what each is to be restored as. Touches no
-file and no actor.
+"""Convert a user's tree to named leaves, and decide what each leaf is saved and restored as.
+
+The functions here touch no file and no actor.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async.base.printable import printable
+from jaxpp_async.base.printable import listed, printable
 from jaxpp_async.checkpoint.manifest import PLAIN_TYPES, ROOT, Array, Manifest, PlainValue
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import CheckpointError, MeshError
@@ -25,14 +26,14 @@ from jaxpp_async.session.step import DistributedStep, Slot
 # ---------------------------------------------------------------- saving
 
 _MOST_DIGITS = 4000
-"""Of a whole number: Python reads no more than 4300."""
+"""The most digits of a saved whole number: Python reads no more than 4300."""
 
 _TOO_LARGE = 10**_MOST_DIGITS
 
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """A tree's leaves by path: arrays on actors, arrays here, and what stands in the manifest itself."""
+    """The leaves of a tree by path: arrays on actors, arrays in this process, and values for the manifest."""
 
     remote: dict[str, RemoteArray]
     host: dict[str, np.ndarray]
@@ -41,14 +42,16 @@ class Leaves:
 
 
 def to_save(tree: Any, owner: Owner) -> Leaves:
-    """What is to be saved of a tree. Host arrays are copied: the user may change them while they are written.
+    """Collect what is to be saved of a tree.
+
+    Host arrays are copied: the user may change them while they are written.
 
     Args:
-        owner: of the mesh that saves.
+        owner: the owner of the saving mesh's arrays.
 
     Raises:
-        ArrayError: an array was donated, deleted, or is another mesh's.
-        CheckpointError: a leaf that cannot be saved, or two of one path; names them.
+        ArrayError: an array was donated, deleted, or belongs to another mesh.
+        CheckpointError: a leaf cannot be saved, or two leaves have one path; names them.
     """
     leaves = Leaves({}, {}, {}, {})
     for path, leaf in named_leaves(tree).items():
@@ -69,10 +72,10 @@ def to_save(tree: Any, owner: Owner) -> Leaves:
 
 
 def named_leaves(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
-    """A tree's leaves by path.
+    """Return the leaves of a tree by path.
 
     Raises:
-        CheckpointError: two leaves of one path, or a path that the format keeps for itself.
+        CheckpointError: two leaves have one path, or a path is one that the format keeps for itself.
     """
     named: dict[str, Any] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
@@ -97,8 +100,8 @@ def _path(keys: Sequence[Any]) -> str:
 def _check_value(path: str, value: PlainValue) -> None:
     if isinstance(value, str) and printable(value) != value:
         raise CheckpointError(
-            f"{path} is a str with surrogates in it, which UTF-8 cannot hold (a path, perhaps): save its bytes, as "
-            "np.frombuffer(os.fsencode(path), np.uint8)"
+            f"{path} is a str with surrogates in it, which UTF-8 cannot hold (a path, perhaps): save its "
+            "bytes, as np.frombuffer(os.fsencode(path), np.uint8)"
         )
     if isinstance(value, int) and abs(value) >= _TOO_LARGE:
         raise CheckpointError(
@@ -114,8 +117,8 @@ def _host_copy(path: str, leaf: Any, key_impls: dict[str, str]) -> np.ndarray:
         return np.array(leaf)
     if not isinstance(leaf, np.ndarray | np.generic):
         raise CheckpointError(
-            f"{path} is a {type(leaf).__name__}, which a checkpoint cannot hold; it holds arrays, PRNG keys, and "
-            "Python's bool, int, float, complex and str"
+            f"{path} is a {type(leaf).__name__}, which a checkpoint cannot hold; it holds arrays, PRNG keys, "
+            "and Python's bool, int, float, complex and str"
         )
     array = np.array(leaf)
     try:
@@ -135,11 +138,11 @@ def _host_copy(path: str, leaf: Any, key_impls: dict[str, str]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class RestoreTarget:
-    """What a leaf is to be restored as.
+    """The type and the place that a leaf is restored as.
 
     Args:
-        value_type: of the array, as it travels; None for a plain value.
-        actors: where it is to lie; empty: here.
+        value_type: type of the array, as it travels; None for a plain value.
+        actors: the actors on which the array is to lie; none: it stays in this process.
         like: the leaf that the user gave, where the value is to come back as one of its kind.
     """
 
@@ -149,10 +152,13 @@ class RestoreTarget:
 
 
 def targets(like: Any) -> tuple[dict[str, RestoreTarget], Any]:
-    """What the leaves of `like` ask for, by path, and the structure to build of them.
+    """Read from `like` what each leaf is to be restored as.
+
+    Returns:
+        The targets by path, and the structure to build of the restored leaves.
 
     Raises:
-        CheckpointError: a leaf that nothing can be restored as, or a step that was not compiled.
+        CheckpointError: nothing can be restored as a leaf of `like`, or a step in it was not compiled.
     """
     tree = jax.tree.map(_expanded, like, is_leaf=_is_argument)
     named = named_leaves(tree)
@@ -167,7 +173,7 @@ def _is_argument(node: Any) -> bool:
 
 
 def _expanded(node: Any) -> Any:
-    """`(step, argnum)` as that argument's tree, of `Slot`s; other nodes as they are."""
+    """Expand `(step, argnum)` to the tree of `Slot`s of that argument; return other nodes as they are."""
     if not _is_argument(node):
         return node
     step, argnum = node
@@ -175,10 +181,10 @@ def _expanded(node: Any) -> Any:
         compiled = step.latest("mesh.restore(like=(step, argnum))")
     except MeshError:
         raise CheckpointError(
-            f"`like` has (step, {argnum}), but step {step.__name__!r} has not been compiled, so nobody knows where it "
-            "keeps each leaf: give the shapes instead, `jax.eval_shape(init_fn)`, for arrays that wait on the "
-            "controller for their first use; or compile it with them first, `await step.compile(shapes, batch)`, for "
-            "actors that read what they are to hold"
+            f"`like` has (step, {argnum}), but step {step.__name__!r} has not been compiled, so nobody knows "
+            "where it keeps each leaf: give the shapes instead, `jax.eval_shape(init_fn)`, for arrays that "
+            "wait on the controller for their first use; or compile it with them first, `await "
+            "step.compile(shapes, batch)`, for actors that read what they are to hold"
         ) from None
     traced = compiled.compiled.traced
     slots = jax.tree.unflatten(traced.in_tree, compiled.inputs[: len(traced.arg_of)])
@@ -189,13 +195,17 @@ def _expanded(node: Any) -> Any:
     there = [str(found[0]) for number in numbers if (found := jax.tree.leaves(number))]
     have = f"argument{'s' * (len(there) > 1)} {', '.join(there)} ha{'ve' if len(there) > 1 else 's'}"
     raise CheckpointError(
-        f"`like` has (step, {argnum!r}), but step {step.__name__!r} has no argument {argnum!r} with arrays in it; "
-        f"{have if there else 'nor has any other'}"
+        f"`like` has (step, {argnum!r}), but step {step.__name__!r} has no argument {argnum!r} with arrays "
+        f"in it; {have if there else 'nor has any other'}"
     )
 
 
 def _target(key: str, leaf: Any) -> RestoreTarget:
-    """Args: key: where in `like` the leaf is, as Python indexes it; empty: it is `like`."""
+    """Make the target of one leaf of `like`.
+
+    Args:
+        key: where in `like` the leaf is, as Python indexes it; empty: the leaf is `like` itself.
+    """
     if isinstance(leaf, Slot):
         return RestoreTarget(leaf.type, leaf.home)
     if is_remote(leaf):
@@ -219,22 +229,25 @@ def _target(key: str, leaf: Any) -> RestoreTarget:
 
 
 def check_matches(wanted: dict[str, RestoreTarget], manifest: Manifest) -> None:
-    """Raises:
-    CheckpointError: the checkpoint has other leaves than `like`, or of another shape or dtype; names the first.
+    """Check that a checkpoint holds exactly the leaves that `like` asks for.
+
+    Raises:
+        CheckpointError: the checkpoint has other leaves, or one of another shape or dtype; names the first.
     """
     missing = [path for path in wanted if path not in manifest.arrays and path not in manifest.values]
     if missing:
         there = sorted(set(manifest.paths) - set(wanted))
         raise CheckpointError(
-            f"`like` has {_type_text(wanted[missing[0]])} at {_named(missing[0])}, where the checkpoint has nothing"
-            f"{_others(missing[1:])}{'; only the checkpoint has ' + _listed(there) if there else ''}; "
-            "leave out of `like` what the checkpoint lacks, and take it from elsewhere (what `step.init` makes can be "
-            "a `like`, too)"
+            f"`like` has {_type_text(wanted[missing[0]])} at {_named(missing[0])}, where the checkpoint has "
+            f"nothing{_others(missing[1:])}{'; only the checkpoint has ' + _listed(there) if there else ''}; "
+            "leave out of `like` what the checkpoint lacks, and take it from elsewhere (what `step.init` "
+            "makes can be a `like`, too)"
         )
     if extra := [path for path in manifest.paths if path not in wanted]:
         raise CheckpointError(
-            f"the checkpoint has {_stored_text(manifest, extra[0])} at {_named(extra[0])}, where `like` has nothing"
-            f"{_others(extra[1:])}; add it to `like`, as a jax.ShapeDtypeStruct for one, and drop what comes back"
+            f"the checkpoint has {_stored_text(manifest, extra[0])} at {_named(extra[0])}, where `like` has "
+            f"nothing{_others(extra[1:])}; add it to `like`, as a jax.ShapeDtypeStruct for one, and drop "
+            "what comes back"
         )
     for path, target in wanted.items():
         if not _fits(target, manifest, path):
@@ -260,8 +273,11 @@ def _fits(target: RestoreTarget, manifest: Manifest, path: str) -> bool:
 
 
 def _as_array_type(value: bool | int | float | complex) -> Aval | None:
-    """What a step would have taken a plain value as; None: nothing."""
-    aval = travelling_type(value).aval
+    """Return the type as which a step would have taken a plain value; None: the step would refuse it."""
+    try:
+        aval = travelling_type(value).aval
+    except OverflowError:  # an int that is too large for JAX's
+        return None
     if isinstance(value, int) and not isinstance(value, bool):
         info = np.iinfo(aval.dtype)
         return aval if info.min <= value <= info.max else None
@@ -269,12 +285,12 @@ def _as_array_type(value: bool | int | float | complex) -> Aval | None:
 
 
 def _kind(dtype: str) -> type:
-    """The Python type of one element."""
+    """Return the Python type of one element."""
     return type(np.zeros((), numpy_dtype(dtype)).item())
 
 
 def finished(target: RestoreTarget, value: Any) -> Any:
-    """A restored value that lies here, as one of the kind that `like` has."""
+    """Convert a restored value that is in this process to one of the kind that `like` has."""
     if target.value_type is None:
         return value.item() if isinstance(value, np.ndarray) else value
     array = np.asarray(value, numpy_dtype(target.value_type.aval.dtype))
@@ -294,7 +310,9 @@ def _type_text(target: RestoreTarget) -> str:
 
 def _stored_text(manifest: Manifest, path: str) -> str:
     if path in manifest.values:
-        return f"a Python {type(manifest.values[path]).__name__}"
+        value = manifest.values[path]
+        size = f" of {bits} bits" if isinstance(value, int) and (bits := value.bit_length()) > 31 else ""
+        return f"a Python {type(value).__name__}{size}"
     array: Array = manifest.arrays[path]
     return _array_text(array.dtype, array.shape, array.key_impl)
 
@@ -308,11 +326,10 @@ def _others(paths: Sequence[str]) -> str:
     return f" (and so at {_listed(paths)})" if paths else ""
 
 
-def _listed(paths: Sequence[str], most: int = 3) -> str:
-    rest = f" and {len(paths) - most} more" if len(paths) > most else ""
-    return ", ".join(map(_named, paths[:most])) + rest
+def _listed(paths: Sequence[str]) -> str:
+    return listed([_named(path) for path in paths], 3)
 
 
 def _named(path: str) -> str:
-    """A leaf's path, for an error."""
+    """Name a leaf's path for an error."""
     return "the root" if path == ROOT else repr(path)

@@ -15,7 +15,7 @@ export                  recipes as serialized StableHLO
 
 Each pass has modules that help it:
 
-ir, primitives, recipes, ir_slicing     operations over integers, JAX's primitives by name, executables as
+ir, primitives, ir_slicing     operations over integers, JAX's primitives by name, executables as
 data
 scan, cond_split, debug_callbacks       for `trace`: loops with markers, branches, prints
 stage_assignment, loop_commuting        for `partition`: each operation's stage, work that moves behind the

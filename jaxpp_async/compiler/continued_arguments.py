@@ -11,8 +11,7 @@ from typing import Any
 
 from jax import tree_util
 
-from jaxpp_async.compiler.ir import Loop, Traced
-from jaxpp_async.compiler.recipes import literal_type
+from jaxpp_async.compiler.ir import Loop, Traced, literal_type
 from jaxpp_async.program.instructions import Aval
 
 

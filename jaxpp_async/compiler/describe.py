@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from jaxpp_async import schedules
-from jaxpp_async.compiler.ir import Flat, Lit, Loop, Op, Ref, Traced, Types
+from jaxpp_async.compiler.ir import Flat, Lit, Loop, Op, Recipe, Ref, Traced, Types
 from jaxpp_async.compiler.lowering import plan_transfers
 from jaxpp_async.compiler.partition import StagedLoop
-from jaxpp_async.compiler.recipes import Recipe
 from jaxpp_async.compiler.task_graph import PlacedStep
 from jaxpp_async.compiler.task_variants import ScheduledLoop
 from jaxpp_async.program.actor_program import ActorProgram, format_program

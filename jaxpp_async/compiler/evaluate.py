@@ -15,8 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxpp_async.compiler.ir import Branches, Flat, Lit, Op, Ref, Types, ValueType
-from jaxpp_async.compiler.recipes import Recipe
+from jaxpp_async.compiler.ir import Branches, Flat, Lit, Op, Recipe, Ref, Types, ValueType
 from jaxpp_async.jax_bridge import private_api
 from jaxpp_async.markers import logical_axes
 from jaxpp_async.markers.nonfinite import NonfiniteChecker

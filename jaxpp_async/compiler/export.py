@@ -24,8 +24,7 @@ from jax import export
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxpp_async.compiler.evaluate import checked_function, recipe_function
-from jaxpp_async.compiler.ir import Op, Types, ValueType
-from jaxpp_async.compiler.recipes import Recipe
+from jaxpp_async.compiler.ir import Op, Recipe, Types, ValueType
 from jaxpp_async.compiler.task_graph import PlacedStep
 from jaxpp_async.errors import JaxppAsyncError, UnsupportedError
 from jaxpp_async.jax_bridge import jax_config, private_api

@@ -21,8 +21,7 @@ import jax
 import numpy as np
 
 from jaxpp_async.compiler.export import Emitted, Target, emit
-from jaxpp_async.compiler.ir import Lit, Ref, Types, ValueType
-from jaxpp_async.compiler.recipes import Recipe, literal_type
+from jaxpp_async.compiler.ir import Lit, Recipe, Ref, Types, ValueType, literal_type
 from jaxpp_async.jax_bridge import jax_config, private_api, tracebacks
 from jaxpp_async.program.instructions import SpecEntry
 

@@ -21,9 +21,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType
+from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType, literal_type
 from jaxpp_async.compiler.primitives import ADDITIONS, LINEAR_IN_STAGE, MOVES_ONLY, SPLITS
-from jaxpp_async.compiler.recipes import literal_type
 from jaxpp_async.compiler.stage_assignment import StageAssignment, TaskKey
 
 

@@ -21,10 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpp_async.compiler.evaluate import read_operand, run_ops, value_type
-from jaxpp_async.compiler.ir import Flat, Op, Ref, Types, ValueType, stacked_type
+from jaxpp_async.compiler.ir import Flat, Op, Ref, Types, ValueType, outside_reads, stacked_type
 from jaxpp_async.compiler.ir_slicing import LightOps, split_needed
 from jaxpp_async.compiler.primitives import INDEX, STACK
-from jaxpp_async.compiler.recipes import outside_reads
 from jaxpp_async.jax_bridge import private_api
 
 

@@ -13,13 +13,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jaxpp_async.compiler.ir import Loop, Op, Ref, Traced, Types, ValueType
+from jaxpp_async.compiler.ir import (
+    Loop,
+    Op,
+    Recipe,
+    Ref,
+    Traced,
+    Types,
+    ValueType,
+    literal_type,
+    outside_reads,
+)
 from jaxpp_async.compiler.loop_commuting import Epilogue
 from jaxpp_async.compiler.loop_unrolling import TaskGraphBuilder, needs_index, unroll_loop
 from jaxpp_async.compiler.outer_ops import Actors, OuterStep, source_actor
 from jaxpp_async.compiler.partition import OutputPart
 from jaxpp_async.compiler.placement import Placement, place
-from jaxpp_async.compiler.recipes import Recipe, literal_type, outside_reads
 from jaxpp_async.compiler.task_variants import ScheduledLoop
 from jaxpp_async.program.instructions import (
     ActorId,

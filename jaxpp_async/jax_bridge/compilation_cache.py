@@ -1,7 +1,7 @@
-"""compilation_cache: the folder of JAX's compilation cache, and its loan to a JAX that is the user's.
+"""Choose the folder of JAX's compilation cache, and lend the cache to a JAX that is the user's.
 
-Whoever can write a cache runs code in every process that reads it: the folder that nobody has named is its user's
-alone, and one that the user has named may be shared.
+Whoever can write a cache runs code in every process that reads it: so the default folder belongs to its user
+alone, while a folder that the user has named may be shared.
 """
 
 from __future__ import annotations
@@ -20,48 +20,51 @@ from jaxpp_async.errors import MeshError
 from jaxpp_async.jax_bridge import jax_config
 
 DEFAULT = "default"
-"""Instead of a folder: whatever `JAX_COMPILATION_CACHE_DIR` names, else `default_folder`."""
+"""Stands in place of a folder: the folder that `JAX_COMPILATION_CACHE_DIR` names, else `default_folder`."""
 
 
 def default_folder() -> str:
-    """The folder of this host in the user's cache folder: a home shared by several hosts would mix CPU types."""
+    """Return the folder of this host in the user's cache folder.
+
+    Each host has its own: a home folder shared by several hosts would mix CPU types.
+    """
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.abspath(os.path.join(root, "jaxpp_async", socket.gethostname(), f"jax-{jax.__version__}"))
 
 
 def make_cache(given: str) -> str:
-    """The folder of the cache, which is made where it is missing.
+    """Return the folder of the cache, and make it where it is missing.
 
     Args:
         given: a folder, or `DEFAULT`.
 
     Raises:
-        MeshError: it cannot be made; or nobody has named it, and somebody else can write it.
+        MeshError: the folder cannot be made; or nobody has named it, and another user can write it.
     """
     named = os.environ.get("JAX_COMPILATION_CACHE_DIR") if given == DEFAULT else given
     folder = named or default_folder()
     try:
         if not named:
             make_private_folder(folder)
-        elif "://" not in named:  # else JAX finds it in a bucket
+        elif "://" not in named:  # else the folder is in a bucket, where JAX finds it
             os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise MeshError(
-            f"compilation_cache={folder!r}: host {socket.gethostname()} has no such folder, and it cannot be made "
-            f"({error.strerror}); give one that actors may write, or None"
+            f"compilation_cache={folder!r}: host {socket.gethostname()} has no such folder, and it cannot be "
+            f"made ({error.strerror}); give one that actors may write, or None"
         ) from None
     except NotPrivateError as error:
         raise MeshError(
-            f"the compilation cache {folder} on host {socket.gethostname()} may hold code of others, which actors "
-            f"would run: {error}. Or give compilation_cache= a folder: one that you name may be shared"
+            f"the compilation cache {folder} on host {socket.gethostname()} may hold code of others, which "
+            f"actors would run: {error}. Or give compilation_cache= a folder: one that you name may be shared"
         ) from None
     return folder
 
 
 class SharedCache:
-    """Gives this process's JAX a compilation cache for as long as somebody uses it, and then its own settings back.
+    """Gives this process's JAX a compilation cache while somebody uses it, and then its own settings back.
 
-    The first of several that are used at once stays in its place.
+    Of several caches that are used at once, the first stays in its place.
     """
 
     def __init__(self) -> None:
@@ -71,12 +74,12 @@ class SharedCache:
 
     @property
     def is_users_own(self) -> bool:
-        """Whether JAX has a compilation cache that nobody here gave it."""
+        """Whether JAX has a compilation cache that this object did not give it."""
         return not self._users and bool(jax.config.jax_compilation_cache_dir)
 
     @contextmanager
     def use(self, folder: str) -> Iterator[None]:
-        """Keep in `folder` what is compiled meanwhile."""
+        """Keep in `folder` what is compiled inside this context."""
         with self._lock:
             if not self._users:
                 self._given = jax_config.cache_settings(folder)
@@ -89,11 +92,11 @@ class SharedCache:
             with self._lock:
                 self._users -= 1
                 if not self._users:
-                    # A setting that the user has changed meanwhile stays.
+                    # A setting that the user has changed meanwhile keeps the user's value.
                     ours = [name for name in self._given if getattr(jax.config, name) == self._given[name]]
                     jax_config.set_cache({name: self._before[name] for name in ours})
                     self._given, self._before = {}, {}
 
 
 SHARED_CACHE = SharedCache()
-"""JAX's settings are the process's, so this is too."""
+"""The one cache of this process: JAX's settings are the process's, so the cache is too."""

@@ -1,6 +1,6 @@
-"""jax_config: JAX's settings in this process, and its compilation cache. In: nothing; out: plain values.
+"""Read and change JAX's settings in this process, and those of its compilation cache.
 
-A door to private JAX like `jax_compat`. Tested with JAX 0.10 and 0.12.
+As `private_api`, this module may touch private JAX. Tested with JAX 0.10 and 0.12.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax._src import sharding_impls as _sharding_impls
 from jax.sharding import AbstractMesh
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
-# What changes the meaning or the values of a program that is traced here and runs on an actor.
+# Settings that change the meaning or the values of a program that is traced here and runs on an actor.
 _COPIED_CONFIG = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -45,43 +45,43 @@ _COPIED_CONFIG = (
 
 
 def trace_settings() -> tuple[Any, ...]:
-    """Everything in this thread's settings that a traced and exported program depends on; quick to get and to compare.
+    """Return everything in this thread's settings that a traced and exported program depends on.
 
-    JAX's own part is what its caches of traces are keyed by: also what holds for a thread alone (`with
-    jax.enable_x64(True)`) and the meshes in context. It lacks some of what actors are given.
+    The value is quick to get and to compare. JAX's own part of it is the key of JAX's caches of traces: it
+    includes settings of one thread (`with jax.enable_x64(True)`) and the meshes in context, and lacks some of
+    the settings that actors are given.
     """
     config = jax.config
     return _settings.trace_context(), *[getattr(config, name, None) for name in _COPIED_CONFIG]
 
 
 def copied_config() -> dict[str, Any]:
-    """`jax.config` names and plain values that actors need to compute the same as this process."""
+    """Return the `jax.config` names and plain values that actors need to compute the same as this process."""
     found = {}
     for name in _COPIED_CONFIG:
         value = getattr(jax.config, name, None)
         if isinstance(value, enum.Enum):
-            found[name] = value.value if isinstance(value.value, str) else value.name
-        else:
+            value = value.value if isinstance(value.value, str) else value.name
+        if value is not None:
             found[name] = value
-    return {name: value for name, value in found.items() if value is not None}
+    return found
 
 
 _CHECKS = ("jax_debug_nans", "jax_debug_infs")
-"""Settings of an actor's own: what was compiled has nothing of them."""
+"""Settings that each actor has for itself: nothing of them is in what was compiled."""
 
 
 def thread_checks() -> dict[str, Any]:
-    """The settings of this thread that actors, which have their own, act on while a step runs."""
+    """Return this thread's values of the settings that each actor has for itself while a step runs."""
     return {name: getattr(jax.config, name) for name in _CHECKS}
 
 
 def global_checks() -> dict[str, Any]:
-    """The same, as they are for threads that say nothing of their own: those of inline actors."""
+    """Return the same settings for threads without values of their own: those that inline actors run in."""
     return {name: getattr(_settings, name.removeprefix("jax_")).get_global() for name in _CHECKS}
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
 
 _GUARDS = (
     _settings.transfer_guard_host_to_device,
@@ -91,12 +91,16 @@ _GUARDS = (
 
 
 def without_transfer_guard(fn: _F) -> _F:
-    """Have a function of an actor move what it is told to: a transfer guard is about what the user's code does, and
-    inline actors share its thread."""
+    """Make a function of an actor move what it is told to move, whatever transfer guard is set.
+
+    A transfer guard is about what the user's code does, and inline actors share its thread.
+    """
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if all(guard.value in (None, "allow") for guard in _GUARDS):  # to set it takes as long as a small put
+        if all(
+            guard.value in (None, "allow") for guard in _GUARDS
+        ):  # to set a guard takes as long as a small put
             return fn(*args, **kwargs)
         with jax.transfer_guard("allow"):
             return fn(*args, **kwargs)
@@ -105,9 +109,9 @@ def without_transfer_guard(fn: _F) -> _F:
 
 
 def with_exact_types(fn: _F) -> _F:
-    """Have a function of an actor leave 64-bit types what they are, and move what it is told to.
+    """Make a function of an actor leave 64-bit types as they are, and move what it is told to move.
 
-    A program's types were settled where it was compiled, under settings that this thread need not have.
+    A program's types were decided where it was compiled, under settings that this thread may not have.
     """
 
     @without_transfer_guard
@@ -120,7 +124,7 @@ def with_exact_types(fn: _F) -> _F:
 
 
 def mesh_context(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
-    """A context with this mesh and no other, whatever the user has set for the devices of this process."""
+    """Return a context with this mesh and no other, whatever the user has set for this process's devices."""
     stack = contextlib.ExitStack()
     # `jax.set_mesh` takes no "none", and cannot be called under a trace.
     stack.enter_context(_sharding_impls._internal_use_concrete_mesh(_mesh.empty_concrete_mesh))
@@ -129,9 +133,9 @@ def mesh_context(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager
 
 
 def innermost_locations() -> Any:
-    """A context in which a lowered operation names the user's line that made it, and not who called that.
+    """Return a context in which a lowered operation names the user's line that made it, and not the callers.
 
-    Else a program's bytes would differ with the line that starts its first run.
+    Otherwise a program's bytes would differ with the line that starts its first run.
     """
     return _settings.include_full_tracebacks_in_locations(False)
 
@@ -147,15 +151,16 @@ def forbids_infs() -> bool:
 
 
 def runs_op_by_op() -> bool:
-    """Whether `jax.disable_jit` is on and nothing traces or transforms: JAX then computes each operation at once."""
+    """Whether JAX computes each operation at once: `jax.disable_jit` is on and nothing is being traced."""
     return bool(_settings.disable_jit.value) and _core.trace_state_clean()
 
 
 def write_cache_whole() -> None:
-    """Have JAX's compilation cache write an entry beside its place and move it there.
+    """Have JAX's compilation cache write an entry beside its place and then move it there.
 
-    JAX writes entries in place, without a lock, and leaves alone those that exist: another process that compiles the
-    same program meanwhile reads half of one, and a process killed there leaves half of one for good.
+    JAX writes entries in place, without a lock, and leaves alone those that exist: another process that
+    compiles the same program meanwhile reads half of one, and a process killed there leaves half of one for
+    good.
     """
     _lru_cache.LRUCache.put = _put_whole
 
@@ -180,7 +185,7 @@ def _put_whole(self: Any, key: str, value: bytes) -> None:
 
 
 def cache_settings(folder: str) -> dict[str, Any]:
-    """`jax.config` names and values with which JAX keeps all that it compiles in `folder`, small programs too."""
+    """Return the settings with which JAX keeps all that it compiles in `folder`, small programs too."""
     return {
         "jax_compilation_cache_dir": folder,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -189,8 +194,10 @@ def cache_settings(folder: str) -> dict[str, Any]:
 
 
 def set_cache(settings: Mapping[str, Any]) -> None:
-    """Change settings of the compilation cache and have JAX look at them again: at its first compilation it decides for
-    good whether it has a cache, and where."""
+    """Change settings of the compilation cache and have JAX look at them again.
+
+    At its first compilation JAX decides for good whether it has a cache, and where.
+    """
     for name, value in settings.items():
         jax.config.update(name, value)
     _compilation_cache.reset_cache()
@@ -199,11 +206,12 @@ def set_cache(settings: Mapping[str, Any]) -> None:
 def spare_gpus() -> bool:
     """Have this process's JAX take memory of a GPU as it needs it, and not most of it at its first use.
 
-    Unless the user has said how (`XLA_PYTHON_CLIENT_PREALLOCATE`, `jax_pjrt_client_create_options`). By an option of
-    this process's own: its environment is what actors get, and they are to take theirs at once.
+    A setting of the user's own stays (`XLA_PYTHON_CLIENT_PREALLOCATE`, `jax_pjrt_client_create_options`).
+    This changes an option of this process, not the environment: actors inherit that, and they are to take
+    their memory at once.
 
     Returns:
-        False: it is too late, and this process has a GPU's memory.
+        False if it is too late, and this process has taken a GPU's memory.
     """
     from jax._src import xla_bridge
 
@@ -219,12 +227,12 @@ def spare_gpus() -> bool:
 
 
 def hides_frames() -> bool:
-    """Whether tracebacks are to leave out what says nothing to a user (`JAX_TRACEBACK_FILTERING=off`: nothing is)."""
+    """Whether tracebacks leave out frames that do not help users (not if `JAX_TRACEBACK_FILTERING=off`)."""
     return getattr(jax.config, "jax_traceback_filtering", "auto") != "off"
 
 
 def default_platform() -> str | None:
-    """What `jax_platforms` (or `JAX_PLATFORMS`) has this process prefer; None: whatever it finds."""
+    """Return the platform that `jax_platforms` (or `JAX_PLATFORMS`) prefers; None: JAX's own choice."""
     return (getattr(jax.config, "jax_platforms", None) or "").partition(",")[0] or None
 
 
@@ -232,14 +240,14 @@ def default_platform() -> str | None:
 
 
 def distributed_client() -> Any:
-    """What `jax.distributed.initialize` has made: a store of keys and values that all its processes share."""
+    """Return the key-value store, made by `jax.distributed.initialize`, that all its processes share."""
     return _distributed.global_state.client
 
 
 def let_gloo_listen_on(address: str) -> None:
-    """Have gloo, which JAX's CPU collectives go by, listen on an address of this host instead of what its name means.
+    """Have gloo, which JAX's CPU collectives use, listen on an address instead of the one of the host's name.
 
-    To be called before JAX's first use.
+    This has to be called before JAX's first use.
     """
     _jax.make_gloo_tcp_collectives = functools.partial(_make_gloo, hostname=address)
 

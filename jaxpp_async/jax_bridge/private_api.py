@@ -1,8 +1,7 @@
-"""jax_compat: the door to private or moving parts of JAX (`jax._src`, `jax.extend`, interpreter tables); a second one,
-for settings and the compilation cache, is `jax_config`.
+"""Wrap private or moving parts of JAX (`jax._src`, `jax.extend`, interpreter tables) in functions that stay.
 
-In: jaxprs, equations, primitives. Out: plain functions whose names stay when JAX moves things. Holds no state.
-Tested with JAX 0.10 and 0.12.
+The functions take and return jaxprs, equations and primitives, and hold no state; when JAX moves things, only
+they change. Settings and the compilation cache are in `jax_config`. Tested with JAX 0.10 and 0.12.
 """
 
 from __future__ import annotations
@@ -53,12 +52,13 @@ def new_primitive(
     batch: Callable | None = None,
     effects: Callable | None = None,
 ) -> Any:
-    """A primitive with several results that plain JAX runs as `reference`.
+    """Make a primitive with several results that plain JAX runs as `reference`.
 
     Args:
         name: printed in jaxprs.
         abstract_eval: operand avals and params to result avals.
-        reference: the same computation in plain JAX; used eagerly, under `jit`, and for every rule not given here.
+        reference: the same computation in plain JAX; used eagerly, under `jit`, and for every rule not given
+            here.
         jvp: `(primals, tangents, **params) -> (primals_out, tangents_out)`.
         transpose: `(cotangents, *operands, **params) -> cotangents_in`.
         batch: `(operands, dims, **params) -> (results, dims_out)`.
@@ -116,32 +116,29 @@ def always_save_in_checkpoint(primitive: Any) -> None:
 
 
 def float0_zero(aval: Any) -> Any:
-    """The symbolic zero tangent of an integer-typed result."""
+    """Return the symbolic zero tangent of an integer-typed result."""
     return Zero(aval.to_tangent_aval())
 
 
 def is_float0(x: Any) -> bool:
-    """Whether a value is, or a type says, the gradient of an integer."""
+    """Whether a value is, or a type describes, the gradient of an integer."""
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
 def float0_array(shape: tuple[int, ...]) -> np.ndarray:
-    """The gradient of integers, as JAX returns it."""
+    """Return the gradient of integers as JAX returns it."""
     return np.zeros(shape, jax.dtypes.float0)
 
 
 def with_results(closed: Any, positions: Sequence[int]) -> Any:
-    """A closed jaxpr that returns some of its results."""
+    """Return a closed jaxpr that returns only the results at `positions`."""
     jaxpr = closed.jaxpr
     if len(positions) == len(jaxpr.outvars):
         return closed
     names = jaxpr.debug_info.with_unknown_names()
     outvars = [jaxpr.outvars[k] for k in positions]
-    names = (
-        names._replace(result_paths=tuple(names.result_paths[k] for k in positions))
-        if names.result_paths
-        else names
-    )
+    if names.result_paths:
+        names = names._replace(result_paths=tuple(names.result_paths[k] for k in positions))
     return ClosedJaxpr(jaxpr.replace(outvars=outvars, debug_info=names), closed.consts)
 
 
@@ -154,12 +151,12 @@ def is_key_dtype(dtype: Any) -> bool:
 
 
 def key_impl(dtype: Any) -> str:
-    """Name of a key dtype's PRNG implementation, such as `"threefry2x32"`."""
+    """Return the name of a key dtype's PRNG implementation, such as `"threefry2x32"`."""
     return dtype._impl.name
 
 
 def key_data_shape(aval: Any) -> tuple[int, ...]:
-    """Shape of the uint32 data behind a key array."""
+    """Return the shape of the uint32 data behind a key array."""
     return tuple(aval.shape) + tuple(aval.dtype._impl.key_shape)
 
 
@@ -169,7 +166,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def canonical_dtype(dtype: Any) -> Any:
-    """The dtype that JAX uses for host values of `dtype` (64-bit ones become 32-bit unless x64 is on)."""
+    """Return the dtype that JAX uses for host values of `dtype` (32-bit for 64-bit ones unless x64 is on)."""
     return _dtypes.canonicalize_dtype(dtype)
 
 
@@ -177,9 +174,11 @@ _TAKES_VALUES = frozenset(("typeof", "_arraylike"))
 
 
 def takes_a_value(frame: FrameType) -> bool:
-    """Whether it is one of JAX's functions that look at what they are to compute with: `jnp.mean`, `jax.jit(f)` and all
-    others come by these. Others ask for `__jax_array__` too: `jax.eval_shape`, to which a shape is enough, C++, which
-    prints what a property raises, and `jnp.size`, by the same way as those that take a value.
+    """Whether a frame is one of JAX's functions that look at the values they are to compute with.
+
+    `jnp.mean`, `jax.jit(f)` and all others go through these. Others ask for `__jax_array__` too:
+    `jax.eval_shape`, which needs only a shape, C++, which prints what a property raises, and `jnp.size`, by
+    the same way as the functions that take a value.
     """
     if frame.f_code.co_name not in _TAKES_VALUES or not frame.f_globals.get("__name__", "").startswith(
         "jax."
@@ -189,7 +188,7 @@ def takes_a_value(frame: FrameType) -> bool:
 
 
 _FRAMES_TO_SIZE = 3
-"""A generator and a check lie between `jnp.size` and what it has in common with others."""
+"""A generator and a check lie between `jnp.size` and the frame that it shares with others."""
 
 
 def _callers(frame: FrameType) -> Iterator[FrameType]:
@@ -208,7 +207,10 @@ def is_host_memory(aval: Any) -> bool:
 
 
 def is_host_kind(kind: str | None) -> bool:
-    """Whether a sharding's memory kind is host memory beside the device's. Of CPUs some versions call their own so."""
+    """Whether a sharding's memory kind is host memory beside the device's.
+
+    Some versions of JAX call a CPU's own memory so, too.
+    """
     return (
         kind is not None
         and kind.endswith("_host")
@@ -217,13 +219,13 @@ def is_host_kind(kind: str | None) -> bool:
 
 
 def is_in_host_memory(leaf: Any) -> bool:
-    """Whether a JAX array, or a `jax.ShapeDtypeStruct`, says so."""
+    """Whether the sharding of a JAX array or a `jax.ShapeDtypeStruct` asks for host memory."""
     sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
     return is_host_kind(getattr(sharding, "memory_kind", None))
 
 
 def meshes_named(eqn: Any) -> list[Any]:
-    """The meshes that an equation's own parameters name: of shardings that the user gave, and of a `shard_map`."""
+    """Return the meshes in an equation's own parameters: of the user's shardings, and of a `shard_map`."""
     found: list[Any] = []
     for value in eqn.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
@@ -231,7 +233,7 @@ def meshes_named(eqn: Any) -> list[Any]:
                 found.append(each.mesh)
             elif isinstance(each, jax.sharding.Mesh | jax.sharding.AbstractMesh):
                 found.append(each)
-    return [mesh for mesh in found if not mesh.empty]  # a `jit` under no mesh says so
+    return [mesh for mesh in found if not mesh.empty]  # a `jit` under no mesh has an empty one
 
 
 # ---------------------------------------------------------------- host values
@@ -240,11 +242,13 @@ def meshes_named(eqn: Any) -> list[Any]:
 def quick_put(
     shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
 ) -> Callable[[np.ndarray], jax.Array]:
-    """`jax.device_put` for host arrays of one shape and type, to one device: in a tenth of the time, most of which it
-    spends on finding out what it found out for the last one.
+    """Return a fast `jax.device_put` for host arrays of one shape and type to one device.
+
+    The function takes a tenth of the time, most of which `jax.device_put` spends on finding out what it found
+    out for the last array.
 
     Args:
-        dtype: one that JAX does not change.
+        dtype: a dtype that JAX does not change.
     """
     aval = jax.device_put(np.zeros(shape, dtype), sharding).aval
     devices = list(sharding.device_set)
@@ -259,7 +263,7 @@ def quick_put(
 
 
 def inner_jaxpr(eqn: Any) -> Any:
-    """The closed jaxpr that a call-like equation runs, or None."""
+    """Return the closed jaxpr that a call-like equation runs, or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = eqn.params.get(name)
         if isinstance(inner, ClosedJaxpr):
@@ -276,7 +280,7 @@ def pins_shardings(eqn: Any) -> bool:
 
 
 def pinned_shardings(eqn: Any) -> tuple[list[Any], list[Any]]:
-    """The sharding, or None, that a call-like equation itself gives to each operand and result."""
+    """Return the sharding, or None, that a call-like equation itself gives to each operand and result."""
     found = []
     for name, atoms in (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars)):
         pins = eqn.params.get(name, (None,) * len(atoms))
@@ -285,7 +289,7 @@ def pinned_shardings(eqn: Any) -> tuple[list[Any], list[Any]]:
 
 
 def sub_jaxprs(eqn: Any) -> list[Any]:
-    """Every jaxpr among an equation's params (open form)."""
+    """Return every jaxpr among an equation's params (open form)."""
     found: list[Any] = []
     for value in eqn.params.values():
         kind = type(value)  # not isinstance: every equation of every step comes through here
@@ -312,7 +316,7 @@ def is_simple(eqn: Any) -> bool:
 
 
 def primitives_inside(jaxpr: Any) -> set[str]:
-    """Names of all primitives in `jaxpr`, at any depth."""
+    """Return the names of all primitives in `jaxpr`, at any depth."""
     found = set()
     for eqn in jaxpr.eqns:
         found.add(eqn.primitive.name)
@@ -323,7 +327,10 @@ def primitives_inside(jaxpr: Any) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class ScanParts:
-    """A `scan` equation: operands are constants, carries, stacked operands; results are carries, stacked results."""
+    """The parts of a `scan` equation.
+
+    Its operands are constants, carries and stacked operands; its results are carries and stacked results.
+    """
 
     body: Any
     num_consts: int
@@ -338,7 +345,7 @@ class ScanParts:
 
 
 def scan_parts(eqn: Any) -> ScanParts:
-    """What a `scan` equation says."""
+    """Return the parts of a `scan` equation."""
     p = eqn.params
     if "num_consts" in p:
         num_consts, num_carry = p["num_consts"], p["num_carry"]
@@ -348,7 +355,7 @@ def scan_parts(eqn: Any) -> ScanParts:
 
 
 def largest_constant_inside(eqn: Any) -> int:
-    """Bytes of the largest array that a jaxpr among an equation's params, at any depth, closes over."""
+    """Return the bytes of the largest array that jaxprs in an equation's params, at any depth, close over."""
     sizes = [0]
     for value in eqn.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
@@ -362,10 +369,10 @@ def largest_constant_inside(eqn: Any) -> int:
 
 
 def find_inside(eqn: Any, names: Collection[str]) -> tuple[Any, list[str]]:
-    """The first equation with one of these primitives: `eqn` itself or one inside it, else None.
+    """Find the first equation with one of these primitives: `eqn` itself or one inside it.
 
     Returns:
-        The equation, and the primitives around it, outermost first.
+        The equation, or None; and the primitives around it, outermost first.
     """
     if eqn.primitive.name in names:
         return eqn, []
@@ -381,10 +388,7 @@ def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Run one equation on `args` (tracers or arrays), keeping its source line for errors and profiles."""
     params = eqn.primitive.get_bind_params(eqn.params)
     name_stack = source_info.current_name_stack() + eqn.source_info.name_stack
-    with (
-        source_info.user_context(eqn.source_info.traceback, name_stack=name_stack),
-        eqn.ctx.manager,
-    ):
+    with source_info.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
         result = eqn.primitive.bind(*args, **params)
     return list(result) if eqn.primitive.multiple_results else [result]
 
@@ -395,7 +399,7 @@ def call_host(eqn: Any, operands: Sequence[Any]) -> None:
 
 
 def with_inner(eqn: Any, fn: Callable) -> tuple[Any, list[Any]]:
-    """A checkpoint's equation with `fn` inside, whose results are the equation's and possibly more.
+    """Return a checkpoint's equation with `fn` inside, whose results are the equation's and possibly more.
 
     Returns:
         The equation, and constants that it takes before its operands.
@@ -410,7 +414,7 @@ def with_inner(eqn: Any, fn: Callable) -> tuple[Any, list[Any]]:
 
 
 def same_computation(a: Any, b: Any) -> bool:
-    """Whether two equations compute the same of equal operands. False when in doubt."""
+    """Whether two equations compute the same from equal operands. False when in doubt."""
     if a.primitive is not b.primitive or a.params.keys() != b.params.keys():
         return False
     try:
@@ -427,8 +431,8 @@ def has_effects(eqn: Any) -> bool:
 
 
 def is_unknown_axis_error(error: BaseException) -> bool:
-    """Whether JAX complains of a `PartitionSpec` that names an axis which the mesh in context does not have."""
-    # By its text: the type is a plain ValueError or RuntimeError, and JAX removes its own frames from the traceback.
+    """Whether JAX complains of a `PartitionSpec` with an axis that the mesh in context does not have."""
+    # Told by the text: the type is a plain ValueError or RuntimeError, and JAX removes its frames.
     text = str(error)
     return (
         ("Resource axis" in text and "not found in mesh" in text)
@@ -446,7 +450,7 @@ _NEEDS_GPU = re.compile(
 
 def is_missing_gpu_error(error: BaseException) -> bool:
     """Whether JAX asked for a GPU of this process while it traced or lowered."""
-    # By its text, as above, from its first word on: users' errors may speak of GPUs too.
+    # Told by the text, as above, from its first word on: users' errors may speak of GPUs too.
     return _NEEDS_GPU.match(str(error)) is not None
 
 
@@ -457,8 +461,8 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     """Take the constants off a jaxpr.
 
     Args:
-        jaxpr: one that may be closed. A closed jaxpr is an object around an open one in JAX 0.10; in JAX 0.12 every
-            jaxpr holds its constants itself, and is its own `.jaxpr`.
+        jaxpr: one that may be closed. A closed jaxpr is an object around an open one in JAX 0.10; in JAX 0.12
+            every jaxpr holds its constants itself, and is its own `.jaxpr`.
 
     Returns:
         The jaxpr that has the equations, and the values of its `constvars`.
@@ -468,12 +472,12 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 def closed_call(closed: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluate a closed jaxpr in plain JAX."""
-    # Not `jaxpr_as_fun`: it turns `jax_debug_nans` off, after which JAX 0.10 looks at less in this thread for good.
+    # Not `jaxpr_as_fun`: it turns `jax_debug_nans` off; JAX 0.10 then checks less in this thread for good.
     return _core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
 
 def lift_consts(closed: Any) -> tuple[Any, list[Any]]:
-    """A closed jaxpr with its constants turned into leading operands, and those constants."""
+    """Turn the constants of a closed jaxpr into leading operands; return the jaxpr and these constants."""
     consts = list(closed.consts)
     jaxpr = _partial_eval.convert_constvars_jaxpr(closed.jaxpr)
     return ClosedJaxpr(jaxpr, ()), consts
@@ -483,16 +487,16 @@ def lift_consts(closed: Any) -> tuple[Any, list[Any]]:
 
 
 def unspecified() -> Any:
-    """What `jax.jit` takes for "infer this sharding"."""
+    """Return the value that `jax.jit` takes for "infer this sharding"."""
     from jax._src import named_sharding
 
     return named_sharding.UNSPECIFIED
 
 
 def propagated_specs(jitted: Any, avals: Sequence[Any], platform: str) -> tuple[list[tuple], list[tuple]]:
-    """Shardings that XLA's propagation (Shardy) gives the arguments and results of a jitted function.
+    """Return the shardings that XLA's propagation (Shardy) gives a jitted function's arguments and results.
 
-    Runs without devices: the function is lowered on the abstract mesh in context.
+    This runs without devices: the function is lowered on the abstract mesh in context.
 
     Returns:
         For each argument and each result a `PartitionSpec`-like tuple, an entry a dimension.

@@ -1,15 +1,11 @@
-"""jax_origins: which line of the user's code an equation or an error comes from, and what made an equation.
+"""Find the user's line behind an equation or an error, and hide this package's frames from tracebacks.
 
-In: equations, jaxprs, errors. Out: `file:line` and names. No door to private JAX: it takes that from `jax_compat`.
-
-tracebacks: what a user sees of a traceback. In: an error that leaves a public function. Out: the same error, without
-the frames that say nothing to a user.
-
-Those are this package's, and those of JAX and Python's library that it called: an error of `errors`, or one of Python's
-types that is marked as `deliberate`, says all there is to say in its message; the user's own, raised while a step is
-traced, has its cause in the user's frames. Where neither is so, a bug of this package for one, the frames behind the
-user's last one stay. JAX's own switch shows everything: `JAX_TRACEBACK_FILTERING=off`. Never touches a message
-or a cause, nor an error that the caller was handling already, and never fails itself.
+Hidden are the frames of this package, and those of JAX and Python's library that it called, where they do not
+help a user: an error of `errors`, or one of Python's types that is marked as `deliberate`, explains itself in
+its message; the user's own error, raised while a step is traced, has its cause in the user's frames. In other
+cases, a bug of this package for one, the frames behind the user's last one stay. JAX's own switch shows
+everything: `JAX_TRACEBACK_FILTERING=off`. No message or cause is changed, nor an error that the caller was
+handling already, and hiding never raises itself.
 """
 
 from __future__ import annotations
@@ -34,15 +30,16 @@ from jaxpp_async.jax_bridge.private_api import source_info
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX_DIR = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
-
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _SCRIPTS = sysconfig.get_path("scripts") + os.sep
 _IMPORTLIB = os.path.dirname(os.path.abspath(importlib.__file__)) + os.sep
 
 
 def path_of(code: CodeType) -> str:
-    """The file of some code: an absolute path, but where the code is the user's and was typed in (`<stdin>`), made
-    (`<string>`) or started by a relative path: those are of no folder here, whatever the current one is.
+    """Return the file of some code: an absolute path, except for code that the user typed in or made.
+
+    The path stays as it is where the code was typed in (`<stdin>`), made (`<string>`) or started by a
+    relative path: such code belongs to no folder here, whatever the current folder is.
     """
     name = code.co_filename
     return os.path.abspath(name) if os.path.isabs(name) else name
@@ -54,12 +51,12 @@ def is_ours(name: str) -> bool:
 
 
 def is_of_importlib(name: str) -> bool:
-    """Whether a file is of Python's machinery of imports, of which a part is built in."""
+    """Whether a file belongs to Python's machinery of imports, of which a part is built in."""
     return name.startswith(("<frozen importlib", _IMPORTLIB))
 
 
 def is_of_library(name: str) -> bool:
-    """Whether a file is Python's own. Installed packages lie below it, and are not."""
+    """Whether a file is Python's own. Installed packages lie below its folder, and are not Python's own."""
     return is_of_importlib(name) or (name.startswith(_LIBRARY) and not _is_of_package(name))
 
 
@@ -79,7 +76,7 @@ def is_of_jax(name: str) -> bool:
 
 
 def source_line(eqn: Any) -> str:
-    """`file:line` of the user's code that made `eqn`, or `"unknown line"`."""
+    """Return `file:line` of the user's code that made `eqn`, or `"unknown line"`."""
     traceback = eqn.source_info.traceback
     return "unknown line" if traceback is None else _line_of(traceback)
 
@@ -95,11 +92,12 @@ def _line_of(traceback: Any) -> str:
 
 
 def _innermost(frames: Iterable[tuple[str, Callable[[], int]]]) -> str:
-    """`file:line` of the first frame that is not of an installed package, such as optax or flax, which call what the
-    user wrote; of the first at all if there is no other.
+    """Return `file:line` of the first frame that is the user's, or of the first at all if none is.
+
+    Frames of installed packages, such as optax or flax, which call what the user wrote, are not the user's.
 
     Args:
-        frames: innermost first, each a file and what finds the line.
+        frames: innermost first, each a file and a function that finds the line.
     """
     installed = None
     for name, line in frames:
@@ -115,7 +113,7 @@ def _is_user_file(name: str) -> bool:
 
 
 def location(eqn: Any) -> tuple[Any, ...]:
-    """What stands of `eqn`'s origin in a lowered program's bytes, under `innermost_locations`."""
+    """Return the part of `eqn`'s origin that is in a lowered program's bytes, under `innermost_locations`."""
     traceback = eqn.source_info.traceback
     return *(() if traceback is None else _place_of(traceback)), str(eqn.source_info.name_stack)
 
@@ -127,20 +125,24 @@ def _place_of(traceback: Any) -> tuple[Any, ...]:
 
 
 def debug_names(jaxpr: Any) -> tuple[Any, ...]:
-    """The names that a jaxpr remembers of its function, its arguments and its results."""
+    """Return the names that a jaxpr remembers of its function, its arguments and its results."""
     info = jaxpr.debug_info
     return info.traced_for, info.func_src_info, info.arg_names, info.result_paths
 
 
 class Origins:
-    """What made equations, found once for all that share a stack of names."""
+    """The origins of equations, found once for all equations that share a stack of names."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, bool, bool]] = {}  # by id() of the stack, which is kept alive
 
     def of(self, eqn: Any) -> tuple[bool, bool]:
-        """Whether JAX's transpose (reverse-mode differentiation) made an equation, and whether it is one that a
-        checkpoint's backward computes again."""
+        """Return how an equation was made.
+
+        Returns:
+            Whether JAX's transpose (reverse-mode differentiation) made it, and whether it is one that a
+            checkpoint's backward computes again.
+        """
         stack = eqn.source_info.name_stack.stack
         if (known := self._known.get(id(stack))) is None:
             transposed = any(type(e) is source_info.Transform and e.name == "transpose" for e in stack)
@@ -150,7 +152,10 @@ class Origins:
 
 
 def caller_line() -> str:
-    """`file:line` of the innermost caller outside this package, JAX and, if there is one, installed packages."""
+    """Return `file:line` of the innermost caller that is the user's.
+
+    This package's and JAX's callers never are; one of an installed package is taken if there is no other.
+    """
 
     def callers() -> Iterator[tuple[str, Callable[[], int]]]:
         frame = sys._getframe(2)
@@ -164,15 +169,15 @@ def caller_line() -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """`file:line` of the innermost frame of an error's traceback outside this package, JAX and, if there is one,
-    installed packages."""
+    """Return `file:line` of the innermost frame of an error's traceback that is the user's.
+
+    Frames of this package and JAX never are; one of an installed package is taken if there is no other.
+    """
     frames: list[tuple[str, Callable[[], int]]] = []
-    entry = error.__traceback__
-    while entry is not None:
+    for entry in _entries(error.__traceback__):
         name = path_of(entry.tb_frame.f_code)
         if not (is_ours(name) or is_of_jax(name)):
             frames.append((name, lambda e=entry: e.tb_lineno))
-        entry = entry.tb_next
     return _innermost(reversed(frames))
 
 
@@ -184,14 +189,14 @@ _DELIBERATE: Final = "_jaxpp_async_deliberate"
 
 
 def deliberate(error: _E) -> _E:
-    """`raise deliberate(TypeError(...))`: a mistake of the user's, of which the message says all."""
+    """Mark an error as a user's mistake that its message explains: `raise deliberate(TypeError(...))`."""
     error.__dict__[_DELIBERATE] = True
     return error
 
 
 @contextlib.contextmanager
 def framework_hints() -> Iterator[None]:
-    """Around the tracing of a user's function: what a framework says of it gets a note with what to write here."""
+    """Around the tracing of a user's function: add to a framework's error a note with what to write here."""
     try:
         yield
     except Exception as error:  # flax is not imported for its types, and gives this two of them
@@ -199,16 +204,19 @@ def framework_hints() -> Iterator[None]:
         hinted = any("copy=True" in note for note in getattr(error, "__notes__", ()))
         if "different trace level" in str(error) and not hinted:
             error.add_note(
-                "A step, and the function that accumulate_grads runs, are traced by themselves: neither may change or "
-                "differentiate an nnx object that was made outside. Write `graphdef, state = nnx.split(model)` there, "
-                f"and `model = nnx.merge(graphdef, state, copy=True)` in the function: {page('models.md')}"
+                "A step, and the function that accumulate_grads runs, are traced by themselves: neither may "
+                "change or differentiate an nnx object that was made outside. Write `graphdef, state = "
+                "nnx.split(model)` there, and `model = nnx.merge(graphdef, state, copy=True)` in the "
+                f"function: {page('models.md')}"
             )
         raise
 
 
 class HiddenFrames:
-    """`with HiddenFrames():` around what a public function does: every error that leaves it is shortened, and all those
-    that are printed with it. Costs next to nothing where there is none.
+    """A context around a public function's work, which shortens the traceback of every error that leaves it.
+
+    The errors that are printed with it are shortened too. Where there is no error the context costs next to
+    nothing.
     """
 
     __slots__ = ("_handled",)
@@ -227,8 +235,8 @@ class HiddenFrames:
             or not jax_config.hides_frames()
         ):
             return
-        # Whatever fails here would stand in the error's place, and a user's exception may do anything when it is
-        # looked at (properties, `__getattribute__`): a long traceback is the lesser evil.
+        # An error raised here would take the place of the user's, and a user's exception may do anything when
+        # it is looked at (properties, `__getattribute__`): a long traceback is the lesser evil.
         with contextlib.suppress(Exception):
             for each in _chain(error, self._handled):
                 says_all = _says_all(each)
@@ -237,10 +245,10 @@ class HiddenFrames:
 
 
 def shown(traceback: TracebackType | None, *, says_all: bool) -> TracebackType | None:
-    """The part of a traceback that a user sees.
+    """Return the part of a traceback that a user sees.
 
     Args:
-        says_all: the error's message says everything: of this package's frames none is needed.
+        says_all: the error's message explains everything, so that none of this package's frames is needed.
     """
     entries = list(_entries(traceback))
     hidden, last_of_user = _hidden([entry.tb_frame for entry in entries])
@@ -253,7 +261,7 @@ def shown(traceback: TracebackType | None, *, says_all: bool) -> TracebackType |
 
 
 def _hidden(frames: list[FrameType]) -> tuple[list[bool], int]:
-    """For each frame whether it may be left out, and the index of the user's last one (-1: there is none)."""
+    """Return for each frame whether it may be left out, and the index of the user's last frame (-1: none)."""
     hidden: list[bool] = []
     last_of_user = -1
     for k, frame in enumerate(frames):
@@ -266,7 +274,7 @@ def _hidden(frames: list[FrameType]) -> tuple[list[bool], int]:
 
 
 def _says_all(error: BaseException) -> bool:
-    """Whether nobody needs this package's frames to understand an error."""
+    """Whether an error can be understood without this package's frames."""
     if isinstance(error, JaxppAsyncError) or _is_cancelled(error):
         return True
     # past a `__getattribute__` of the user's
@@ -274,7 +282,7 @@ def _says_all(error: BaseException) -> bool:
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Whether it is asyncio's `CancelledError`: by its name, for the marks come here too, and do without asyncio."""
+    """Whether an error is asyncio's `CancelledError`; by name, since `markers` does without asyncio."""
     return type(error).__name__ == "CancelledError"
 
 
@@ -285,7 +293,7 @@ def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _chain(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
-    """An error and all those that are printed with it, up to the one that was being handled before."""
+    """Iterate over an error and all that are printed with it, up to the one that was being handled before."""
     seen = {id(handled)} - {id(error)}  # it may be raised once more while it is handled
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -18,7 +18,7 @@ carries whole.
 
 @dataclass(frozen=True, slots=True)
 class StartActor:
-    """Order: start an actor process.
+    """The order to start an actor process.
 
     Args:
         key: names the process from here on.
@@ -33,7 +33,7 @@ class StartActor:
 
 @dataclass(frozen=True, slots=True)
 class SignalActor:
-    """Order: signal an actor process and all that it started."""
+    """The order to signal an actor process and all that it started."""
 
     key: str
     signum: int
@@ -45,12 +45,12 @@ class SignalActor:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Order: kill what is left, and end."""
+    """The order to kill what is left, and end."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentHello:
-    """Record: the agent has started.
+    """The record that the agent has started.
 
     Args:
         host, pid: of the agent.
@@ -66,7 +66,7 @@ class AgentHello:
 
 @dataclass(frozen=True, slots=True)
 class ActorStarted:
-    """Record: an actor process exists."""
+    """The record that an actor process exists."""
 
     key: str
     pid: int
@@ -74,7 +74,7 @@ class ActorStarted:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """Record: an actor process could not be started."""
+    """The record that an actor process could not be started."""
 
     key: str
     error: str
@@ -82,7 +82,7 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class OutputLine:
-    """Record: a line that an actor printed, or a piece of a long one."""
+    """The record of a line that an actor printed, or a piece of a long one."""
 
     key: str
     text: str
@@ -90,7 +90,7 @@ class OutputLine:
 
 @dataclass(frozen=True, slots=True)
 class ActorEnded:
-    """Record: an actor process has ended.
+    """The record that an actor process has ended.
 
     Args:
         position: its last position in its program, as the fields of `actor_info.Position`; None: not known.

@@ -1,12 +1,8 @@
-"""binding: which array each argument of a step is. In: the leaves of a call. Out: what its actors are told of them.
+"""Bind the leaves of a call to a compiled step's arguments, and convert leaves to their travelling form.
 
-What follows from the compiled step alone is prepared once, as a `Binding`; a call whose arrays lie where the step takes
-them goes over its leaves once. Moves nothing, sends nothing, and of what is wrong with an argument says only that it
-has changed.
-
-leaves: the leaves of a step's arguments: their types, and host values as they travel and as users get them back.
-
-In: arrays, scalars, keys, `RemoteArray`s. Out: `jax.ShapeDtypeStruct`s, `ValueType`s, numpy arrays. Sends nothing.
+Everything that follows from the compiled step alone is prepared once, as a `Binding`; a call whose arrays lie
+where the step takes them goes over its leaves once. The leaf functions give each leaf its type, and host
+values as they travel and as users get them back.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from jaxpp_async.session.remote_array import Owner, RemoteArray, is_remote
 ArrayId: TypeAlias = int
 
 HERE: ArrayId = -1
-"""In place of an id: the value is here, and goes to the actors with the step."""
+"""Stands in place of an id: the value is in this process and goes to the actors with the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +37,10 @@ class Slot:
     """An argument or result leaf of a compiled step.
 
     Args:
-        actors: those that the step takes it on, or makes it on; none: it stays where it is.
-        any_sharding: it may lie otherwise than `type` says.
-        replaced_on: of an argument that the step takes nowhere, where the step makes the result that continues it.
+        actors: the actors on which the step takes or makes the leaf; none: the array stays where it is.
+        any_sharding: the array may be sharded otherwise than `type` says.
+        replaced_on: for an argument that the step takes nowhere: the actors that make the result which
+            continues it.
     """
 
     name: str
@@ -54,19 +51,20 @@ class Slot:
 
     @property
     def home(self) -> tuple[ActorId, ...]:
-        """Where to make an array that is for this slot; nowhere, if the step has no use for it."""
+        """The actors on which to make an array for this slot; none, if the step has no use for it."""
         return self.actors or self.replaced_on
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What the actors of one step are told about its arguments.
+    """The arguments of one step as its actors are told of them.
 
     Args:
         array_ids: for each actor that takes any, the array of each argument.
         puts: host values that go to each actor with the step.
         frees_after: arrays of each actor that live for this step only.
-        settling: arrays that wait here, where they go with the step, and their types from then on.
+        settling: arrays that wait in this process, the actors to which they go with the step, and their types
+            from then on.
     """
 
     array_ids: dict[ActorId, dict[int, ArrayId]]
@@ -75,17 +73,19 @@ class Arguments:
     settling: list[tuple[RemoteArray, tuple[ActorId, ...], ValueType]] = field(default_factory=list)
 
     def settle(self) -> None:
-        """The step has been sent: arrays that waited here lie where it took them. Without it they still wait."""
+        """Relocate the arrays that waited in this process; called once the step was sent, until then they
+        wait.
+        """
         for array, home, settled_type in self.settling:
             array.relocate(home, value_type=settled_type)
 
 
 class Binding:
-    """What is known of a compiled step's arguments and results before it is called.
+    """The part of binding arguments and results that a compiled step fixes before it is called.
 
     Args:
         inputs: the step's argument leaves, then its hidden arguments.
-        outputs: its result leaves.
+        outputs: the step's result leaves.
         num_arguments: how many of the inputs are argument leaves.
         donated: positions of the argument leaves whose buffers the step reuses.
     """
@@ -107,10 +107,13 @@ class Binding:
         self._taken, self._made = _by_actor(inputs), _by_actor(outputs)
 
     def ids(self, owner: Owner, leaves: Sequence[Any]) -> list[ArrayId] | None:
-        """The array of each argument leaf, `HERE` for host values; None if there is more to do, or to complain about.
+        """Return the array of each argument leaf, with `HERE` for host values.
 
         Args:
-            owner: whose arrays they have to be.
+            owner: the mesh to which the arrays have to belong.
+
+        Returns:
+            The ids; None if an array has to be moved first, or the leaves have an error.
         """
         found: list[ArrayId] = []
         remote: set[ArrayId] = set()
@@ -134,10 +137,11 @@ class Binding:
         hidden: Sequence[RemoteArray],
         new_id: Callable[[], ArrayId],
     ) -> Arguments:
-        """The arguments of a call of which `ids` has told where they are.
+        """Bind the arguments of a call for which `ids` has returned the arrays.
 
         Args:
-            hidden: the hidden arguments. new_id: gives the id of a new array.
+            hidden: the hidden arguments.
+            new_id: returns the id of a new array.
 
         Raises:
             ArrayError: a host value is not what the step was compiled for.
@@ -154,11 +158,12 @@ class Binding:
     def bind_with_care(
         self, leaves: Sequence[Any], hidden: Sequence[RemoteArray], new_id: Callable[[], ArrayId]
     ) -> Arguments:
-        """The same for a call in which an array is several arguments, or lies here still, waiting for its first use.
+        """Bind a call in which one array is several arguments, or waits in this process for its first use.
 
-        That stays so until `Arguments.settle`: another argument may yet turn out to be unreadable.
+        Such an array goes on waiting until `Arguments.settle`: another argument may yet turn out to be
+        unreadable.
         """
-        # One that lies here may be several arguments, on different actors.
+        # An array that waits in this process may be several arguments, on different actors.
         homes: dict[ArrayId, set[ActorId]] = {}
         for leaf, slot in zip(leaves, self._inputs, strict=False):
             if is_remote(leaf):
@@ -178,21 +183,21 @@ class Binding:
         return bound
 
     def results(self, arrays: Sequence[RemoteArray]) -> dict[ActorId, dict[int, ArrayId]]:
-        """What each actor is told of the results that it makes."""
+        """Return, for each actor, the ids of the results that it makes."""
         ids = [array.array_id for array in arrays]
         return {actor: {result: ids[result] for result in results} for actor, results in self._made}
 
     def _send_along(
         self, arg: int, array_id: ArrayId, leaf: Any, home: tuple[ActorId, ...], bound: Arguments
     ) -> None:
-        """Have a value that is here go to the actors in `home`."""
+        """Have a value that is in this process go to the actors in `home` with the step."""
         slot = self._inputs[arg]
         if is_remote(leaf):
             host = leaf.host
             assert host is not None
             bound.settling.append((leaf, home, replace(slot.type, weak=leaf.weak_type)))
         else:
-            # Most often it is already what travels, and finding this out costs less than making it.
+            # Most often the value has the travelling form already: to check that costs less than to convert.
             is_ready = (
                 type(leaf) is np.ndarray and leaf.dtype == self._dtypes[arg] and leaf.flags.c_contiguous
             )
@@ -206,10 +211,10 @@ class Binding:
             bound.puts.setdefault(actor, []).append(value)
 
     def waiting(self, arg: int, leaf: Any) -> tuple[ValueType, np.ndarray]:
-        """The type and a copy of an argument that the step hands back, and that is here.
+        """Return the type and a copy of an argument that the step hands back and that is in this process.
 
         Raises:
-            ArrayError: it is not what the step was compiled for.
+            ArrayError: the value is not what the step was compiled for.
         """
         slot = self._inputs[arg]
         value_type = (
@@ -227,12 +232,13 @@ class Binding:
         if host.shape != self._shapes[arg] or host.dtype != self._dtypes[arg]:
             raise ArrayError(
                 f"{slot.name} is {host.dtype}{list(host.shape)} now, but was {slot.type.aval.dtype}"
-                f"{list(slot.type.aval.shape)} when the step was called; leave arguments alone until the step has them"
+                f"{list(slot.type.aval.shape)} when the step was called; leave arguments alone until the "
+                "step has them"
             )
 
 
 def _by_actor(slots: Sequence[Slot]) -> tuple[tuple[ActorId, tuple[int, ...]], ...]:
-    """The positions of the slots of each actor that has any."""
+    """Return the positions of the slots of each actor that has any."""
     found: dict[ActorId, list[int]] = {}
     for k, slot in enumerate(slots):
         for actor in slot.actors:
@@ -243,29 +249,29 @@ def _by_actor(slots: Sequence[Slot]) -> tuple[tuple[ActorId, tuple[int, ...]], .
 # ---------------------------------------------------------------- leaves
 
 LeafType: TypeAlias = tuple[tuple[int, ...], str, bool]
-"""Shape, dtype, whether weakly typed: what a compiled form depends on."""
+"""Shape, dtype, and whether weakly typed: the part of a leaf's type on which a compiled form depends."""
 
 
 def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """What a step is traced with for this leaf.
+    """Return the shape and dtype with which a step is traced for this leaf.
 
     Raises:
-        TypeError: JAX cannot compute with it; the text goes behind the leaf's name.
+        TypeError: JAX cannot compute with the leaf; the text goes behind the leaf's name.
     """
     if isinstance(leaf, RemoteArray):
         if leaf.value_type.key_impl is None and private_api.canonical_dtype(leaf.dtype) != leaf.dtype:
             raise deliberate(
                 TypeError(
-                    f"is {leaf.dtype}, made where jax_enable_x64 was on, and here it is off; call the step inside "
-                    "`with jax.enable_x64(True)`, too, or switch it on for the whole program"
+                    f"is {leaf.dtype}, made where jax_enable_x64 was on, and here it is off; call the step "
+                    "inside `with jax.enable_x64(True)`, too, or switch it on for the whole program"
                 )
             )
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
     if private_api.is_in_host_memory(leaf):
         raise deliberate(
             TypeError(
-                "lies in host memory (jax.memory.Space.Host, memory_kind='pinned_host'), where actors keep no arrays; "
-                "pass it as numpy, or jax.device_put(..., jax.memory.Space.Device)"
+                "lies in host memory (jax.memory.Space.Host, memory_kind='pinned_host'), where actors keep "
+                "no arrays; pass it as numpy, or jax.device_put(..., jax.memory.Space.Device)"
             )
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -275,7 +281,7 @@ def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def leaf_type(leaf: Any) -> LeafType:
-    """The leaf's part of a step's signature.
+    """Return the leaf's part of a step's signature.
 
     Raises:
         TypeError: as `shape_struct`.
@@ -285,8 +291,9 @@ def leaf_type(leaf: Any) -> LeafType:
 
 
 def kind(leaf: Any) -> Any:
-    """What says as much of the leaf's type as a step's signature asks, and costs less: leaves of equal kinds have equal
-    types, and not the other way round. None: ask for the type.
+    """Return a value that determines the leaf's type and costs less to get than the type.
+
+    Leaves of equal kinds have equal types, but not the other way round. None: the type has to be asked for.
     """
     cls = type(leaf)
     if cls is RemoteArray:
@@ -304,7 +311,7 @@ _SCALARS = frozenset((bool, int, float, complex))
 
 
 def travelling_type(leaf: Any) -> ValueType:
-    """The leaf's type as it travels.
+    """Return the leaf's type as it travels.
 
     Raises:
         TypeError: as `shape_struct`.
@@ -314,7 +321,10 @@ def travelling_type(leaf: Any) -> ValueType:
 
 
 def host_array(leaf: Any) -> np.ndarray:
-    """A host value as it travels: C order, JAX's dtype, keys as their data. May share memory with `leaf`.
+    """Convert a host value to the form in which it travels: C order, JAX's dtype, keys as their data.
+
+    Returns:
+        The array. It may share memory with `leaf`.
 
     Raises:
         TypeError: as `shape_struct`.
@@ -326,7 +336,7 @@ def host_array(leaf: Any) -> np.ndarray:
 
 
 def as_user_sees(array: np.ndarray, value_type: ValueType) -> Any:
-    """A value that has travelled, as the user gets it: numpy, or a JAX key array."""
+    """Convert a value that has travelled to what the user gets: a numpy array, or a JAX key array."""
     if value_type.key_impl is None:
         return array
     return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=value_type.key_impl)

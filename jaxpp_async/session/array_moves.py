@@ -1,8 +1,7 @@
-"""moving: arrays, and the places where a step needs them in; small programs of `moves`, run before the step, out.
+"""Carry arrays to where a step needs them, and load the programs of moves and steps on the actors.
 
-Loads programs, those of steps too. Touches no device: the actors send to each other.
-
-moves: small programs that carry an array from where it is to where a step needs it. Builds; runs nothing.
+An array is carried by a small program that runs before the step: the actors send to each other. `Mover`
+builds each kind of program once; `Moved` and the functions at the end tell the user what was carried.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from jaxpp_async.base.install_hints import page
+from jaxpp_async.base.printable import first_line
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.export import Emitted, Target, emit
-from jaxpp_async.compiler.ir import Types, ValueType
-from jaxpp_async.compiler.recipes import Recipe
+from jaxpp_async.compiler.ir import Recipe, Types, ValueType
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ActorError
@@ -36,18 +35,17 @@ from jaxpp_async.protocol.messages import Loaded
 from jaxpp_async.session.argument_binding import Slot
 from jaxpp_async.session.host_transfers import RemoteValues
 from jaxpp_async.session.remote_array import FAILED, RemoteArray, is_remote
-from jaxpp_async.session.step_recording import first_line
 
 _LOG = logging.getLogger("jaxpp_async")
 
 
 class Mover:
-    """Carries the arrays of one mesh between its actors; loads each kind of move once.
+    """Carries the arrays of one mesh between its actors; loads the program of each kind of move once.
 
     Args:
-        controller: gives the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
         values: the mesh's arrays.
-        num_actors: how many there are.
+        num_actors: number of actors.
         target: the devices of one actor.
     """
 
@@ -59,10 +57,10 @@ class Mover:
         self._programs: dict[Move | Copied, int] = {}
 
     async def bring(self, leaves: Sequence[Any], slots: Sequence[Slot], name: str) -> tuple[Moved, ...]:
-        """Bring arrays that lie elsewhere to where a step needs them, actor to actor.
+        """Bring arrays that lie elsewhere to where a step needs them, from actor to actor.
 
         Args:
-            name: of the step's function.
+            name: name of the step's function.
 
         Raises:
             ActorError: an actor or the mesh failed; a note says which argument was on its way.
@@ -95,7 +93,7 @@ class Mover:
             "moving %s (%d bytes) from actor %d to %s", slot.name, leaf.nbytes, leaf.actors[0], list(to)
         )
         handle = await self._start_move(move, leaf, leaf.array_id, slot)
-        # Before anything is awaited: a cancelled or deleted one must know its copies.
+        # Before anything is awaited: the handle must know its copies if it is deleted or its move cancelled.
         leaf.relocate(tuple(sorted({*leaf.actors, *to})))
         await handle
 
@@ -103,7 +101,7 @@ class Mover:
         """Copy arrays, each where it lies. The copies may be used at once.
 
         Args:
-            arrays: with their names.
+            arrays: the name of each array, for errors, and the array.
         """
         what = tuple((replace(leaf.value_type, weak=False), leaf.actors) for _, leaf in arrays)
         if what not in self._programs:
@@ -123,7 +121,7 @@ class Mover:
         return copies
 
     async def _reshard(self, leaf: RemoteArray, slot: Slot, to: tuple[ActorId, ...]) -> None:
-        """Give an array another sharding. The handle then stands for the new copies; the old ones are freed."""
+        """Give an array another sharding: its handle then stands for the new copies, the old are freed."""
         move = Move(replace(leaf.value_type, weak=False), leaf.actors[0], to, slot.type.aval.spec)
         _LOG.info("resharding %s from %s to %s", slot.name, leaf.spec, slot.type.aval.spec)
         new_id = self._controller().new_array_id()
@@ -135,10 +133,8 @@ class Mover:
 
     async def _start_move(self, move: Move, leaf: RemoteArray, result_id: int, slot: Slot) -> StepHandle:
         if move not in self._programs:
-            program = build(move, self._num_actors, self._target)
-            self._programs[move], _ = await load_programs(
-                self._controller(), program.programs, program.executables
-            )
+            programs = build(move, self._num_actors, self._target)
+            self._programs[move], _ = await load_programs(self._controller(), *programs)
         leaf.check_usable(slot.name, self._values)  # the user may have deleted it meanwhile
         inputs = {move.source: {0: leaf.array_id}}
         outputs = {a: {0: result_id} for a in move.to}
@@ -162,10 +158,10 @@ async def load_programs(
     """Load programs on the actors that have a part in them.
 
     Args:
-        names: of a step's arguments, by number, where errors on actors may have to name them.
+        names: names of a step's arguments by number, where errors on actors may have to name them.
 
     Returns:
-        The id to run them by, and what each of these actors answered.
+        The id to run the programs by, and the reply of each of these actors.
     """
     program_id = controller.new_program_id()
     parts = {p.actor: p for p in programs if p.instructions}
@@ -182,7 +178,7 @@ async def load_programs(
 
 @dataclass(frozen=True)
 class Move:
-    """What has to be moved: an array of `type` (with its sharding) from `source`, to be held with `spec` by `to`."""
+    """A move of an array of `type` from `source` to the actors in `to`, which are to hold it with `spec`."""
 
     type: ValueType
     source: ActorId
@@ -195,10 +191,10 @@ class Moved:
     """An argument that was carried to other actors before a step, or given another sharding there.
 
     Args:
-        name: of the argument, such as `"state['w']"`.
-        size_bytes: of one copy.
-        from_actor, to: one copy went to each of `to`.
-        resharded: its sharding was another one before.
+        name: name of the argument, such as `"state['w']"`.
+        size_bytes: size of one copy.
+        from_actor, to: one copy went from `from_actor` to each of `to`.
+        resharded: the argument had another sharding before.
     """
 
     name: str
@@ -209,51 +205,51 @@ class Moved:
 
 
 WARN_BYTES = 1 << 20
-"""Moves of more than this before a step are worth a warning."""
+"""Moves of more bytes than this before a step are worth a warning."""
 
 
 def carried_bytes(moved: Sequence[Moved]) -> int:
-    """Bytes that went from one actor to another."""
+    """Count the bytes that went from one actor to another."""
     return sum(m.size_bytes * len({*m.to} - {m.from_actor}) for m in moved)
 
 
 def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -> str:
-    """Warn of moves that a user may not expect, and may not want at every call.
+    """Compose the warning of moves that a user may not expect, and may not want at every call.
 
     Args:
-        why: an argument's name to the reason why the step takes it where it takes it.
+        why: returns, for an argument's name, why the step takes it where it takes it.
     """
     carried = [m for m in moved if carried_bytes([m])]
     largest = max(carried, key=lambda m: m.size_bytes)
     to = ", ".join(str(a) for a in largest.to)
     count = "1 array" if len(carried) == 1 else f"{len(carried)} arrays"
     return (
-        f"step {step_name!r}: {count} ({carried_bytes(carried) / 1e6:.1f} MB) had to be carried to other actors; "
-        f"the largest, {largest.name} ({largest.size_bytes / 1e6:.1f} MB), lies on actor {largest.from_actor}, and "
-        f"the step computes with it on actor {to} ({why(largest.name)}). An array that is new at every call is "
-        "carried at every call: give this step the same stages on the same actors as the step that makes the array, "
-        "have the array made or put where this step takes it (step.init, mesh.put(..., like=(step, argnum))), or "
-        f"leave it out of the computation; see {page('placement.md')}"
+        f"step {step_name!r}: {count} ({carried_bytes(carried) / 1e6:.1f} MB) had to be carried to other "
+        f"actors; the largest, {largest.name} ({largest.size_bytes / 1e6:.1f} MB), lies on actor "
+        f"{largest.from_actor}, and the step computes with it on actor {to} ({why(largest.name)}). An array "
+        "that is new at every call is carried at every call: give this step the same stages on the same "
+        "actors as the step that makes the array, have the array made or put where this step takes it "
+        "(step.init, mesh.put(..., like=(step, argnum))), or leave it out of the computation; see "
+        f"{page('placement.md')}"
     )
 
 
 def summary(moved: Sequence[Moved], step_name: str) -> str:
-    """One line about everything that was moved for a step."""
+    """Describe everything that was moved for a step in one line."""
     total = sum(m.size_bytes * len(m.to) for m in moved)
     count = "1 array" if len(moved) == 1 else f"{len(moved)} arrays"
     return f"moved {count}, {total} bytes, before step {step_name!r}, which keeps them elsewhere"
 
 
-@dataclass(frozen=True, eq=False)
-class MoveProgram:
-    """One program an actor (empty where it has no part), and the executable that changes the sharding, if any."""
+def build(
+    move: Move, num_actors: int, target: Target
+) -> tuple[tuple[ActorProgram, ...], tuple[Emitted, ...]]:
+    """Build the programs of one move, which send the array as it is and change its sharding on arrival.
 
-    programs: tuple[ActorProgram, ...]
-    executables: tuple[Emitted, ...]
-
-
-def build(move: Move, num_actors: int, target: Target) -> MoveProgram:
-    """The programs of one move: send as it is, change the sharding on arrival."""
+    Returns:
+        The programs, one an actor (empty where the actor has no part), and the executable that reshards, if
+        any.
+    """
     there = replace(move.type.aval, spec=move.spec)
     values = [Value(move.type.aval, "moved", "temp")]
     nodes, outputs, executables = [], [], ()
@@ -270,7 +266,7 @@ def build(move: Move, num_actors: int, target: Target) -> MoveProgram:
     )
     programs = tuple(lowering.lower(graph))
     verify.verify_programs(programs)
-    return MoveProgram(programs, executables)
+    return programs, executables
 
 
 Copied: TypeAlias = tuple[tuple[ValueType, tuple[ActorId, ...]], ...]
@@ -278,7 +274,7 @@ Copied: TypeAlias = tuple[tuple[ValueType, tuple[ActorId, ...]], ...]
 
 
 def build_copies(copied: Copied, num_actors: int) -> tuple[ActorProgram, ...]:
-    """Programs that make a copy of each array wherever it lies: the caller keeps the arrays."""
+    """Build programs that copy each array on every actor that holds it: the caller keeps the originals."""
     values = [Value(value_type.aval, f"copied[{k}]", "input") for k, (value_type, _) in enumerate(copied)]
     inputs = [GraphInput(k, k, actors) for k, (_, actors) in enumerate(copied)]
     outputs = [GraphOutput(k, k, actors) for k, (_, actors) in enumerate(copied)]

@@ -1,4 +1,4 @@
-"""awaiting: coroutines that say to be awaited where somebody takes them for their result."""
+"""Wrap coroutines so that using one in place of its result raises an error that says to await it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _T = TypeVar("_T")
 
 
 class UnawaitedCoroutine:
-    """A coroutine, with errors that help. Python's own type cannot be subclassed, so this holds one.
+    """A coroutine whose errors say to await it. It wraps one, since Python's own type cannot be subclassed.
 
-    It goes wherever a coroutine goes: `await`, `asyncio.create_task`, `gather`, `wait_for`, `TaskGroup`, `asyncio.run`,
-    `inspect.iscoroutine`. Its methods are the coroutine's own, so that a task that runs it costs nothing more.
+    An `UnawaitedCoroutine` works wherever a coroutine does: `await`, `asyncio.create_task`, `gather`,
+    `wait_for`, `TaskGroup`, `asyncio.run`, `inspect.iscoroutine`. Its methods are the coroutine's own, so
+    that a task that runs it costs nothing more.
     """
 
     __slots__ = ("__weakref__", "_coroutine", "close", "send", "throw")
@@ -29,7 +30,7 @@ class UnawaitedCoroutine:
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody sets it
-        """For `isinstance`, and so for `inspect.iscoroutine` and libraries that ask for Python's own type."""
+        """Python's own coroutine type, for `isinstance`, and so for `inspect.iscoroutine` and libraries."""
         return CoroutineType
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -39,7 +40,7 @@ class UnawaitedCoroutine:
         return repr(self._coroutine)
 
     def __getitem__(self, key: object) -> NoReturn:
-        """Unpacking comes here too, since there is no `__iter__`."""
+        """Raise the error for indexing; unpacking calls this too, since there is no `__iter__`."""
         with HiddenFrames():
             raise deliberate(TypeError(f"{self._advice()} (`a, b = await ...`)"))
 
@@ -52,20 +53,25 @@ class UnawaitedCoroutine:
         raise AttributeError(f"{self._advice()} to use its result's {name!r}", name=name, obj=self)
 
     def _advice(self) -> str:
-        return f"{self._coroutine.__qualname__}(...) is a coroutine, which has no result yet: write `await` before it"
+        return (
+            f"{self._coroutine.__qualname__}(...) is a coroutine, which has no result yet: write `await` "
+            "before it"
+        )
 
 
 def says_to_await(
     method: Callable[_P, CoroutineType[Any, Any, _T]],
 ) -> Callable[_P, CoroutineType[Any, Any, _T]]:
-    """A method whose coroutines are `UnawaitedCoroutine`s."""
+    """Make a method return `UnawaitedCoroutine`s."""
 
     @functools.wraps(method)
     def call(*args: _P.args, **options: _P.kwargs) -> CoroutineType[Any, Any, _T]:
         with HiddenFrames():
             try:
                 coroutine = method(*args, **options)
-            except TypeError as error:  # nothing of it has run: it cannot be called with these arguments
+            except (
+                TypeError
+            ) as error:  # the method cannot be called with these arguments; nothing of it has run
                 raise deliberate(error) from None
             return UnawaitedCoroutine(coroutine)  # pyright: ignore[reportReturnType]  # as `__class__` says
 

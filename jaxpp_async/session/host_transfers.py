@@ -1,6 +1,6 @@
-"""values: the arrays of a mesh: put, fetched, freed. In: host values and trees. Out: `RemoteArray`s and numpy.
+"""Put host values on actors, fetch arrays from them, and free arrays.
 
-Owns no array's memory: handles belong to the user, buffers to the actors. Runs no program.
+Users own the handles, actors own the buffers: `RemoteValues` connects the two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxpp_async.session.step import DistributedStep
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a leaf is to lie."""
+    """The place where a leaf is to lie."""
 
     name: str
     spec: tuple[SpecEntry, ...]
@@ -35,10 +35,10 @@ class _Place:
 
 
 class RemoteValues:
-    """Makes, fills, fetches and frees the `RemoteArray`s of one mesh; their `arrays.Owner`.
+    """Makes, fills, fetches and frees the `RemoteArray`s of one mesh; implements `remote_array.Owner`.
 
     Args:
-        controller: gives the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
         target: the devices of one actor.
     """
 
@@ -46,16 +46,16 @@ class RemoteValues:
         self._controller, self._target = controller, target
 
     def new_array(self, value_type: ValueType, actors: Iterable[ActorId]) -> RemoteArray:
-        """The handle of an array that a program or a put is about to make on `actors`."""
+        """Make the handle of an array that a program or a put is about to make on `actors`."""
         return RemoteArray(self, self._controller().new_array_id(), value_type, tuple(actors))
 
     def new_arrays(self, slots: Sequence[Slot]) -> list[RemoteArray]:
-        """The handles of a step's results."""
+        """Make the handles of a step's results."""
         new_id = self._controller().new_array_id
         return [RemoteArray(self, new_id(), slot.type, slot.actors) for slot in slots]
 
     def waiting(self, value_type: ValueType, host: np.ndarray) -> RemoteArray:
-        """The handle of an array that stays here until its first use."""
+        """Make the handle of an array that stays in this process until its first use."""
         return RemoteArray(self, self._controller().new_array_id(), value_type, (), host=host)
 
     async def fill(self, pairs: Sequence[tuple[RemoteArray, np.ndarray]]) -> None:
@@ -99,7 +99,7 @@ class RemoteValues:
                 continue
             leaf.check_usable(f"array {k} of the tree" if len(values) > 1 else "the array", self)
             if leaf.host is not None:
-                # users may write to it
+                # a copy: users may write to it
                 values[k] = argument_binding.as_user_sees(leaf.host.copy(), leaf.value_type)
             else:
                 remote[k] = leaf
@@ -111,12 +111,12 @@ class RemoteValues:
         return jax.tree.unflatten(treedef, values)
 
     def release(self, array: RemoteArray) -> None:
-        """See `arrays.Owner`; called from any thread."""
+        """See `remote_array.Owner`; any thread may call this."""
         for actor in array.actors:
             self._controller().free(actor, array.array_id)
 
     def sharding_of(self, aval: Aval) -> NamedSharding:
-        """The sharding of `aval` over one actor's devices."""
+        """Return the sharding of `aval` over one actor's devices."""
         mesh = self._target.mesh or AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
         return NamedSharding(mesh, PartitionSpec(*aval.spec))
 
@@ -128,7 +128,7 @@ class RemoteValues:
 
 
 def _places(like: Any, count: int) -> list[_Place]:
-    """The place of each of `count` leaves."""
+    """Return the place of each of `count` leaves."""
     if isinstance(like, tuple) and len(like) == 2 and isinstance(like[0], DistributedStep):
         slots = like[0].latest("mesh.put(like=(step, argnum))").argument_slots(like[1])
         places = [_Place(s.name, s.type.aval.spec, s.home) for s in slots]
@@ -143,7 +143,7 @@ def _places(like: Any, count: int) -> list[_Place]:
 
 
 def _own_copy(leaf: Any) -> np.ndarray:
-    """A host value that the user can no longer change behind our back."""
+    """Copy a host value, which the user may change afterwards."""
     if not is_remote(leaf):
         return argument_binding.host_array(leaf).copy()
     if leaf.host is None:

@@ -1,6 +1,6 @@
-"""mesh_options: what a user passes to `RemoteMesh`, checked and turned into what the controller takes.
+"""Check the options that a user passes to `RemoteMesh`, and turn them into what the controller takes.
 
-Starts nothing.
+Nothing is started here.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ R = TypeVar("R")
 
 
 def count_of(name: str, value: Any, *, least: int) -> int:
-    """An option that counts something.
+    """Check an option that counts something.
 
     Raises:
-        MeshError: it is no whole number of at least `least`.
+        MeshError: the value is no whole number of at least `least`.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise MeshError(f"{name} is {value!r}; give a whole number of at least {least}")
@@ -49,10 +49,10 @@ def count_of(name: str, value: Any, *, least: int) -> int:
 
 
 def seconds(name: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
-    """An option that is a time.
+    """Check an option that is a time in seconds.
 
     Raises:
-        MeshError: it is no positive number, or not between `least` and `most`.
+        MeshError: the value is no positive number, or not between `least` and `most`.
     """
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise MeshError(f"{name} is {value!r}; give a positive number of seconds")
@@ -62,10 +62,10 @@ def seconds(name: str, value: Any, *, least: float = 0.0, most: float = math.inf
 
 
 def only_known(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn`, but an option that it does not have is answered with the nearest one that it has.
+    """Wrap `fn` so that an option which it does not have is answered with the most similar one that it has.
 
     Raises:
-        TypeError: as of every such call.
+        TypeError: the call has an unknown option, as Python itself would raise it.
     """
     known = [name for name in inspect.signature(fn).parameters if name != "self"]
     name = fn.__qualname__.removesuffix(".__init__")
@@ -84,7 +84,7 @@ def only_known(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def actor_count(num_actors: Any) -> int:
-    """The number of actors, from an int or a tuple of one."""
+    """Return the number of actors, given as an int or a tuple of one."""
     count = num_actors[0] if isinstance(num_actors, tuple) and len(num_actors) == 1 else num_actors
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise MeshError(f"num_actors is an int of at least 1 or a tuple of one such int; got {num_actors!r}")
@@ -92,7 +92,7 @@ def actor_count(num_actors: Any) -> int:
 
 
 def axes(spmd_mesh: Any) -> dict[str, int]:
-    """Axis name to size."""
+    """Return the axes of an actor's devices: name to size."""
     names = ("data", "model")
     if not isinstance(spmd_mesh, Mapping | tuple | list):
         raise MeshError(
@@ -112,7 +112,7 @@ def axes(spmd_mesh: Any) -> dict[str, int]:
 
 
 def axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
-    """`"auto"` or `"explicit"`, one an axis."""
+    """Return the type of each axis, `"auto"` or `"explicit"`."""
     by_name = dict(given) if isinstance(given, Mapping) else dict(zip(mesh_axes, given, strict=False))
     for name, kind in by_name.items():
         if name not in mesh_axes:
@@ -123,8 +123,10 @@ def axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dict[str, Any]:
-    """Raises:
-    ShardingError: a rule names an axis that the mesh does not have.
+    """Check the rules from logical axis names to mesh axes.
+
+    Raises:
+        ShardingError: a rule names an axis that the mesh does not have.
     """
     for name, entry in rules.items():
         if not (entry is None or isinstance(entry, str | tuple | list)):
@@ -134,7 +136,8 @@ def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dic
         for axis in (entry,) if isinstance(entry, str) else entry or ():
             if axis not in mesh_axes:
                 raise ShardingError(
-                    f"axis_rules[{name!r}] names the axis {axis!r}, but spmd_mesh has {sorted(mesh_axes) or 'no axes'}"
+                    f"axis_rules[{name!r}] names the axis {axis!r}, but spmd_mesh has "
+                    f"{sorted(mesh_axes) or 'no axes'}"
                 )
     return dict(rules)
 
@@ -142,11 +145,14 @@ def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dic
 def make_launcher(
     launcher: Any, num_actors: int = 1, processes_per_actor: int | None = None, **options: Any
 ) -> tuple[Any, bool, int]:
-    """A launcher, whether its actors live in this process, and of how many processes each is.
+    """Make the launcher of the actors.
 
     Args:
-        processes_per_actor: what was asked for; None: what it takes.
-        options: of `LaunchOptions`, and `spmd_mesh`.
+        processes_per_actor: the number that the user asked for; None: as many as it takes.
+        options: the options of `LaunchOptions`, and `spmd_mesh`.
+
+    Returns:
+        The launcher, whether its actors live in this process, and of how many processes each actor is.
     """
     sizes = options.pop("spmd_mesh", {}).values()
     if processes_per_actor is not None:
@@ -157,10 +163,13 @@ def make_launcher(
 
 
 def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int) -> str:
-    """The data plane's name.
+    """Choose the data plane.
+
+    Returns:
+        The name of the transport.
 
     Raises:
-        MeshError: the launcher's actors do not have it, or no GPU, which it needs.
+        MeshError: the launcher's actors do not have the transport, or have no GPU, which it needs.
     """
     allowed = tuple(launcher.transports)
     chosen = given or allowed[0]
@@ -171,18 +180,18 @@ def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, 
     if kind_of(chosen).ordered and not inline and platform != "cuda":
         actors = f"actors 0 to {num_actors - 1}" if num_actors > 1 else "actor 0"
         raise MeshError(
-            f"transport {chosen!r} moves GPU memory, and {actors} have none: their platform is {platform!r}; pass "
-            "platform='cuda' where there are GPUs, or leave transport= out for UCX, which moves either"
+            f"transport {chosen!r} moves GPU memory, and {actors} have none: their platform is {platform!r}; "
+            "pass platform='cuda' where there are GPUs, or leave transport= out for UCX, which moves either"
         )
     return chosen
 
 
 def platform(given: str | None) -> str:
-    """The actors' platform: what is asked for, else `"cuda"` where this machine has GPUs and a JAX for them.
+    """Choose the actors' platform: the one asked for, else what this machine has.
 
-    Hosts are not asked: a driver without a GPU has to name it (`refuse_idle_devices`).
-
-    `jax_platforms` (or `JAX_PLATFORMS`) decides for this process, and then for its actors too. JAX is not started.
+    This machine has `"cuda"` if it has GPUs and a JAX for them. The hosts are not asked: a driver without a
+    GPU has to name the platform (`refuse_idle_devices`). `jax_platforms` (or `JAX_PLATFORMS`) decides for
+    this process, and then for its actors too. JAX is not started.
     """
     if given not in (None, "cpu", "cuda"):
         raise MeshError(f"platform is {given!r}; it is 'cpu' or, for GPUs, 'cuda'")
@@ -195,14 +204,15 @@ def platform(given: str | None) -> str:
 
 
 def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: Any) -> None:
-    """Refuse `devices=` where its actors would run on CPUs and nobody has said so.
+    """Refuse `devices=` where the actors would run on CPUs and the user has not said so.
 
     Args:
-        given: the platform that was asked for. chosen: what came of it.
-        devices: the mesh's own; hosts may name theirs.
+        given: the platform that the user asked for.
+        chosen: the platform that was chosen.
+        devices: the devices of the whole mesh; hosts may name theirs.
 
     Raises:
-        MeshError: so it is.
+        MeshError: GPUs are named, and the actors would run on CPUs.
     """
     if given is not None or chosen != "cpu":
         return
@@ -211,8 +221,8 @@ def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: 
     named += [f"devices= of host {host}" for host in hosts if launcher.devices_on(host) is not None]
     if named:
         raise MeshError(
-            f"{named[0]} names GPUs, and platform= was not given: this process runs JAX on CPUs, and so would the "
-            "actors; give platform='cuda', or platform='cpu' if that is what you mean"
+            f"{named[0]} names GPUs, and platform= was not given: this process runs JAX on CPUs, and so "
+            "would the actors; give platform='cuda', or platform='cpu' if that is what you mean"
         )
 
 
@@ -220,19 +230,20 @@ def spare_gpus(platform: str, *, inline: bool) -> None:
     """Leave the memory of this machine's GPUs to the actors on them."""
     if platform == "cuda" and not inline and not jax_config.spare_gpus():
         _LOG.warning(
-            "JAX in this process has taken most of a GPU's memory already; actors on the same GPU may find too little: "
-            "make the mesh before JAX's first use, or set XLA_PYTHON_CLIENT_PREALLOCATE=false for this process"
+            "JAX in this process has taken most of a GPU's memory already; actors on the same GPU may find "
+            "too little: make the mesh before JAX's first use, or set XLA_PYTHON_CLIENT_PREALLOCATE=false "
+            "for this process"
         )
 
 
 async def prepare(launcher: Any, config: ActorConfig, *, same_python: bool) -> None:
-    """What has to be known before the controller listens and processes start.
+    """Check what has to be right before the controller listens and processes start.
 
     Args:
-        same_python: actors run this process's interpreter, on this machine, and so have its packages.
+        same_python: the actors run this process's interpreter on this machine, and so have its packages.
 
     Raises:
-        InstallError: actors on GPUs, and no JAX for them.
+        InstallError: the actors run on GPUs, and there is no JAX for them.
         MeshError: as `RemoteLauncher.prepare`.
     """
     same_packages = same_python and "PYTHONPATH" not in config.env
@@ -254,7 +265,12 @@ def actor_config(
     inline: bool,
     processes_per_actor: int = 1,
 ) -> ActorConfig:
-    """What every actor is configured with."""
+    """Make the configuration that every actor gets.
+
+    Raises:
+        MeshError: `setup` names no function, `env` has no strings or sets what the mesh sets, or this process
+            has too few devices for inline actors.
+    """
     if setup is not None and ":" not in setup:
         raise MeshError(f"setup is {setup!r}; name a function as 'module:function'")
     for name, value in env.items():
@@ -262,7 +278,8 @@ def actor_config(
             raise MeshError(f"env has {name!r}: {value!r}; environment variables are strings")
     if "JAX_PLATFORMS" in env:
         raise MeshError(
-            f"env has JAX_PLATFORMS={env['JAX_PLATFORMS']!r}, which the mesh sets; give platform='cpu' or 'cuda'"
+            f"env has JAX_PLATFORMS={env['JAX_PLATFORMS']!r}, which the mesh sets; give platform='cpu' or "
+            "'cuda'"
         )
     if inline:
         _check_local_devices(spmd_mesh, platform)
@@ -282,9 +299,7 @@ def actor_config(
 
 
 def _check_local_devices(spmd_mesh: Mapping[str, int], platform: str) -> None:
-    needed = 1
-    for size in spmd_mesh.values():
-        needed *= size
+    needed = math.prod(spmd_mesh.values())
     try:
         present = jax.local_device_count(platform)
     except RuntimeError as error:
@@ -293,16 +308,16 @@ def _check_local_devices(spmd_mesh: Mapping[str, int], platform: str) -> None:
         ) from None
     if needed > present:
         raise MeshError(
-            f"spmd_mesh {dict(spmd_mesh)} needs {needed} devices, but this process has {present}; inline actors share "
-            f"them: set `jax.config.update('jax_num_cpu_devices', {needed})` before JAX is first used, or use "
-            "launcher='local'"
+            f"spmd_mesh {dict(spmd_mesh)} needs {needed} devices, but this process has {present}; inline "
+            f"actors share them: set `jax.config.update('jax_num_cpu_devices', {needed})` before JAX is "
+            "first used, or use launcher='local'"
         )
 
 
 def target(
     spmd_mesh: Mapping[str, int], kinds: Sequence[str], rules: Mapping[str, Any], platform: str
 ) -> Target:
-    """What the compiler lowers for. A mesh of one device needs no shardings at all."""
+    """Make the devices that the compiler lowers for. A mesh of one device needs no shardings at all."""
     mesh = None
     if spmd_mesh:
         mesh = AbstractMesh(

@@ -1,6 +1,4 @@
-"""arrays: `RemoteArray`, the user's handle of an array that lives on actors. Holds no data; only what is fetched comes
-here.
-"""
+"""Offer `RemoteArray`, the user's handle of an array that lies on actors and is here only once fetched."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from jaxpp_async.session.awaiting import says_to_await
 
 
 class Owner(Protocol):
-    """What an array needs of its mesh."""
+    """The part of a mesh that an array needs."""
 
     async def fetch(self, tree: Any) -> Any: ...
 
@@ -36,7 +34,7 @@ LIVE, DONATED, DELETED, FAILED = "live", "donated", "deleted", "failed"
 
 
 def _not_here(what: str) -> Any:
-    """A method for what only a value that is here can do."""
+    """Make a method that raises, for an operation that needs the value in this process."""
 
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
         with HiddenFrames():
@@ -58,15 +56,17 @@ _OF_A_JAX_ARRAY = frozenset(
 
 
 class RemoteArray:
-    """An array on one or more actors of a mesh (each of them holds all of it, sharded over its devices).
+    """An array on one or more actors of a mesh; each of them holds all of it, sharded over its devices.
 
-    Made by `mesh.run`, `mesh.put` and `step.init`. `await array` fetches it as numpy (a PRNG key as a JAX key array).
-    When the last reference goes, its buffers are freed with the next message to its actors.
+    `mesh.run`, `mesh.put` and `step.init` make such arrays. `await array` fetches the value as numpy (a PRNG
+    key as a JAX key array). When the last reference to the handle goes, the buffers are freed with the next
+    message to the actors.
 
     Attributes:
         shape: global shape.
-        dtype: as JAX has it; key arrays have a key dtype.
-        actors: ids of the actors that hold it; empty while it waits on the controller for its first use.
+        dtype: dtype as JAX has it; key arrays have a key dtype.
+        actors: ids of the actors that hold the array; empty while it waits on the controller for its first
+            use.
     """
 
     __slots__ = ("_actors", "_host", "_id", "_owner", "_state", "_type", "_why", "weak_type")
@@ -80,13 +80,8 @@ class RemoteArray:
         *,
         host: np.ndarray | None = None,
     ):
-        self._owner, self._id, self._type, self._actors, self._host = (
-            owner,
-            array_id,
-            value_type,
-            actors,
-            host,
-        )
+        self._owner, self._id, self._type = owner, array_id, value_type
+        self._actors, self._host = actors, host
         self._state, self._why = LIVE, ""
         self.weak_type = value_type.weak
 
@@ -122,7 +117,7 @@ class RemoteArray:
 
     @property
     def sharding(self) -> jax.sharding.NamedSharding:
-        """Its sharding over one actor's devices."""
+        """The sharding over one actor's devices."""
         return self._owner.sharding_of(self._type.aval)
 
     @property
@@ -131,21 +126,21 @@ class RemoteArray:
 
     @property
     def array_id(self) -> int:
-        """Under which id its actors have it (for the mesh)."""
+        """The id under which the actors have the array (for the mesh)."""
         return self._id
 
     @property
     def value_type(self) -> ValueType:
-        """Its type and sharding as it travels (for the mesh)."""
+        """The type and sharding of the array as it travels (for the mesh)."""
         return self._type
 
     @property
     def host(self) -> np.ndarray | None:
-        """Its value while it waits on the controller for its first use (for the mesh)."""
+        """The value while it waits on the controller for its first use, else None (for the mesh)."""
         return self._host
 
     def is_deleted(self) -> bool:
-        """Whether it was donated to a step, deleted, or lost to a failure."""
+        """Whether the array was donated to a step, deleted, or lost to a failure."""
         return self._state != LIVE
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -154,7 +149,7 @@ class RemoteArray:
 
     @says_to_await
     async def delete(self) -> None:
-        """Free its buffers. Deleting twice does nothing."""
+        """Free the array's buffers. Deleting twice does nothing."""
         if self._state == LIVE:
             self.retire(DELETED, "it was deleted")
             self._owner.release(self)
@@ -162,10 +157,10 @@ class RemoteArray:
     def relocate(
         self, actors: tuple[ActorId, ...], *, array_id: int | None = None, value_type: ValueType | None = None
     ) -> None:
-        """From here on it is what lies on `actors`, and nothing on the controller (for the mesh).
+        """Let the handle stand for an array on `actors`, no longer one on the controller (for the mesh).
 
         Args:
-            array_id: its new id there; None: as before.
+            array_id: the array's new id there; None: as before.
             value_type: its new type, which may differ in sharding; None: as before.
         """
         self._actors, self._host = actors, None
@@ -173,26 +168,31 @@ class RemoteArray:
         self._type = value_type or self._type
 
     def take_over(self, result: RemoteArray) -> None:
-        """From here on it is `result`, whose own handle nobody has and which is no longer usable (for the mesh)."""
-        self._id, self._type, self._actors, self._host = (
-            result._id,
-            result._type,
-            result._actors,
-            result._host,
-        )
-        self._state, self._why, self.weak_type = result._state, result._why, result.weak_type
+        """Let the handle stand for `result`, whose own handle nobody has (for the mesh).
+
+        The handle `result` becomes unusable.
+        """
+        for name in self.__slots__:
+            setattr(self, name, getattr(result, name))
         result.retire(DELETED, "an argument of its step stands for it")
 
     def retire(self, state: str, why: str) -> None:
-        """Mark it unusable (for the mesh)."""
+        """Mark the array unusable (for the mesh)."""
         self._state, self._why, self._host = state, why, None
 
     def check_usable(self, name: str, owner: Owner) -> None:
-        """Raise `ArrayError` unless it may be used on `owner` now; `name` is what the user called it."""
+        """Check that the array may be used on `owner` now (for the mesh).
+
+        Args:
+            name: the name by which the user knows the array.
+
+        Raises:
+            ArrayError: the array belongs to another mesh, or was donated, deleted or lost.
+        """
         if self._owner is not owner:
             raise ArrayError(
-                f"{name} is a RemoteArray of another mesh; fetch it there (`await mesh.fetch(...)`) and pass the numpy "
-                "value"
+                f"{name} is a RemoteArray of another mesh; fetch it there (`await mesh.fetch(...)`) and pass "
+                "the numpy value"
             )
         if self._state != LIVE:
             raise ArrayError(f"{name} cannot be used: {self._why}")
@@ -200,10 +200,12 @@ class RemoteArray:
     def id_at(
         self, owner: Owner, actors: tuple[ActorId, ...], spec: tuple[SpecEntry, ...] | None
     ) -> int | None:
-        """Its id, if it may be used on `owner` now and lies on all of `actors` (there may be none), else None.
+        """Return the id if the array may be used on `owner` now and lies on all of `actors`, else None (for
+        the mesh).
 
         Args:
-            spec: the sharding that it must have; None: any.
+            actors: the actors on which the array must lie; there may be none.
+            spec: the sharding that the array must have; None: any.
         """
         if self._state != LIVE or self._owner is not owner or (self._host is not None and actors):
             return None
@@ -211,7 +213,7 @@ class RemoteArray:
             return None
         return self._id if spec is None or self._type.aval.spec == spec else None
 
-    # Here it would be a wrong answer (`if loss`) or an error that says nothing of actors.
+    # Without these there would be a wrong answer (`if loss`) or an error that says nothing of actors.
     __bool__, __int__, __float__, __complex__, __index__ = map(
         _not_here, ("bool()", "int()", "float()", "complex()", "use as an index")
     )
@@ -231,7 +233,7 @@ class RemoteArray:
     __copy__, __deepcopy__, __reduce_ex__ = map(_not_here, ("copy.copy()", "copy.deepcopy()", "pickling"))
 
     def __eq__(self, other: object) -> bool:
-        """Whether it is the same handle; values are not here to be compared."""
+        """Whether `other` is the same handle; values are not here to be compared."""
         if self is other or other is None or isinstance(other, RemoteArray | str):
             return self is other
         return _not_here("`==`")(self)
@@ -240,10 +242,12 @@ class RemoteArray:
 
     @property
     def __jax_array__(self) -> Any:
-        """Tell a function of JAX that needs the value where it is: JAX takes what has this attribute for an array.
+        """Raise the error for a function of JAX that needs the value.
+
+        JAX takes an object with this attribute for an array.
 
         Raises:
-            ArrayError: JAX is about to compute with it. (A TypeError JAX would take for "no array".)
+            ArrayError: JAX is about to compute with the array. (JAX would take a TypeError for "no array".)
             AttributeError: anybody else asks.
         """
         if private_api.takes_a_value(sys._getframe(1)):

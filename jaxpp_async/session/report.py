@@ -1,8 +1,8 @@
-"""report: what a compiled step does and costs, and why. In: the compiler's result. Out: numbers that print as text.
+"""Report what a compiled step does and costs, and why, as numbers that print as text.
 
-Measures nothing. `docs/placement.md` reads one line by line.
-
-compile_notes: log records and Python warnings about a step that was compiled without an error. Decides nothing.
+`make` computes a `CompileReport` from the compiler's result (docs/placement.md reads one line by line), and
+`report_notes` logs what a user should know about a step that was compiled without an error. Nothing is
+measured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_async.compiler.continued_arguments import changed_arguments
@@ -20,78 +20,20 @@ from jaxpp_async.compiler.pipeline import Compiled, CompilePlan, StepRequest
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, GraphOutput, Input, Recv, Run, Send, Value, runs
 
+_LOG = logging.getLogger("jaxpp_async")
 
-@dataclass(frozen=True, slots=True)
-class TransferLine:
-    """Arrays of one kind that cross from one actor to another in a step.
+_INDICES = "microbatch indices"
 
-    Args:
-        what: type, and what makes it: a task, or an operation with the user's line.
-        size_bytes: of one.
-        count: in one step.
-        when: `"in the loop"`, or the part of the step outside the loops (`"before the loop"`, `"after the loop"`).
-        per_microbatch: how many of `count` each microbatch sends; 0 outside the loops.
-        why: who needs it there.
-    """
-
-    what: str
-    from_actor: ActorId
-    to_actor: ActorId
-    size_bytes: int
-    count: int
-    when: str = ""
-    per_microbatch: int = 0
-    why: str = ""
-
-    @property
-    def total_bytes(self) -> int:
-        """In one step."""
-        return self.size_bytes * self.count
-
-
-@dataclass(frozen=True, slots=True)
-class ActorLine:
-    """One actor's part of a step.
-
-    Args:
-        tasks: executions by kind, such as `{"fwd": 8, "bwd": 8}`.
-        sent_bytes, received_bytes: in one step, host values not counted.
-        peak_bytes: most that its buffer table holds (see `docs/memory.md`); known before anything runs.
-        temp_bytes: XLA's own largest temporary, known after compiling.
-        argument_bytes: of the arguments that it holds when the step starts.
-    """
-
-    actor: ActorId
-    tasks: Mapping[str, int]
-    sent_bytes: int
-    received_bytes: int
-    peak_bytes: int
-    peak_at: str
-    temp_bytes: int
-    compile_s: float
-    argument_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceLine:
-    """Where one argument or result leaf lives.
-
-    Args:
-        actors: each holds all of it.
-        size_bytes: on each of them.
-        why: who uses it there, or what put it there.
-    """
-
-    name: str
-    type: str
-    actors: tuple[ActorId, ...]
-    size_bytes: int = 0
-    why: str = ""
+_NOTES = {
+    "start": "start: makes the zeros that a stage's sums begin with, once a step.",
+    "outer": "outer: what the step does outside its loops; one task an actor and exchange of values between "
+    "actors.",
+}
 
 
 @dataclass(frozen=True)
 class CompileReport:
-    """See `CompiledStep.report`."""
+    """The report of a compiled step; see `CompiledStep.report`."""
 
     actors: tuple[ActorLine, ...]
     transfers: tuple[TransferLine, ...]
@@ -111,94 +53,76 @@ class CompileReport:
         return "\n".join(parts[:-1])
 
 
-_INDICES = "microbatch indices"
+@dataclass(frozen=True, slots=True)
+class TransferLine:
+    """Arrays of one kind that cross from one actor to another in a step.
 
-# ---------------------------------------------------------------- text
+    Args:
+        what: type of the arrays, and what makes them: a task, or an operation with the user's line.
+        size_bytes: size of one array.
+        count: number of arrays in one step.
+        when: `"in the loop"`, or the part of the step outside, `"before the loop"` or `"after the loop"`.
+        per_microbatch: how many of `count` each microbatch sends; 0 outside the loops.
+        why: who needs the arrays there.
+    """
 
+    what: str
+    from_actor: ActorId
+    to_actor: ActorId
+    size_bytes: int
+    count: int
+    when: str = ""
+    per_microbatch: int = 0
+    why: str = ""
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]], right: str = "") -> str:
-    """Aligned columns; those whose letter in `right` is `r` are flush right."""
-    cells = [[str(c) for c in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        padded = [
-            c.rjust(w) if right[k : k + 1] == "r" else c.ljust(w)
-            for k, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
-
-
-def _actor_table(actors: Sequence[ActorLine]) -> str:
-    header = (
-        "actor",
-        "tasks",
-        "arguments B",
-        "sent B",
-        "received B",
-        "peak B",
-        "peak at",
-        "XLA temp B",
-        "compiled in",
-    )
-    rows = [
-        (
-            a.actor,
-            " ".join(f"{n} {kind}" for kind, n in a.tasks.items()),
-            a.argument_bytes,
-            a.sent_bytes,
-            a.received_bytes,
-            a.peak_bytes,
-            a.peak_at,
-            a.temp_bytes,
-            f"{a.compile_s:.2f} s",
-        )
-        for a in actors
-    ]
-    return _table(header, rows, "rlrrrrlrr")
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in one step."""
+        return self.size_bytes * self.count
 
 
-def _transfer_table(transfers: Sequence[TransferLine]) -> str:
-    rows = [
-        (
-            t.when,
-            f"{t.from_actor} -> {t.to_actor}",
-            f"{t.count} x {t.size_bytes}",
-            t.total_bytes,
-            f"{t.per_microbatch} a microbatch"
-            if t.per_microbatch
-            else "once"
-            if t.count == 1
-            else f"{t.count} times",
-            t.what,
-            t.why,
-        )
-        for t in transfers
-    ]
-    return _table(("when", "actors", "count x B", "total B", "how often", "what", "why"), rows, "llrr")
+@dataclass(frozen=True, slots=True)
+class ActorLine:
+    """One actor's part of a step.
+
+    Args:
+        tasks: number of executions by kind, such as `{"fwd": 8, "bwd": 8}`.
+        sent_bytes, received_bytes: bytes in one step; host values are not counted.
+        peak_bytes: most bytes that the actor's buffer table holds (see `docs/memory.md`); known before
+            anything runs.
+        temp_bytes: XLA's own largest temporary; known after compiling.
+        argument_bytes: bytes of the arguments that the actor holds when the step starts.
+    """
+
+    actor: ActorId
+    tasks: Mapping[str, int]
+    sent_bytes: int
+    received_bytes: int
+    peak_bytes: int
+    peak_at: str
+    temp_bytes: int
+    compile_s: float
+    argument_bytes: int = 0
 
 
-def _place_table(places: Sequence[PlaceLine]) -> str:
-    rows = [
-        (
-            p.name,
-            p.type,
-            f"{p.size_bytes} each" if len(p.actors) > 1 else p.size_bytes,
-            ", ".join(map(str, p.actors)),
-            p.why,
-        )
-        for p in places
-    ]
-    return _table(("name", "type", "B", "actors", "why"), rows, "llr")
+@dataclass(frozen=True, slots=True)
+class PlaceLine:
+    """The place where one argument or result leaf lives.
+
+    Args:
+        actors: the actors that hold it, each all of it.
+        size_bytes: bytes on each of them.
+        why: who uses the leaf there, or what put it there.
+    """
+
+    name: str
+    type: str
+    actors: tuple[ActorId, ...]
+    size_bytes: int = 0
+    why: str = ""
 
 
 # ---------------------------------------------------------------- numbers
-
-_NOTES = {
-    "start": "start: makes the zeros that a stage's sums begin with, once a step.",
-    "outer": "outer: what the step does outside its loops; one task an actor and exchange of values between actors.",
-}
 
 
 def make(
@@ -206,7 +130,7 @@ def make(
     temp_bytes: Mapping[ActorId, Mapping[int, int]],
     compile_s: Mapping[ActorId, float],
 ) -> CompileReport:
-    """The report of a compiled step."""
+    """Make the report of a compiled step."""
     explainer = Explainer(compiled.traced, compiled.placed, compiled.continues)
     actors = tuple(
         _actor_line(compiled, a, temp_bytes.get(a, {}), compile_s.get(a, 0.0))
@@ -223,7 +147,7 @@ def make(
 
 
 def why_taken(compiled: Compiled, name: str) -> str:
-    """Why a step takes an argument where it takes it."""
+    """Return why a step takes an argument where it takes it."""
     graph = compiled.placed.graph
     found = next(i for i in graph.inputs if graph.values[i.value].label == name)
     return Explainer(compiled.traced, compiled.placed, compiled.continues).why_input(
@@ -232,7 +156,7 @@ def why_taken(compiled: Compiled, name: str) -> str:
 
 
 def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:
-    """The names that the user gave to `pipeline_yield`s, a line a loop."""
+    """Return the names that the user gave to `pipeline_yield`s, a line a loop."""
     lines = []
     for loop in compiled.placed.loops.values():
         named = [f"{k} at {name!r}" for k, name in enumerate(loop.staged.stage_names) if name]
@@ -261,7 +185,7 @@ def _actor_line(
 
 
 def _peak_at(program: ActorProgram, index: int) -> str:
-    """The task at which the peak is reached, or the buffer that is received or taken then and the task it is for."""
+    """Name the task at which the peak is reached, or the buffer that arrives then and the task it is for."""
     if not program.instructions:
         return "none"
     at = program.instructions[index]
@@ -276,7 +200,10 @@ def _peak_at(program: ActorProgram, index: int) -> str:
 
 
 def _transfers(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[TransferLine, ...]:
-    """Transfers grouped by what they carry, over all microbatches; those of the loops first, then the largest."""
+    """Group the transfers by what they carry, over all microbatches.
+
+    The transfers of the loops come first, then the largest.
+    """
     values = compiled.placed.graph.values
     counts = Counter(
         (c.when, c.from_actor, c.to_actor, values[c.value].aval.size_bytes, c.what, c.why)
@@ -302,7 +229,7 @@ def _type(value: Value) -> str:
 
 
 def _inputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[PlaceLine, ...]:
-    """Arguments and captured arrays; the microbatch indices, which the step keeps on the actors, as one line."""
+    """List arguments and captured arrays; the microbatch indices, which stay on the actors, are one line."""
     graph, count = compiled.placed.graph, compiled.placed.num_indices
     lines = []
     inputs = sorted(graph.inputs, key=lambda i: i.arg)
@@ -337,17 +264,78 @@ def _outputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[Pl
     return tuple(found[k] for k in sorted(found))
 
 
-# ---------------------------------------------------------------- compile notes
+# ---------------------------------------------------------------- text
 
-_LOG = logging.getLogger("jaxpp_async")
+
+def _table(columns: Sequence[tuple[str, str, Sequence[object]]]) -> str:
+    """Align columns, each of a title, `"<"` or `">"` for flush left or right, and one value a row."""
+    aligned = []
+    for title, side, values in columns:
+        cells = [title, *map(str, values)]
+        width = max(map(len, cells))
+        aligned.append([f"{cell:{side}{width}}" for cell in cells])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
+
+
+def _actor_table(actors: Sequence[ActorLine]) -> str:
+    tasks = [" ".join(f"{n} {kind}" for kind, n in a.tasks.items()) for a in actors]
+    return _table(
+        [
+            ("actor", ">", [a.actor for a in actors]),
+            ("tasks", "<", tasks),
+            ("arguments B", ">", [a.argument_bytes for a in actors]),
+            ("sent B", ">", [a.sent_bytes for a in actors]),
+            ("received B", ">", [a.received_bytes for a in actors]),
+            ("peak B", ">", [a.peak_bytes for a in actors]),
+            ("peak at", "<", [a.peak_at for a in actors]),
+            ("XLA temp B", ">", [a.temp_bytes for a in actors]),
+            ("compiled in", ">", [f"{a.compile_s:.2f} s" for a in actors]),
+        ]
+    )
+
+
+def _transfer_table(transfers: Sequence[TransferLine]) -> str:
+    once = ["once" if t.count == 1 else f"{t.count} times" for t in transfers]
+    often = [
+        f"{t.per_microbatch} a microbatch" if t.per_microbatch else text
+        for t, text in zip(transfers, once, strict=True)
+    ]
+    return _table(
+        [
+            ("when", "<", [t.when for t in transfers]),
+            ("actors", "<", [f"{t.from_actor} -> {t.to_actor}" for t in transfers]),
+            ("count x B", ">", [f"{t.count} x {t.size_bytes}" for t in transfers]),
+            ("total B", ">", [t.total_bytes for t in transfers]),
+            ("how often", "<", often),
+            ("what", "<", [t.what for t in transfers]),
+            ("why", "<", [t.why for t in transfers]),
+        ]
+    )
+
+
+def _place_table(places: Sequence[PlaceLine]) -> str:
+    return _table(
+        [
+            ("name", "<", [p.name for p in places]),
+            ("type", "<", [p.type for p in places]),
+            ("B", ">", [f"{p.size_bytes} each" if len(p.actors) > 1 else p.size_bytes for p in places]),
+            ("actors", "<", [", ".join(map(str, p.actors)) for p in places]),
+            ("why", "<", [p.why for p in places]),
+        ]
+    )
+
+
+# ---------------------------------------------------------------- notes in the log
 
 
 def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled) -> None:
-    """Log the microbatches of each loop, name actors that have nothing to do, and warn of donated arguments whose
-    memory no result can take over.
+    """Log and warn of what a user should know about a step that was compiled without an error.
+
+    The log names the microbatches of each loop, and actors that have nothing to do; a Python warning names
+    donated arguments whose memory no result can take over.
 
     Args:
-        name: of the step.
+        name: name of the step.
         line: `file:line` of `mesh.distributed`, where the warning points.
     """
     loops = [scheduled.staged.loop for scheduled in compiled.placed.loops.values()]
@@ -363,8 +351,8 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
         )
     if loops and (idle := _idle(compiled.programs)):
         _LOG.warning(
-            "step %r leaves actors %s of %d idle: its schedule has fewer actors than the mesh; make more stages, "
-            "or a mesh of as many actors as the schedule uses",
+            "step %r leaves actors %s of %d idle: its schedule has fewer actors than the mesh; make more "
+            "stages, or a mesh of as many actors as the schedule uses",
             name,
             idle,
             request.num_actors,
@@ -372,7 +360,8 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
     if changed := changed_arguments(compiled.traced, request.donated, compiled.continues):
         file, _, number = line.rpartition(":")
         warnings.warn_explicit(
-            f"Some donated buffers were not usable: step {name!r} returns {_listed(changed)}; a result can take an "
+            f"Some donated buffers were not usable: step {name!r} returns {_listed(changed)}; a result can "
+            "take an "
             "argument's memory only with its shape and dtype: return it as it came, or do not donate it",
             UserWarning,
             file or line,
@@ -386,5 +375,5 @@ def _listed(texts: Sequence[str], most: int = 8) -> str:
 
 
 def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:
-    """Actors that run nothing."""
+    """Return the actors that run nothing."""
     return [p.actor for p in programs if not runs(p.instructions)]

@@ -1,6 +1,7 @@
-"""step: a user's function on a mesh: its options, signature and compiled forms. Asks the compiler; runs nothing.
+"""Bind a user's function to a mesh: its options, the signature of its calls, and its compiled forms.
 
-`DistributedStep` is what `mesh.distributed` returns; `CompiledStep` is one compiled form of it.
+`DistributedStep` is the object that `mesh.distributed` returns; `CompiledStep` is one compiled form of it. A
+step asks the compiler and the mesh through its `Runner` and runs nothing by itself.
 """
 
 from __future__ import annotations
@@ -35,20 +36,23 @@ from jaxpp_async.session.remote_array import RemoteArray
 
 @dataclass(frozen=True, eq=False)
 class CompiledStep:
-    """One compiled form of a step: for one set of shapes, dtypes, static values and shardings. Loaded on every actor.
+    """One compiled form of a step, loaded on every actor.
+
+    There is one for each set of shapes, dtypes, static values and shardings.
 
     Attributes:
-        compiled: what the compiler made.
-        program_id: under which the actors have it.
-        inputs: its argument leaves, then its hidden arguments (captured arrays, microbatch indices).
-        outputs: its result leaves, then what its prints show.
-        donated: the argument leaves whose buffers the step reuses; for each the result leaf that continues it, or None.
-        binding: what follows from these for a call.
-        handed_back: result leaf to the argument leaf that the caller gets back as it, wherever it lies.
-        compile_s: what compiling took, by actor.
-        temp_bytes: XLA's temporaries of each executable, by actor.
+        compiled: the compiler's result.
+        program_id: the id under which the actors have the programs.
+        inputs: the argument leaves, then the hidden arguments (captured arrays, microbatch indices).
+        outputs: the result leaves, then the values that the step's prints show.
+        donated: the argument leaves whose buffers the step reuses; for each the result leaf that continues
+            it, or None.
+        binding: what a call needs and what follows from the fields above alone.
+        handed_back: result leaf to the argument leaf that the caller gets back as it, wherever that lies.
+        compile_s: seconds that compiling took, by actor.
+        temp_bytes: bytes of XLA's temporaries of each executable, by actor.
         hidden_values: host values of the hidden arguments.
-        hidden: the same on the actors; empty until the first run.
+        hidden: the hidden arguments on the actors; empty until the first run.
     """
 
     compiled: Compiled
@@ -65,28 +69,31 @@ class CompiledStep:
 
     def __repr__(self) -> str:
         graph = self.compiled.placed.graph
-        return f"<CompiledStep: {graph.num_actors} actors, {len(graph.nodes)} tasks; .report(), .as_text(), .passes>"
+        return (
+            f"<CompiledStep: {graph.num_actors} actors, {len(graph.nodes)} tasks; .report(), .as_text(), "
+            ".passes>"
+        )
 
     @property
     def passes(self) -> Mapping[str, str]:
-        """Pass name to text, in the order the passes ran."""
+        """Name of each compiler pass to the text after it, in the order the passes ran."""
         return self.compiled.passes
 
     def as_text(self) -> str:
-        """Each actor's instruction stream."""
+        """Return each actor's instruction stream as text."""
         return "\n\n".join(format_program(p) for p in self.compiled.programs)
 
     def report(self) -> report.CompileReport:
-        """What it does and what it costs: tasks, transfers, bytes, peaks, placements. Prints as text."""
+        """Report what the step does and costs: tasks, transfers, bytes, peaks, placements. Prints as text."""
         return report.make(self.compiled, self.temp_bytes, self.compile_s)
 
     def argument_slots(self, argnum: int) -> list[Slot]:
-        """The slots of one argument's leaves."""
+        """Return the slots of one argument's leaves."""
         return [s for s, arg in zip(self.inputs, self.compiled.traced.arg_of, strict=False) if arg == argnum]
 
 
 class Runner(Protocol):
-    """What a step needs of its mesh."""
+    """The part of a mesh that a step needs."""
 
     @property
     def num_actors(self) -> int: ...
@@ -109,10 +116,10 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a function becomes a step: the arguments of `RemoteMesh.distributed`.
+    """The options that make a function a step: the arguments of `RemoteMesh.distributed`.
 
     Args:
-        schedule: replaces the one in the function; None: that one.
+        schedule: replaces the schedule in the function; None keeps that one.
     """
 
     in_shardings: Any
@@ -124,7 +131,7 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """What a call was made with, as far as its compiled form depends on it."""
+    """The properties of a call's arguments on which its compiled form depends."""
 
     treedef: Any
     static: tuple[Any, ...]
@@ -134,13 +141,13 @@ class CallSignature:
 
 
 _CALLS_KEPT = 4
-"""How many calls are recalled: for training, evaluation, and the shorter batch at the end of either."""
+"""How many calls a step recalls: for training, evaluation, and the shorter batch at the end of either."""
 
 
 class DistributedStep:
-    """A step function bound to a mesh; made by `mesh.distributed`.
+    """A step function bound to a mesh; `mesh.distributed` makes one.
 
-    `await step(*args)` is `await mesh.run(step, *args)`.
+    `await step(*args)` is the same as `await mesh.run(step, *args)`.
     """
 
     def __init__(
@@ -153,14 +160,16 @@ class DistributedStep:
         exports: ExportCache | None = None,
     ):
         self.runner, self.fn, self._options = runner, fn, options
-        self._exports = exports or ExportCache()  # one for all forms of the step, under other schedules too
-        self.line = line or tracebacks.caller_line()  # of `mesh.distributed`, for errors in shardings
+        self._exports = exports or ExportCache()  # shared by all forms of the step, under other schedules too
+        self.line = (
+            line or tracebacks.caller_line()
+        )  # the line of `mesh.distributed`, for errors in shardings
         self._compiled: dict[Any, CompiledStep] = {}
         self._latest: CompiledStep | None = None
         self._calls: deque[tuple[CallSignature, CompiledStep]] = deque(maxlen=_CALLS_KEPT)
         self.__name__ = getattr(fn, "__name__", "step")
         named = _signature(fn)
-        self._names = tuple(named.parameters) if named else ()  # else positions serve as names
+        self._names = tuple(named.parameters) if named else ()  # without names, positions serve as names
         # A wrapper may take more than what it wraps, and `jax.jit` around one says what the innermost takes.
         inner = getattr(fn, "__wrapped__", None)
         self._parameters = None if hasattr(inner, "__wrapped__") else _signature(fn, follow_wrapped=False)
@@ -178,10 +187,10 @@ class DistributedStep:
             return await self.runner.run(self, args)
 
     def with_schedule(self, schedule: Any) -> DistributedStep:
-        """The same step under another schedule of as many stages.
+        """Return the same step under another schedule with as many stages.
 
-        No task is compiled again; a form of one that this schedule is the first to need (half a backward, the last
-        stage's forward and backward in one) is compiled once.
+        No task is compiled again; a form of a task that this schedule is the first to need (half a backward,
+        the last stage's forward and backward in one) is compiled once.
         """
         options = replace(self._options, schedule=schedule)
         return DistributedStep(self.runner, self.fn, options, line=self.line, exports=self._exports)
@@ -191,7 +200,7 @@ class DistributedStep:
         """Trace the step and compile it on every actor, without running it.
 
         Args:
-            args: as for a run; `jax.ShapeDtypeStruct`s stand for arrays as well.
+            args: as for a run; a `jax.ShapeDtypeStruct` may stand for an array.
 
         Raises:
             UnsupportedError, StageError, ScheduleError, ShardingError: before any actor is asked.
@@ -201,47 +210,59 @@ class DistributedStep:
 
     @says_to_await
     async def init(self, argnum: int, fn: Callable, *args: Any) -> Any:
-        """Make argument `argnum` of this step by running `fn(*args)` on the actors, each making only its leaves.
+        """Make argument `argnum` of this step by running `fn(*args)` on the actors.
 
-        The step must have been compiled: `await step.compile(jax.eval_shape(fn, *args), batch)` tells it where each
-        leaf lives. The numbers equal `jax.jit(fn)(*args)`.
+        Each actor makes only its own leaves.
+
+        The step must have been compiled: `await step.compile(jax.eval_shape(fn, *args), batch)` decides where
+        each leaf lives. The numbers equal those of `jax.jit(fn)(*args)`.
 
         Returns:
-            `fn`'s tree of `RemoteArray`s.
+            The tree that `fn` returns, of `RemoteArray`s.
         """
         with HiddenFrames():
             return await self.runner.init(self, argnum, fn, args)
 
     def find(self, signature: Any) -> CompiledStep | None:
-        """The compiled form for this signature, which `latest` gives from here on; None if there is none yet."""
+        """Return the compiled form for this signature, or None if there is none yet.
+
+        A form that is found becomes the one that `latest` returns.
+        """
         found = self._compiled.get(signature)
         self._latest = found or self._latest
         return found
 
     def keep(self, signature: Any, compiled: CompiledStep) -> None:
-        """Enter a compiled form, for `find` and `latest`."""
+        """Keep a compiled form for `find` and `latest`."""
         self._compiled[signature] = self._latest = compiled
         # From the second step on a state may have lost the weak types that it began with.
         self._compiled[_settled(signature, compiled.compiled.settled)] = compiled
 
     def latest(self, what: str) -> CompiledStep:
-        """The last compiled form."""
+        """Return the compiled form that was made or found last.
+
+        Args:
+            what: the call that needs it, for the error.
+
+        Raises:
+            MeshError: the step has not been compiled.
+        """
         if self._latest is None:
             raise MeshError(
-                f"{what} needs to know where step {self.__name__!r} keeps each leaf; compile it first, for example "
-                f"`await step.compile(jax.eval_shape(init_fn, key), batch)`"
+                f"{what} needs to know where step {self.__name__!r} keeps each leaf; compile it first, for "
+                "example `await step.compile(jax.eval_shape(init_fn, key), batch)`"
             )
         return self._latest
 
-    def leaves(self, args: Sequence[Any]) -> list[Any]:
-        """Flat values of the dynamic arguments."""
-        return jax.tree.leaves(self._dynamic(args))
-
     def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | CallSignature | None]:
-        """Flat values of the dynamic arguments, and the compiled form of an earlier call that was just like this one.
+        """Flatten the dynamic arguments, and find the compiled form of an earlier call just like this one.
 
-        In place of the form there may be what this call was made with, for `remember`, or None. Neither says anything:
-        `signature` has to be asked. As `find` this sets `latest`.
+        This is a fast path in front of `signature`, which has to be asked when no form is found. As `find`,
+        this method changes what `latest` returns.
+
+        Returns:
+            The leaves, and the compiled form; in its place the call's signature, for `remember`, or None if
+            the call cannot be remembered.
         """
         leaves, treedef = jax.tree.flatten(self._dynamic(args))
         kinds, config = [kind(leaf) for leaf in leaves], jax_config.trace_settings()
@@ -256,7 +277,7 @@ class DistributedStep:
                 and call.treedef == treedef
                 and call.config == config
                 and call.static_hash
-                == static_hash  # as in a dict: what compares oddly is not compared in vain
+                == static_hash  # as in a dict: values with an odd `==` are not compared in vain
                 and call.static == static
             ):
                 self._latest = compiled
@@ -267,20 +288,25 @@ class DistributedStep:
         return leaves, None if None in kinds else CallSignature(treedef, static, static_hash, config, kinds)
 
     def remember(self, call: CallSignature, compiled: CompiledStep) -> None:
-        """Enter a call, as `recall` saw it, and its compiled form. Its arguments may have changed since."""
+        """Remember a call as `recall` saw it, with its compiled form."""
         self._calls.appendleft((call, compiled))
 
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Of something an argument, those of arguments that are traced."""
+        """Of a sequence with one entry an argument, return the entries of traced arguments."""
         static = self._options.static_argnums
         return tuple(a for i, a in enumerate(args) if i not in static) if static else tuple(args)
 
     def _static(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Of something an argument, those of arguments that are part of the program."""
+        """Of a sequence with one entry an argument, return the entries of static arguments."""
         return tuple(args[i] for i in self._options.static_argnums if i < len(args))
 
     def signature(self, args: Sequence[Any]) -> Any:
-        """What a compiled form depends on."""
+        """Return a hashable value of everything that a compiled form depends on.
+
+        Raises:
+            TypeError: an argument is missing, cannot be hashed, or is nothing that JAX computes with.
+            ValueError: the options name an argument that the call does not have.
+        """
         self._check_count(args)
         static, dynamic = self._static(args), self._dynamic(args)
         self._check_hashable(static)
@@ -294,7 +320,7 @@ class DistributedStep:
         return treedef, types, static, config
 
     def _given_specs(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Shardings that arrays bring along: on explicit axes they are part of what is traced."""
+        """Return the shardings that arrays bring along: on explicit axes they are part of what is traced."""
         if not logical_axes.has_explicit_axes(self.runner.target.mesh):
             return ()
         return tuple(leaf.spec if isinstance(leaf, RemoteArray) else None for leaf in leaves)
@@ -315,7 +341,7 @@ class DistributedStep:
         return self._names[argnum] if argnum < len(self._names) else f"arg{argnum}"
 
     def _name_bad_leaf(self, dynamic: Sequence[Any]) -> None:
-        """Raise a TypeError that says which leaf is no array."""
+        """Raise a TypeError that names the leaf which is no array."""
         count = len(dynamic) + len(self._options.static_argnums)
         argnums = self._dynamic(range(count))
         for path, leaf in jax.tree_util.tree_flatten_with_path(tuple(dynamic))[0]:
@@ -341,12 +367,13 @@ class DistributedStep:
             if argnums and max(argnums) >= len(args):
                 raise deliberate(
                     ValueError(
-                        f"step {self.__name__!r} got {len(args)} arguments, but {what} names argument {max(argnums)}"
+                        f"step {self.__name__!r} got {len(args)} arguments, but {what} names argument "
+                        f"{max(argnums)}"
                     )
                 )
 
     def request(self, args: Sequence[Any]) -> StepRequest:
-        """The compiler's input for these arguments."""
+        """Make the compiler's input for these arguments."""
         static = self._options.static_argnums
         shapes = [a if i in static else jax.tree.map(shape_struct, a) for i, a in enumerate(args)]
         runner, options = self.runner, self._options
@@ -377,7 +404,11 @@ class DistributedStep:
         )
 
     def _in_specs(self, dynamic: tuple[Any, ...], argnums: Sequence[int]) -> list:
-        """The user's sharding (or None) of each leaf of the dynamic arguments, which have these numbers."""
+        """Return the user's sharding, or None, of each leaf of the dynamic arguments.
+
+        Args:
+            argnums: the position of each dynamic argument in the call.
+        """
         prefix = self._options.in_shardings
         named = jax.tree_util.tree_flatten_with_path(dynamic)[0]
         names = [self._name(argnums[path[0].idx]) + jax.tree_util.keystr(path[1:]) for path, _ in named]
@@ -388,7 +419,12 @@ class DistributedStep:
         return self._specs(prefix, dynamic, names, shapes, "in_shardings")
 
     def _microbatches_whole(self, traced: Traced, given: list) -> list:
-        """`given`, if it splits no batch along its microbatches: those run one after the other, so it gains nothing."""
+        """Return `given` if it splits no batch along its microbatches.
+
+        Raises:
+            ShardingError: it does: microbatches run one after the other, so splitting them over devices gains
+                nothing.
+        """
         spec_of = dict(zip(traced.flat.inputs, zip(traced.arg_names, given, strict=True), strict=False))
         loops = [op for op in traced.flat.ops if isinstance(op, Loop)]
         for line, leaf in [
@@ -399,13 +435,14 @@ class DistributedStep:
                 first, *rest = spec
                 instead = P(None, *rest) if any(rest) else P(None, first)
                 raise ShardingError(
-                    f"{self.line}: in_shardings of {name}: {P(*spec)} splits dimension 0, the microbatches of the "
+                    f"{self.line}: in_shardings of {name}: {P(*spec)} splits dimension 0, the microbatches "
+                    "of the "
                     f"loop at {line}, which run one after the other; to split their rows write {instead}"
                 )
         return given
 
     def _typed(self, shapes: Sequence[Any], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-        """The arguments' leaves with shardings in their types: the user's, or else those that arrays bring along."""
+        """Put shardings into the types of the arguments' leaves: the user's, or those of the arrays."""
         mesh, specs = self.runner.target.mesh, iter(given)
 
         def leaf(struct: Any, value: Any) -> Any:
@@ -428,7 +465,7 @@ class DistributedStep:
 
 
 def _signature(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signature | None:
-    """A function's signature; None: it has none, as builtins and the like."""
+    """Return a function's signature, or None for builtins and the like, which have none."""
     try:
         return inspect.signature(fn, follow_wrapped=follow_wrapped)
     except (TypeError, ValueError):
@@ -436,14 +473,14 @@ def _signature(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signatur
 
 
 def _settled(signature: Any, settled: frozenset[int]) -> Any:
-    """The signature with these leaves not weakly typed."""
+    """Return the signature as it is when these leaves are not weakly typed."""
     treedef, types, static, config = signature
     strong = tuple((s, d, weak and k not in settled) for k, (s, d, weak) in enumerate(types))
     return treedef, strong, static, config
 
 
 def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
-    """Input slots (arguments, captured arrays, microbatch indices) and result slots of a compiled step."""
+    """Make the input slots (arguments, captured arrays, microbatch indices) and result slots of a step."""
     graph, types, ids = compiled.placed.graph, compiled.traced.types, compiled.placed.value_ids
     inputs = {
         i.arg: Slot(
@@ -472,13 +509,13 @@ def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
 
 
 def handed_back(compiled: Compiled) -> dict[int, int]:
-    """Result leaf to the unused argument leaf that it is."""
+    """Map each result leaf that is an unused argument to that argument's leaf."""
     leaf_of = {v: arg for arg, v in enumerate(compiled.traced.flat.inputs)}
     return {result: leaf_of[v] for result, v in compiled.placed.placement.handed_back.items()}
 
 
 def hidden_values(compiled: Compiled) -> tuple[Any, ...]:
-    """Host values of the hidden arguments."""
+    """Return the host values of the hidden arguments."""
     return (
         *(c.value for c in compiled.traced.captured),
         *(np.asarray(i, np.int32) for i in range(compiled.placed.num_indices)),

@@ -1,6 +1,6 @@
-"""running: compiles steps, loads them on the actors and runs them. In: steps and arguments. Out: `StepFuture`s.
+"""Compile steps, load them on the actors and run them: the module where compiler and controller meet.
 
-Decides which array goes where and what is freed when; where compiler and controller meet. Touches no device, no socket.
+`StepRunner` decides which array goes where before a step and which array is freed when.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpp_async.base.printable import first_line
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.pipeline import StepRequest, compile_step
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.jax_bridge import jax_config, private_api
 from jaxpp_async.markers import nonfinite
 from jaxpp_async.program.instructions import ActorId
-from jaxpp_async.protocol.messages import RunKind, StepStats
+from jaxpp_async.protocol.messages import RunKind
 from jaxpp_async.session import array_moves, report
+from jaxpp_async.session.abandoned_steps import AbandonedSteps
 from jaxpp_async.session.argument_binding import Binding, Slot, host_array
 from jaxpp_async.session.array_moves import Mover, load_programs
 from jaxpp_async.session.host_transfers import RemoteValues
@@ -40,27 +41,24 @@ from jaxpp_async.session.step import (
     hidden_values,
     slots,
 )
-from jaxpp_async.session.step_arrays import StepArrays
-from jaxpp_async.session.step_future import Printer, StepFuture, by_actor
-from jaxpp_async.session.step_recording import AbandonedSteps, Recording, first_line
+from jaxpp_async.session.step_future import Printer, Recording, StepArrays, StepFuture
 
 _LOG = logging.getLogger("jaxpp_async")
 
 
 class StepRunner:
-    """Compiles and runs the steps of one mesh; their `step.Runner`.
+    """The part of a mesh that compiles and runs its steps; implements `step.Runner`.
 
     Args:
-        controller: gives the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
         values: the mesh's arrays.
-        num_actors: how many there are.
+        num_actors: number of actors.
         target: the devices of one actor.
         max_inflight: how many steps may be under way at once.
-        actor_config: settings of JAX that the actors were started with; none: they share this process's.
+        actor_config: settings of JAX that the actors were started with; empty: they share this process's.
 
     Attributes:
-        last_stats: of the last step that finished, by actor.
-        last: the last step that finished.
+        last: the recording of the last step that finished; None before the first one has.
     """
 
     def __init__(
@@ -76,14 +74,15 @@ class StepRunner:
         self._actor_config = actor_config
         self._controller, self._values = controller, values
         self.num_actors, self.target = num_actors, target
-        self.last_stats: list[StepStats] = []
         self.last: Recording | None = None
         self._admission = asyncio.Semaphore(max_inflight)
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._mover = Mover(controller, values, num_actors, target)
         self._printer = Printer(values)
         self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # of large moves
-        self._left_behind = AbandonedSteps(self._tell_waiting)
+        self._abandoned_steps = AbandonedSteps(
+            lambda ahead, name: controller().mesh_events.waiting(name, ahead.step)
+        )
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
         """See `RemoteMesh.run`."""
@@ -91,7 +90,7 @@ class StepRunner:
         try:
             await future.wait_sent()
             return await future
-        except BaseException as error:  # whatever it is, a closed coroutine too: nobody gets the results
+        except BaseException as error:  # whatever ended it, a closed coroutine too: nobody gets the results
             self._abandon(future, "run", error)
             raise
 
@@ -106,17 +105,17 @@ class StepRunner:
         return future
 
     def _abandon(self, future: StepFuture, call: str, error: BaseException) -> None:
-        """The caller of a step that was sent goes without its results, because of `error`."""
-        if future._handle.error is not None:  # as the caller is told
+        """Leave a step that was sent running without its caller, which gets no results because of `error`."""
+        if future._handle.error is not None:  # the caller gets this error
             return
         if (became := future._arrays.abandon()) is not None:
-            what, why = future._recording.what, type(error).__name__
+            what, why = future._recording.title, type(error).__name__
             _LOG.warning("%s runs on, though its `%s` ended by %s: %s", what, call, why, became)
-        self._left_behind.note(future._handle)
+        self._abandoned_steps.mark_abandoned(future._handle)
 
     async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
-        """Send a step, compiled if need be, as soon as there is a place for it."""
-        # From here on only what was found now counts: while this waits, its caller may change the trees it has passed.
+        """Compile a step if need be, and start it as soon as it is admitted."""
+        # From here on only the leaves found now count: while this waits, its caller may change the trees.
         leaves, found = step.recall(args)
         if isinstance(found, CompiledStep):
             compiled = found
@@ -135,27 +134,30 @@ class StepRunner:
         if (found := step.find(signature)) is not None:
             return found
         self._check_settings()
-        # now: both may change while others compile
+        # read now: both may change while other steps compile
         request, settings = (step.request(args), jax_config.trace_settings())
         async with self._compile_lock:
             if (found := step.find(signature)) is not None:  # another call compiled it meanwhile
                 return found
             if jax_config.trace_settings() != settings:
                 raise MeshError(
-                    f"step {step.__name__!r} was called under other settings of JAX than hold now that it is its turn "
-                    "to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of a thread, so let no "
-                    "other task enter or leave one meanwhile"
+                    f"step {step.__name__!r} was called under other settings of JAX than hold now that it is "
+                    "its turn to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of "
+                    "a thread, so let no other task enter or leave one meanwhile"
                 )
             compiled = await self._load(request, step)
             step.keep(signature, compiled)
             return compiled
 
     async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
-        """See `DistributedStep.init`: `fn` becomes a step whose results are placed as `step` takes them."""
+        """See `DistributedStep.init`.
+
+        The function `fn` becomes a step whose results are placed where `step` takes them.
+        """
         wanted = step.latest("step.init").argument_slots(argnum)
         name = getattr(fn, "__name__", "init")
         maker = DistributedStep(self, fn, StepOptions(None, None, (), ()))
-        leaves = maker.leaves(args)
+        leaves = jax.tree.leaves(tuple(args))
         request = replace(
             maker.request(args),
             result_homes={k: frozenset(s.home) for k, s in enumerate(wanted) if s.home},
@@ -175,9 +177,10 @@ class StepRunner:
         for name, value in jax_config.thread_checks().items():
             if value and not theirs.get(name):
                 raise MeshError(
-                    f"{name} is {value} here and {theirs.get(name)} on the actors, which have what jax.config said "
-                    "when the mesh started, and nothing of what holds for one thread (`with jax.debug_nans(True)`); "
-                    f"call jax.config.update({name!r}, {value}) before the mesh starts, and use no `with`"
+                    f"{name} is {value} here and {theirs.get(name)} on the actors, which have what "
+                    "jax.config said when the mesh started, and nothing of what holds for one thread (`with "
+                    f"jax.debug_nans(True)`); call jax.config.update({name!r}, {value}) before the mesh "
+                    "starts, and use no `with`"
                 )
 
     async def _load(self, request: StepRequest, step: DistributedStep) -> CompiledStep:
@@ -211,7 +214,6 @@ class StepRunner:
     # ---------------------------------------------------------------- arguments
 
     def _check_leaves(self, leaves: Sequence[Any], compiled: CompiledStep) -> None:
-        donated: dict[int, str] = {}
         seen: dict[int, Slot] = {}
         for k, (leaf, slot) in enumerate(zip(leaves, compiled.inputs, strict=False)):
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -219,24 +221,20 @@ class StepRunner:
             if not is_remote(leaf):
                 continue
             leaf.check_usable(slot.name, self._values)
-            gives = k in compiled.donated
-            if id(leaf) in donated or (gives and sum(x is leaf for x in leaves) > 1):
+            if k in compiled.donated and sum(x is leaf for x in leaves) > 1:
                 raise ArrayError(
                     f"{slot.name} is donated and passed twice in one call; donate it once or pass a copy"
                 )
-            if gives:
-                donated[id(leaf)] = slot.name
             first = seen.setdefault(id(leaf), slot)
-            if slot.any_sharding or first.any_sharding:
-                continue
-            if first.type.aval.spec != slot.type.aval.spec:
+            any_sharding = slot.any_sharding or first.any_sharding
+            if not any_sharding and first.type.aval.spec != slot.type.aval.spec:
                 raise ArrayError(
-                    f"{first.name} and {slot.name} are one array, but their shardings differ ({first.type.aval.spec} "
-                    f"and {slot.type.aval.spec}); pass a copy"
+                    f"{first.name} and {slot.name} are one array, but their shardings differ "
+                    f"({first.type.aval.spec} and {slot.type.aval.spec}); pass a copy"
                 )
 
     async def _place_hidden(self, compiled: CompiledStep) -> None:
-        """Captured arrays and microbatch indices go to the actors once, before the first run."""
+        """Send captured arrays and microbatch indices to the actors, once, before the first run."""
         if compiled.hidden or not compiled.hidden_values:
             return
         places = compiled.inputs[len(compiled.inputs) - len(compiled.hidden_values) :]
@@ -254,14 +252,14 @@ class StepRunner:
     async def _admit(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any], kind: RunKind = "step"
     ) -> StepFuture:
-        """Wait for a place among the steps under way, bring the arguments where they belong, and start the step."""
+        """Wait until the step is admitted, bring the arguments to where they belong, and start the step."""
         binding = compiled.binding
         if (self._admission.locked() or self._start_lock.locked()) and binding.ids(
             self._values, leaves
         ) is None:
-            # what is wrong is said at once, not after the steps under way
+            # errors in the arguments are raised at once, not after the steps under way
             self._check_leaves(leaves, compiled)
-        with self._left_behind.begin(step.__name__) as turn:
+        with self._abandoned_steps.begin(step.__name__) as entry:
             await self._admission.acquire()
             try:
                 # One at a time: two steps that start together must not both move the same array.
@@ -275,16 +273,16 @@ class StepRunner:
                         copies = await self._copies(compiled, leaves, to_copy)
                         ids = binding.ids(self._values, leaves)
                     future = self._start(step, compiled, leaves, ids, moved, copies, kind)
-            except BaseException:  # also a cancellation: the place goes to the next step
+            except BaseException:  # also a cancellation: the next step is admitted instead
                 self._admission.release()
                 raise
-            turn.sent(future._handle)
+            entry.sent(future._handle)
             return future
 
     async def _bring(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
     ) -> tuple[array_moves.Moved, ...]:
-        """See to what keeps a step from starting at once: errors, arrays that lie elsewhere, the first run."""
+        """Deal with all that keeps a step from starting: errors, arrays that lie elsewhere, the first run."""
         self._check_leaves(leaves, compiled)
         await self._place_hidden(compiled)
         moved = await self._mover.bring(leaves, compiled.inputs, step.__name__)
@@ -300,7 +298,7 @@ class StepRunner:
     async def _copies(
         self, compiled: CompiledStep, leaves: Sequence[Any], results: Sequence[int]
     ) -> dict[int, RemoteArray]:
-        """Copies of arguments that these results hand back, and that the caller keeps."""
+        """Copy the arguments that these results hand back and that the caller keeps."""
         if not results:
             return {}
         kept = [compiled.handed_back[result] for result in results]
@@ -321,8 +319,10 @@ class StepRunner:
         """Send the step to its actors; from here on nothing is awaited until it has left.
 
         Args:
-            ids: where the leaves lie, if there is nothing to be careful about.
-            copies: of arguments that are handed back, by result.
+            ids: the array of each leaf, if every leaf lies where the step takes it; None: the leaves need
+                `bind_with_care`.
+            moved: the arguments that were carried, for the future.
+            copies: copies of arguments that are handed back, by result.
         """
         controller, binding = self._controller(), compiled.binding
         new_id, hidden = controller.new_array_id, compiled.hidden
@@ -364,20 +364,19 @@ class StepRunner:
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
         return StepFuture(outputs, recording, arrays, printing, moved)
 
-    def _tell_waiting(self, ahead: StepHandle, name: str) -> None:
-        self._controller().mesh_events.waiting(name, ahead.step)
-
-    def _finished(self, ran: Recording, arrays: StepArrays) -> None:
-        handle = ran.handle
+    def _finished(self, recording: Recording, arrays: StepArrays) -> None:
         self._admission.release()
-        if handle.error is None:
-            self.last_stats, self.last = by_actor(handle.result()), ran
+        if (error := recording.handle.error) is None:
+            self.last = recording
         else:
-            arrays.fail(first_line(handle.error))
+            arrays.fail(first_line(error))
 
 
 def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
-    """Ids of donated arrays, by the actors on which the step does not take them: no program frees them there."""
+    """Return the ids of donated arrays by the actors on which the step does not take them.
+
+    No program frees the arrays there.
+    """
     found: dict[ActorId, list[int]] = {}
     back = compiled.handed_back.values()
     for k in compiled.donated:
@@ -389,7 +388,7 @@ def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, lis
 
 
 def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
-    """Results that are unused arguments which lie on actors, and which the caller keeps."""
+    """Return the results that are unused arguments which lie on actors and which the caller keeps."""
     return [
         result
         for result, arg in compiled.handed_back.items()
@@ -398,7 +397,11 @@ def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
 
 
 def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> list:
-    """The specs of `wanted`, if the traced function makes just that."""
+    """Return the specs of `wanted`, if the traced function makes exactly those leaves.
+
+    Raises:
+        ArrayError: it makes another number of leaves, or one of another shape or dtype.
+    """
     made = [_out_type(traced, ref) for ref in traced.flat.outputs[: len(traced.out_names)]]
     types = [(s.type.aval.shape, s.type.aval.dtype) for s in wanted]
     if made != types:

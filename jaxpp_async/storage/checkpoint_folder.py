@@ -26,7 +26,7 @@ from jaxpp_async.base.printable import shown
 from jaxpp_async.errors import CheckpointError
 from jaxpp_async.storage.tensor_files import PARTIAL, read_whole, sync_folder
 
-Path: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+CheckpointPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 MANIFEST = "manifest.json"
 LOCK = f"{MANIFEST}.lock"
@@ -62,7 +62,7 @@ def file_name(save_id: str, actor: int | None, index: int) -> str:
     return f"{save_id}-{writer}-{index}.safetensors"
 
 
-def absolute(folder: Path) -> str:
+def absolute(folder: CheckpointPath) -> str:
     """Return a folder's path for processes with other working directories.
 
     Raises:

@@ -41,7 +41,8 @@ Post: TypeAlias = "Callable[[Memory, Peer, int, OnEnd], bool]"
 EPOCH_BITS, SENDER_BITS, CHANNEL_BITS, SEQUENCE_BITS = 16, 16, 8, 24
 
 PROGRAM_CHANNEL, HOST_CHANNEL, COPY_CHANNEL = 1, 2, 3
-"""Channels: transfers of a program; values between controller and actors; replicas for restarts."""
+"""The channels of a program's transfers, of values between controller and actors, and of replicas for
+restarts."""
 
 
 def make_tag(epoch: int, channel: int, sequence: int) -> int:

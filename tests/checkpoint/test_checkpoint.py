@@ -285,9 +285,9 @@ def test_names_that_saves_give():
 def test_writers_share_the_bytes():
     sizes = {"embed": 100, "a": 60, "b": 10, "both": 40}
     holders = {"embed": (0, 1), "a": (0,), "b": (1,), "both": (0, 1)}
-    assert m.share_out(sizes, holders) == {0: ["a", "both"], 1: ["embed", "b"]}
-    assert m.in_files(["embed", "a", "b"], sizes, 70) == [["embed"], ["a", "b"]]
-    assert m.in_files([], sizes, 70) == []
+    assert m.assign_writers(sizes, holders) == {0: ["a", "both"], 1: ["embed", "b"]}
+    assert m.split_into_files(["embed", "a", "b"], sizes, 70) == [["embed"], ["a", "b"]]
+    assert m.split_into_files([], sizes, 70) == []
 
 
 # ---------------------------------------------------------------- saving and restoring

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from jaxpp_async.checkpoint import save
-from jaxpp_async.checkpoint.save import FileRemovals, SavedArray, Saving, failed, in_thread, plan_of
+from jaxpp_async.checkpoint.save import (
+    FileRemovals,
+    SavedArray,
+    Saving,
+    checkpoint_failure,
+    in_thread,
+    make_save_plan,
+)
 from jaxpp_async.checkpoint.trees import Leaves
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import CheckpointError
@@ -41,7 +48,7 @@ def array(array_id: int, *actors: int, size: int = 4, spec=()) -> RemoteArray:
 def plan(arrays: dict[str, RemoteArray], host=(), *, per_actor: int = 1):
     how = Scattering((("x", 2),), per_actor)
     controller = SimpleNamespace(processes=Topology(2, per_actor), scattering=how)
-    return plan_of(Leaves(arrays, dict(host), {}, {}), controller)
+    return make_save_plan(Leaves(arrays, dict(host), {}, {}), controller)
 
 
 def names(files) -> dict[int, list[list[str]]]:
@@ -50,14 +57,14 @@ def names(files) -> dict[int, list[list[str]]]:
 
 def test_an_array_on_one_actor_is_written_there_and_one_on_several_where_least_is_written():
     made = plan({"a": array(1, 0), "b": array(2, 1, size=2), "both": array(3, 0, 1)})
-    assert made.takes == {0: (1,), 1: (2, 3)}
+    assert made.snapshots == {0: (1,), 1: (2, 3)}
     assert names(made.files) == {0: [["a"]], 1: [["b", "both"]]}
 
 
 def test_an_array_at_two_places_of_a_tree_is_taken_once_and_written_under_both_names():
     tied = array(1, 0)
     made = plan({"embed": tied, "head": tied}, host=[("x", np.zeros(2, np.int8))])
-    assert made.takes == {0: (1,)}
+    assert made.snapshots == {0: (1,)}
     assert names(made.files) == {0: [["embed", "head"]]}
     assert made.size_bytes == 2 * 16 + 2
 
@@ -72,7 +79,7 @@ def test_files_are_of_about_one_size_and_no_array_is_cut(monkeypatch):
 def test_of_an_actor_of_two_processes_each_writes_the_parts_that_it_owns():
     made = plan({"split": array(1, 0, spec=("x",)), "whole": array(2, 0)}, per_actor=2)
     assert names(made.files) == {0: [["split[0]", "whole"]], 1: [["split[2]"]]}
-    assert made.takes == {0: (1, 2), 1: (1,)}
+    assert made.snapshots == {0: (1, 2), 1: (1,)}
     assert [entry.number for file in made.files[1] for entry in file] == [1]
 
 
@@ -96,7 +103,7 @@ def test_a_part_is_named_by_where_it_begins():
     ids=repr,
 )
 def test_a_failure_names_the_folder_what_was_tried_and_the_cause(error, why):
-    found = failed("/tmp/a\nb", "written", error)
+    found = checkpoint_failure("/tmp/a\nb", "written", error)
     assert isinstance(found, CheckpointError)
     assert str(found) == f"/tmp/a\\nb could not be written: {why}"
     assert found.__cause__ is error

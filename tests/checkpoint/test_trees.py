@@ -176,6 +176,11 @@ def test_a_leaf_that_fits_is_taken(wanted, there):
         (3, 3.0, "'w' is a Python float in the checkpoint, but a Python int in `like`"),
         (True, 1, "'w' is a Python int in the checkpoint, but a Python bool in `like`"),
         (
+            jax.ShapeDtypeStruct((), jnp.int32),
+            1 << 40,
+            "'w' is a Python int of 41 bits in the checkpoint, but int32[] in `like`",
+        ),
+        (
             jax.ShapeDtypeStruct((1,), jnp.int32),
             1,
             "'w' is a Python int in the checkpoint, but int32[1] in `like`",

@@ -19,8 +19,7 @@ from jaxpp_async.compiler.evaluate import (
     value_type,
     wrap_input,
 )
-from jaxpp_async.compiler.ir import Lit, Op, ValueType
-from jaxpp_async.compiler.recipes import Accumulate, AccumulatorStart, Recipe
+from jaxpp_async.compiler.ir import Accumulate, AccumulatorStart, Lit, Op, Recipe, ValueType
 from jaxpp_async.jax_bridge import jax_config, private_api
 from jaxpp_async.markers.reductions import Max, Stack, Sum
 from jaxpp_async.program.instructions import Aval

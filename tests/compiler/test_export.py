@@ -14,8 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from planning import f32
 
 from jaxpp_async.compiler.export import Target, emit, explained, lowering_context, refuse_host_memory
-from jaxpp_async.compiler.ir import Op
-from jaxpp_async.compiler.recipes import Recipe
+from jaxpp_async.compiler.ir import Op, Recipe
 from jaxpp_async.errors import ScheduleError, UnsupportedError
 from jaxpp_async.jax_bridge import private_api
 

@@ -13,8 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxpp_async.compiler.export import Target, emit
 from jaxpp_async.compiler.export_cache import ExportCache
-from jaxpp_async.compiler.ir import Lit, Op, Types, ValueType
-from jaxpp_async.compiler.recipes import Accumulate, AccumulatorStart, Recipe
+from jaxpp_async.compiler.ir import Accumulate, AccumulatorStart, Lit, Op, Recipe, Types, ValueType
 from jaxpp_async.compiler.trace import trace
 from jaxpp_async.markers.reductions import Max, Sum
 from jaxpp_async.program.instructions import Aval

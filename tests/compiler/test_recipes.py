@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from compiler_inputs import Body
 
-from jaxpp_async.compiler.ir import Lit, ValueType
-from jaxpp_async.compiler.recipes import Recipe, literal_type, outside_reads
+from jaxpp_async.compiler.ir import Lit, Recipe, ValueType, literal_type, outside_reads
 from jaxpp_async.program.instructions import Aval
 
 

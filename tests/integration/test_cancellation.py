@@ -32,7 +32,7 @@ from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.launch.hosts import parse_hosts
 from jaxpp_async.launch.remote import CommandReach, RemoteLauncher
 from jaxpp_async.program.instructions import ProcessId
-from jaxpp_async.session import step_recording
+from jaxpp_async.session import abandoned_steps
 from jaxpp_async.testing import assert_close
 
 MODEL = mlp(2)
@@ -339,7 +339,7 @@ async def entered(launcher: Any) -> Any:
 
 
 async def test_who_waits_behind_a_step_that_was_cancelled_is_told_once(inline, monkeypatch, caplog):
-    monkeypatch.setattr(step_recording, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(abandoned_steps, "PATIENCE_S", 0.0)
     long = inline.distributed(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: y @ x, x), name="long")
     x = await inline.run(long, np.eye(400, dtype=np.float32))  # compiled, and its argument lies there
     events = inline.events(history=False)
@@ -358,15 +358,15 @@ async def test_who_waits_behind_a_step_that_was_cancelled_is_told_once(inline, m
         break
     assert len([r for r in caplog.records if "cancelled by its caller" in r.message]) == 1
     await inline.run(long, x)
-    assert not inline._runner._left_behind._line
+    assert not inline._runner._abandoned_steps._queue
 
 
 async def cancelled(call: Coroutine[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancel a call that has just sent its step."""
-    is_sent, sent = asyncio.Event(), step_recording.StepQueueEntry.sent
+    is_sent, sent = asyncio.Event(), abandoned_steps.StepQueueEntry.sent
     with monkeypatch.context() as patch:
         patch.setattr(
-            step_recording.StepQueueEntry, "sent", lambda turn, handle: (sent(turn, handle), is_sent.set())
+            abandoned_steps.StepQueueEntry, "sent", lambda entry, handle: (sent(entry, handle), is_sent.set())
         )
         task = asyncio.create_task(call)
         await is_sent.wait()
@@ -377,8 +377,8 @@ async def cancelled(call: Coroutine[Any, Any, Any], monkeypatch: pytest.MonkeyPa
 
 async def test_a_step_that_is_refused_has_not_waited(inline, monkeypatch):
     told: list[str] = []
-    monkeypatch.setattr(step_recording, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(inline._runner._left_behind, "_tell", lambda handle, name: told.append(name))
+    monkeypatch.setattr(abandoned_steps, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(inline._runner._abandoned_steps, "report", lambda handle, name: told.append(name))
     long = inline.distributed(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: y @ x, x), name="long")
     short = inline.distributed(lambda x: x + 1, name="short")
     x = await inline.run(long, np.eye(400, dtype=np.float32))
@@ -390,13 +390,13 @@ async def test_a_step_that_is_refused_has_not_waited(inline, monkeypatch):
     await asyncio.sleep(0.001)
     assert told == []
     await inline.run(short, x)
-    assert told == ["short"] and not inline._runner._left_behind._line
+    assert told == ["short"] and not inline._runner._abandoned_steps._queue
 
 
 async def test_who_waits_behind_an_init_that_was_cancelled_is_told(inline, monkeypatch):
     told: list[str] = []
-    monkeypatch.setattr(step_recording, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(inline._runner._left_behind, "_tell", lambda handle, name: told.append(name))
+    monkeypatch.setattr(abandoned_steps, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(inline._runner._abandoned_steps, "report", lambda handle, name: told.append(name))
     step = inline.distributed(lambda x: x + 1, name="after")
     x = await inline.run(step, np.eye(400, dtype=np.float32))
     await cancelled(step.init(0, lambda k: jax.lax.fori_loop(0, 30, lambda _, y: y @ k, k), x), monkeypatch)
@@ -405,26 +405,26 @@ async def test_who_waits_behind_an_init_that_was_cancelled_is_told(inline, monke
 
 
 class Line:
-    """Steps of a `AbandonedSteps` by name, and what was told of them."""
+    """Steps of an `AbandonedSteps` by name, and what was told of them."""
 
     def __init__(self, names: str):
         self.told: list[str] = []
-        self.left_behind = step_recording.AbandonedSteps(
+        self.steps = abandoned_steps.AbandonedSteps(
             lambda handle, name: self.told.append(f"{name} behind {handle.step}")
         )
-        self.turns = {name: self.left_behind.begin(name) for name in names}
+        self.entries = {name: self.steps.begin(name) for name in names}
 
     def act(self, action: str) -> None:
         """`+a`: it is sent; `!a`: its caller goes; `-a`: it ends, or, not yet sent, will not be."""
-        turn = self.turns[action[1]]
+        entry = self.entries[action[1]]
         if action[0] == "+":
-            turn.sent(StepHandle(list(self.turns).index(action[1]), 0, [ProcessId(0)]))
+            entry.sent(StepHandle(list(self.entries).index(action[1]), 0, [ProcessId(0)]))
         elif action[0] == "!":
-            self.left_behind.note(turn.handle or StepHandle(-1, 0, []))
-        elif turn.handle is not None:
-            turn.handle.fail(ArrayError("over"))
+            self.steps.mark_abandoned(entry.handle or StepHandle(-1, 0, []))
+        elif entry.handle is not None:
+            entry.handle.fail(ArrayError("over"))
         else:
-            with pytest.raises(ArrayError), turn:
+            with pytest.raises(ArrayError), entry:
                 raise ArrayError("refused")
 
 
@@ -443,7 +443,7 @@ LINES = [
 
 @pytest.mark.parametrize(("actions", "told"), LINES)
 async def test_whose_wait_is_told(actions, told, monkeypatch):
-    monkeypatch.setattr(step_recording, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(abandoned_steps, "PATIENCE_S", 0.0)
     line = Line("abc")
     for action in actions.split():
         line.act(action)

@@ -27,20 +27,20 @@ HERE = Target(None, "cpu", {})
 
 
 def test_an_array_is_sent_as_it_is_to_every_actor_that_needs_it():
-    made = build(Move(ValueType(F4), 1, (0, 2), ()), 3, HERE)
-    first, source, last = (program.instructions for program in made.programs)
+    programs, executables = build(Move(ValueType(F4), 1, (0, 2), ()), 3, HERE)
+    first, source, last = (program.instructions for program in programs)
     sends = [(i.to_actor, i.tag) for i in source if isinstance(i, Send)]
     assert [to for to, _ in sends] == [0, 2]
     assert first == (Recv(0, 1, sends[0][1], F4), Output(0, 0))
     assert last == (Recv(0, 1, sends[1][1], F4), Output(0, 0))
     assert [i for i in source if isinstance(i, Input)] == [Input(0, 0, F4)]
     assert not any(isinstance(i, Output | Delete) for i in source)
-    assert made.executables == ()
+    assert executables == ()
 
 
 def test_an_actor_that_has_the_array_already_keeps_it():
-    made = build(Move(ValueType(F4), 0, (0,), ()), 2, HERE)
-    assert [program.instructions for program in made.programs] == [(Input(0, 0, F4), Output(0, 0)), ()]
+    programs, _ = build(Move(ValueType(F4), 0, (0,), ()), 2, HERE)
+    assert [program.instructions for program in programs] == [(Input(0, 0, F4), Output(0, 0)), ()]
 
 
 def test_copies_are_made_where_the_arrays_lie_and_nothing_is_sent():
@@ -109,7 +109,7 @@ class Mesh:
         self.started.append((program_id, dict(inputs), dict(outputs)))
         handle = StepHandle(0, program_id, [])
         if self.fails is None:
-            handle.end_without_actors()
+            handle.finish()
         else:
             handle.fail(self.fails)
         return handle

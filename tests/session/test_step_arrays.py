@@ -11,7 +11,7 @@ from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.session.remote_array import RemoteArray
-from jaxpp_async.session.step_arrays import StepArrays
+from jaxpp_async.session.step_future import StepArrays
 
 F4 = ValueType(Aval((4,), "float32"))
 

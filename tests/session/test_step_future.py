@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxpp_async.base.printable import first_line
 from jaxpp_async.compiler.ir import Print, PrintOperand, ValueType
 from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import MeshError, StepAbortedError
@@ -17,17 +18,17 @@ from jaxpp_async.program.instructions import Aval, Run
 from jaxpp_async.protocol.actor_info import ActorInfo, Topology
 from jaxpp_async.protocol.clocks import Clock, Reading
 from jaxpp_async.protocol.messages import StepDone, StepStats, step_id
+from jaxpp_async.session.abandoned_steps import PATIENCE_S, AbandonedSteps
 from jaxpp_async.session.remote_array import RemoteArray
-from jaxpp_async.session.step_future import Printer, StepFuture, by_actor
-from jaxpp_async.session.step_recording import PATIENCE_S, AbandonedSteps, Recording, first_line
+from jaxpp_async.session.step_future import Printer, Recording, StepFuture
 
 STEP = step_id(7)
 INFO = ActorInfo(0, "node1", 4711, (), "ready")
 
 
-def finish(handle: StepHandle, stats: StepStats | None = None) -> None:
+def finish(handle: StepHandle, stats: StepStats | None = None, actor: int = 0) -> None:
     done = StepDone(1, handle.step, stats or StepStats(0, 0, 0, 0, 0))
-    handle.on_reply(SimpleNamespace(info=INFO), done)
+    handle.on_reply(SimpleNamespace(info=ActorInfo(actor, "node1", 4711, (), "ready")), done)
 
 
 # ---------------------------------------------------------------- timelines
@@ -47,7 +48,7 @@ def recording(handle: StepHandle, clock: Clock | None = None, *instructions) -> 
 async def test_a_step_under_way_and_a_failed_one_have_no_timeline():
     handle = StepHandle(STEP, 0, [0])
     recorded = recording(handle)
-    assert recorded.what == "step 7 ('train')"
+    assert recorded.title == "step 7 ('train')"
     with pytest.raises(MeshError, match=r"^a step has a timeline once it has finished; await it first$"):
         recorded.timeline()
     handle.fail(StepAbortedError("actor 1 died\nand more"))
@@ -98,7 +99,14 @@ async def test_a_step_tells_what_it_is_at_and_its_statistics_once_it_has_finishe
     assert (repr(future), future.done()) == ("<StepFuture: step 7 ('train'), finished>", True)
     assert future.stats == [stats]
     assert await future == "outputs"
-    assert by_actor({2: "b", 0: "a"}) == ["a", "b"]
+
+
+async def test_statistics_come_in_the_order_of_the_actors_whichever_answers_first():
+    handle, stats = StepHandle(STEP, 0, [0, 1]), [StepStats(k, 0, 0, 0, 0) for k in range(2)]
+    future = StepFuture(None, recording(handle), arrays=None)
+    finish(handle, stats[1], actor=1)
+    finish(handle, stats[0], actor=0)
+    assert future.stats == stats
 
 
 async def test_a_failed_step_says_why_and_has_no_statistics():
@@ -192,11 +200,11 @@ class Loop:
 
 
 async def begun(line: AbandonedSteps, loop: Loop, name: str, number: int | None = None):
-    turn = line.begin(name)
-    turn.loop = loop
+    entry = line.begin(name)
+    entry.loop = loop
     if number is not None:
-        turn.sent(StepHandle(step_id(number), 0, [0]))
-    return turn
+        entry.sent(StepHandle(step_id(number), 0, [0]))
+    return entry
 
 
 async def test_the_first_step_behind_one_that_was_left_is_told_once_when_it_has_waited_long():
@@ -206,11 +214,11 @@ async def test_the_first_step_behind_one_that_was_left_is_told_once_when_it_has_
     waits = await begun(line, loop, "waits", 1)
     await begun(line, loop, "later", 2)
     assert loop.timers == []
-    line.note(left.handle)
+    line.mark_abandoned(left.handle)
     (timer,) = loop.timers
     assert timer.delay_s == PATIENCE_S
     timer.fire()
-    line.end(waits)
+    line.remove(waits)
     assert told == [(step_id(0), "waits")]
     assert len(loop.timers) == 1
 
@@ -227,7 +235,7 @@ async def test_when_the_step_that_waits_is_given_up_the_next_one_is_timed_instea
     told, loop = [], Loop()
     line = AbandonedSteps(lambda handle, name: told.append(name))
     left = await begun(line, loop, "left", 0)
-    line.note(left.handle)
+    line.mark_abandoned(left.handle)
     with pytest.raises(ValueError), await begun(line, loop, "gives up"):
         await begun(line, loop, "next")
         raise ValueError("not sent")
@@ -241,7 +249,7 @@ async def test_a_step_that_has_ended_holds_up_nobody():
     line = AbandonedSteps(lambda handle, name: None)
     left = await begun(line, loop, "left", 0)
     await begun(line, loop, "waits")
-    line.note(left.handle)
+    line.mark_abandoned(left.handle)
     finish(left.handle)
     assert [timer.is_cancelled for timer in loop.timers] == [True]
     await begun(line, loop, "another")
