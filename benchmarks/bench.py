@@ -117,7 +117,7 @@ OWN = {
 
 
 def medians(figures: dict[str, Any]) -> Table:
-    """What was measured of each contender, with the distance of the quartiles; and who could not be, and why."""
+    """Return the figures of each contender, with the quartiles' distance, or why it has none."""
     found = Table("part", "contender", "median", "spread", "ours takes", title="contenders")
     for column in found.columns[2:]:
         column.justify = "right"

@@ -70,7 +70,7 @@ def case(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def jax_alone(args: argparse.Namespace) -> float:
-    """What `jax.make_jaxpr` takes of the same step: the part of `trace` that no compiler of jaxprs can save."""
+    """Time `jax.make_jaxpr` of the same step: the part of `trace` that no compiler of jaxprs can save."""
 
     def run(passed: Callable[[str], None]) -> None:
         with gc_paused():
@@ -134,7 +134,8 @@ def _growth(cases: list[dict[str, Any]]) -> dict[str, float]:
 def _line(c: dict[str, Any]) -> str:
     parts = "  ".join(f"{name} {s * 1000:.0f}" for name, s in c["passes_s"].items())
     size = f"{c['stages']:3} stages {c['microbatches']:4} microbatches"
-    return f"{size}: {c['median_s']:6.2f} s (least {c['least_s']:.2f}), JAX alone {c['jax_s']:.2f} s  (ms: {parts})"
+    median, least, jax_s = c["median_s"], c["least_s"], c["jax_s"]
+    return f"{size}: {median:6.2f} s (least {least:.2f}), JAX alone {jax_s:.2f} s  (ms: {parts})"
 
 
 def main() -> None:

@@ -313,8 +313,8 @@ def the_one(named: Sequence[str], there: Sequence[Gpu]) -> tuple[str, Gpu | None
 
 def about(platform: str, small: bool, gpu: Gpu | None) -> dict[str, Any]:
     """When, on what and with which versions."""
-    driver, _, _ = gather.gpus()
-    versions = gather.installed()
+    driver, _, _ = gather.find_gpus()
+    versions = gather.find_packages()
     if driver is not None:
         versions["driver"] = f"{driver.version} (CUDA {'.'.join(map(str, driver.cuda))})"
     device = gpu.name if gpu is not None else platform
@@ -340,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", action="store_true", help="print the table for docs/gpu.md")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    named, there = (host_gpus(os.environ), gather.gpus()[1]) if options.platform == "cuda" else ((), ())
+    named, there = (host_gpus(os.environ), gather.find_gpus()[1]) if options.platform == "cuda" else ((), ())
     name, gpu = the_one(named, there)
     memory_bytes = gpu.memory_bytes if gpu is not None else 0
     bench = Bench(

@@ -107,7 +107,7 @@ async def big_step(context: Context) -> Figures:
 
 
 def _keep_best_zero_bubble(taken: dict[str, Taken]) -> None:
-    """The quickest of the zero-bubble schedules is `ours_zero_bubble`; its `schedule` fact says which it is."""
+    """Report the quickest zero-bubble schedule as `ours_zero_bubble`; its `schedule` fact has the name."""
     found = {key: taken[f"ours_zero_bubble_{key}"] for key in ZERO_BUBBLE}
     measured = [t for t in found.values() if t.median is not None and t.failure is None]
     if measured:
@@ -151,7 +151,7 @@ async def peak_bytes(context: Context) -> Figures:
 
 
 async def compile_s(context: Context) -> Figures:
-    """From entering a mesh to the end of the first step: with an empty compilation cache, and then once more."""
+    """From entering a mesh to the end of the first step: with an empty compilation cache, then once more."""
     starts: dict[str, list[Figures]] = {"first": [], "second_start": []}
     for number in range(1, 4):
         with tempfile.TemporaryDirectory() as cache:
@@ -253,7 +253,8 @@ def _first_losses(taken: Mapping[str, Taken], tell: Tell) -> Figures:
     for name, distance in apart.items():
         if not distance <= SAME_LOSS:  # also one that is no number
             tell(
-                f"{name}: its first loss is {losses[name]:.6g}, the others' {middle:.6g}: it computes something else"
+                f"{name}: its first loss is {losses[name]:.6g}, the others' {middle:.6g}: "
+                "it computes something else"
             )
     return {"first_losses_apart": max(apart.values())}
 

@@ -117,7 +117,8 @@ def draw(title: str, unit: str, rows: Sequence[Bar], mark: tuple[str, float] | N
     if mark:
         axes.axvline(mark[1], color=LINE, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
         axes.annotate(
-            mark[0], (mark[1], 1.0), xycoords=("data", "axes fraction"), xytext=(-4, 3), textcoords="offset points",
+            mark[0], (mark[1], 1.0), xycoords=("data", "axes fraction"),
+            xytext=(-4, 3), textcoords="offset points",
             ha="right", fontsize=9,
         )  # fmt: skip
     return figure

@@ -213,7 +213,8 @@ def _row(target: Target, figures: Figures) -> Row:
     taken = _found(scale.measured, figures)
     if taken is None:
         return Row(target, value, note=f"limit as where {scale.who} takes {known}; it was not measured here")
-    note = f"{target.limit:g} {target.unit} where {scale.who} takes {known}; here it took {taken:.3g} {scale.unit}"
+    note = f"{target.limit:g} {target.unit} where {scale.who} takes {known}; "
+    note += f"here it took {taken:.3g} {scale.unit}"
     return Row(target, value, taken / scale.known, note)
 
 

@@ -40,7 +40,8 @@ def parameters(shape: Shape) -> Tree:
     d = shape.dim
     block = {
         "norm1": f32(d), "qkv": f32(d, 3 * d), "out": f32(d, d),
-        "norm2": f32(d), "up": f32(d, 4 * d), "up_bias": f32(4 * d), "down": f32(4 * d, d), "down_bias": f32(d),
+        "norm2": f32(d), "up": f32(d, 4 * d), "up_bias": f32(4 * d),
+        "down": f32(4 * d, d), "down_bias": f32(d),
     }  # fmt: skip
     return {"embed": f32(shape.vocab, d), "blocks": [dict(block) for _ in range(shape.num_stages)],
             "head": f32(d, shape.vocab)}  # fmt: skip

@@ -294,7 +294,7 @@ class Pipeline:
         return len(self.losses) * self.options.tokens_per_step / max(self.train_s, 1e-9)
 
     def verify(self, batches: Iterator[data.Batch]) -> tuple[float, float]:
-        """Largest relative differences of losses and of parameters from the same steps under plain `jax.jit`."""
+        """Largest relative differences of losses and parameters from the same steps under plain `jax.jit`."""
         num_steps = self.options.verify
         state = jax.jit(self.init)(self.key)
         state, losses = steps.run_plain(self.train_step, state, islice(batches, num_steps))

@@ -51,9 +51,9 @@ class Side:
         self.number, self.platform = number, platform
         jax.config.update("jax_platforms", "cuda,cpu" if platform == "cuda" else "cpu")
         self.device = jax.local_devices(backend=platform)[0]
-        self.door = CupyDevices([self.device]) if platform == "cuda" else None
-        if self.door is not None:
-            self.door.enter()
+        self.cuda = CupyDevices([self.device]) if platform == "cuda" else None
+        if self.cuda is not None:
+            self.cuda.enter()
         self.memories = [self._memory(largest) for _ in range(WINDOW)]
         self.transport: Any = self.make_transport()
 
@@ -107,12 +107,12 @@ class Side:
         """GB/s of copies within the device's memory (one read and one write count once)."""
         a, b = self.memories[:2]
         start = time.perf_counter()
-        if self.door is None:
+        if self.cuda is None:
             for _ in range(count):
                 ctypes.memmove(a.address, b.address, size)
         else:
             copies = [DeviceCopy(a.address, self.device, b.address, self.device, size)] * count
-            self.door.make_stream().copy(copies).wait()
+            self.cuda.make_stream().copy(copies).wait()
         return size * count / (time.perf_counter() - start) / 1e9
 
 
@@ -171,7 +171,7 @@ async def run(options: argparse.Namespace) -> None:
     await side.transport.connect(1 - options.side, bytes.fromhex(theirs.strip()))
     found = await measure(side, sizes, options.pings, options.small)
     if child is not None:
-        hardware = side.door.hardware() if side.door is not None else None
+        hardware = side.cuda.hardware() if side.cuda is not None else None
         found["device"] = side.device.device_kind if hardware is None else hardware.kind
         found["cuda"] = hardware.cuda if hardware is not None else ""
         print(json.dumps(found), flush=True)

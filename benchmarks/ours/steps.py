@@ -1,4 +1,4 @@
-"""steps: a shape of `shapes.py` in, this package's step function, state and batch for it out. Starts nothing."""
+"""Make this package's step function, state and batch for a shape of `shapes.py`."""
 
 from __future__ import annotations
 

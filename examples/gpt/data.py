@@ -1,4 +1,4 @@
-"""data: files in, byte arrays and batches out. numpy only; deterministic: no clock, no unseeded randomness."""
+"""Read files as byte arrays and cut them into batches, the same ones in every run. It needs numpy alone."""
 
 from __future__ import annotations
 
@@ -138,7 +138,8 @@ class TrainBatches(Iterator[Batch]):
         self._text, self._shape, self._num_starts = text, shape, len(text) - shape[-1]
         if self._num_starts < 1:
             raise DataError(
-                f"{len(text)} bytes of training text, but --seq-len {shape[-1]} needs at least {shape[-1] + 1}"
+                f"{len(text)} bytes of training text, "
+                f"but --seq-len {shape[-1]} needs at least {shape[-1] + 1}"
             )
         self._rng = np.random.default_rng(seed)
 
@@ -188,7 +189,7 @@ def _windows(text: np.ndarray, starts: np.ndarray, shape: tuple[int, int, int]) 
 
 
 def unigram_loss(train: np.ndarray, batches: Iterable[Batch]) -> float:
-    """Cross-entropy in nats a byte of the batches' labels by byte frequencies of `train`, add-one smoothed."""
+    """Cross-entropy, in nats a byte, of the labels by the byte frequencies of `train`, add-one smoothed."""
     counts = np.bincount(train, minlength=256) + 1.0
     log_probs = np.log(counts / counts.sum())
     return -float(np.mean([log_probs[batch["labels"]].mean() for batch in batches]))

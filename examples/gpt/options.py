@@ -73,7 +73,8 @@ class Options:
 
 _HELP = {
     "actors": "actors, each a process of its own unless --launcher inline",
-    "stages": f"pipeline stages, at least one an actor (default: one an actor; two for {', '.join(TWO_STAGES)})",
+    "stages": "pipeline stages, at least one an actor "
+    f"(default: one an actor; two for {', '.join(TWO_STAGES)})",
     "schedule": f"order of tasks: {', '.join(SCHEDULES)}",
     "microbatches": "microbatches a step",
     "batch_size": "sequences a step, over all microbatches",
@@ -89,7 +90,8 @@ _HELP = {
     "data": "text file or folder (default: the sources of Python's standard library)",
     "verify": "also run the first VERIFY steps with plain jax.jit and compare",
     "dump_passes": "write the text of every compiler pass and each actor's program into this folder",
-    "checkpoint_dir": "save the run here, at its end and with --save-every; the newest three checkpoints stay",
+    "checkpoint_dir": "save the run here, at its end and with --save-every; "
+    "the newest three checkpoints stay",
     "save_every": "also save after every SAVE_EVERY steps, while training goes on",
     "max_restarts": "replace actors that died and go on with the same numbers, so many times in ten minutes",
     "trace": f"write what every actor did in the last {TRACED_STEPS} steps, as a trace for ui.perfetto.dev",
@@ -176,7 +178,8 @@ def check(options: Options) -> None:
         (o.layers >= o.num_stages, f"--layers {o.layers} cannot fill {o.num_stages} stages; raise --layers"),
         (
             o.batch_size % (o.microbatches * o.dp) == 0,
-            f"--batch-size {o.batch_size} is not a multiple of --microbatches x --dp = {o.microbatches * o.dp}",
+            f"--batch-size {o.batch_size} is not a multiple of "
+            f"--microbatches x --dp = {o.microbatches * o.dp}",
         ),
         (o.dim % o.heads == 0, f"--dim {o.dim} is not a multiple of --heads {o.heads}"),
         (
@@ -209,7 +212,8 @@ def check(options: Options) -> None:
         ),
         (
             o.resume or o.checkpoint_dir is None or not any(o.checkpoint_dir.glob("[0-9]*/manifest.json")),
-            f"--checkpoint-dir {o.checkpoint_dir} has checkpoints; add --resume to go on from them, or name another",
+            f"--checkpoint-dir {o.checkpoint_dir} has checkpoints; "
+            "add --resume to go on from them, or name another",
         ),
     ]
     for holds, message in rules:

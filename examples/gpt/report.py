@@ -18,7 +18,7 @@ LONG_SAVE_BYTES = 1 << 30
 
 
 class Reporter:
-    """Prints. Everything but the bar and the spinner is a plain line, the same in a terminal and in a file."""
+    """Print the run: but for bar and spinner all are plain lines, the same in a terminal and in a file."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)

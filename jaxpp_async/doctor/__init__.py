@@ -1,11 +1,13 @@
-"""doctor: hosts in, what would keep a run on them from working out. `cli` is its command line.
+"""Say whether a run on some hosts would work, and what is missing there; `jaxpp_async.cli` is the command.
 
-examine, gather            all hosts asked at once, with deadlines; one machine looked at
-host, host_link, talk      the program on a host; our end of it; what the two say to each other
-start_jax, start_ucx       both started, each in a process of its own
-probe                      latency and bandwidth between two hosts
-facts, finding             what was found; what is to be said of it: plain data
-room                       which host gets how many processes
-judge, judge_gpu, judge_network   facts judged
-show                       findings for people and for programs
+facts             plain data: the run that is asked for, what was found, findings; processes by host
+protocol          the orders and answers between the doctor and its program on a host
+examine           asks all hosts at once, with deadlines, and measures between them
+host              the program on a host: answers orders, and measures latency and bandwidth to another host
+gather            the facts about one machine
+probe_programs    starts JAX, or UCX, in a process of its own
+judge             turns facts into findings with remedies
+judge_gpu         the findings about GPUs, CUDA packages and NCCL
+judge_network     the findings about UCX, InfiniBand and the links between hosts
+show              prints findings for people, or gives them as JSON
 """

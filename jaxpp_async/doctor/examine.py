@@ -1,10 +1,7 @@
-"""examine: hosts and a way to them in, an `Examination` out. Asks all hosts at once, with deadlines; judges nothing.
+"""Ask all hosts at once, with deadlines, for the facts that the doctor judges, and measure their links.
 
-Every host runs `doctor.host`, started as a mesh starts its keepers; a host that does not answer is a fact like others.
-
-host_link: the doctor's end of one host. A stream of bytes to `doctor.host` in, answers to orders out.
-
-It decides nothing about hosts, and knows no ssh: whatever carries bytes there and lines back will do.
+Every host runs the program `doctor.host`, started in the way that a mesh starts its host agents. A host that
+does not answer is a fact like any other.
 """
 
 from __future__ import annotations
@@ -45,14 +42,20 @@ ANSWER_S = 8.0
 MEASURED_S = 30.0
 _CLOCK_QUESTIONS = 5
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class ExaminationPlan:
-    """What is to be examined, and how hosts are reached.
+    """The run to be examined, and how its hosts are reached.
 
     Args:
-        hosts: None: this machine alone. settings: of all hosts; a host's own win.
-        control_address: as `RemoteMesh` has it. measures: whether to measure between hosts.
+        asked: the run.
+        hosts: the hosts on which actors would run; None for this machine alone.
+        settings: the settings of all hosts; a host's own settings override them.
+        control_address: the option of that name of `RemoteMesh`.
+        measures: whether to measure between hosts.
+        timeouts: how long each part of a login may take.
     """
 
     asked: Asked
@@ -64,10 +67,15 @@ class ExaminationPlan:
 
 
 async def examine(plan: ExaminationPlan, reach: Reach | None, say: Callable[[str], None]) -> Examination:
-    """Find everything out.
+    """Find out everything about the plan's hosts.
 
     Args:
-        reach: the way to `plan.hosts`; closed at the end. say: told what is going on.
+        plan: the run and its hosts.
+        reach: runs programs on `plan.hosts`; it is closed at the end. None for this machine alone.
+        say: a function that is called with a line about each part of the work as it begins.
+
+    Returns:
+        All facts; a host that could not be asked has the reason in its report.
     """
     here = CommandReach(lambda placement, command: list(command))
     try:
@@ -79,11 +87,14 @@ async def examine(plan: ExaminationPlan, reach: Reach | None, say: Callable[[str
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
-    """A host to ask: by which way, and as what.
+class _Target:
+    """A host to ask.
 
     Args:
-        base: settings of all hosts. platform: what JAX is to start on there.
+        name: the host's name for messages.
+        reach: runs programs on the host.
+        base: the settings of all hosts.
+        platform: the platform that JAX is to start on there.
     """
 
     host: Host
@@ -97,41 +108,45 @@ class _End:
         return self.host.settings.over(self.base)
 
 
-class Callers:
-    """Who connects, as actors would, and proves by a token that it is who was invited."""
+class CallbackListener:
+    """A listener to which hosts connect as actors would; each proves by a token which host it is."""
 
     def __init__(self) -> None:
         self._expected: dict[bytes, asyncio.Event] = {}
 
-    async def invite(self, link: HostLink, address: str, port: int) -> str:
-        """Have a host connect. Returns: why it could not; empty if it could."""
-        token, came = secrets.token_hex(16), asyncio.Event()
-        self._expected[token.encode()] = came
+    async def request_callback(self, link: HostLink, address: str, port: int) -> str:
+        """Have a host connect to an address of this machine.
+
+        Returns:
+            Why the host could not connect; empty if it could.
+        """
+        token, has_come = secrets.token_hex(16), asyncio.Event()
+        self._expected[token.encode()] = has_come
         try:
             await link.ask(protocol.CallBack(address, port, token), protocol.Completed, ANSWER_S)
             async with asyncio.timeout(ANSWER_S):
-                await came.wait()
+                await has_come.wait()
         except HostError as error:
             return f"{address}: {error}"
         except TimeoutError:
             return f"{address}: it reached another machine by this address"
         return ""
 
-    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A connection has come."""
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read the token of a new connection and close the connection."""
         try:
             async with asyncio.timeout(ANSWER_S):
-                came = self._expected.get((await reader.readline()).strip())
-            if came is not None:
-                came.set()
-        except (OSError, ValueError):  # late, broken off, or a line without end: nobody of ours
+                has_come = self._expected.get((await reader.readline()).strip())
+            if has_come is not None:
+                has_come.set()
+        except (OSError, ValueError):  # late, cut off, or an endless line: none of our hosts
             return
         finally:
             writer.close()
 
 
 class _Examiner:
-    """One examination."""
+    """Carry out one examination."""
 
     def __init__(self, plan: ExaminationPlan, here: Reach, reach: Reach | None, say: Callable[[str], None]):
         self._plan, self._here, self._reach, self._say = plan, here, reach, say
@@ -141,87 +156,90 @@ class _Examiner:
         plan, host = self._plan, Host("localhost", self._plan.asked.num_actors or 1)
         self._say("looking at this machine")
         if plan.hosts is None or self._reach is None:
-            mine = _End(host, HERE, self._here, plan.settings, plan.asked.platform)
+            mine = _Target(host, HERE, self._here, plan.settings, plan.asked.platform)
             async with self._link(mine) as link:
-                report = await self._report(mine, link)
+                report = await self._ask(mine, link)
                 links = await self._measure_pairs([(mine, link)]) if _may_measure(report) else ()
             return Examination(plan.asked, report, (report,), links)
         self._say(f"reaching {len(plan.hosts)} host{'s' * (len(plan.hosts) != 1)}")
-        mine = _End(host, HERE, self._here, Settings(), "cpu")
-        ends = [_End(h, str(h), self._reach, plan.settings, plan.asked.platform) for h in plan.hosts]
+        mine = _Target(host, HERE, self._here, Settings(), "cpu")
+        targets = [_Target(h, str(h), self._reach, plan.settings, plan.asked.platform) for h in plan.hosts]
         async with contextlib.AsyncExitStack() as stack:
             links = await asyncio.gather(
-                *(stack.enter_async_context(self._link(end)) for end in (mine, *ends))
+                *(stack.enter_async_context(self._link(target)) for target in (mine, *targets))
             )
-            pairs = list(zip((mine, *ends), links, strict=True))
-            here, *reports = await asyncio.gather(*(self._report(end, link) for end, link in pairs))
-            reports, error = await self._call_back(reports, pairs[1:])
+            pairs = list(zip((mine, *targets), links, strict=True))
+            here, *reports = await asyncio.gather(*(self._ask(target, link) for target, link in pairs))
+            reports, error = await self._check_callbacks(reports, pairs[1:])
             there = [pair for pair, report in zip(pairs[1:], reports, strict=True) if _may_measure(report)]
             return Examination(plan.asked, here, tuple(reports), await self._measure_pairs(there), error)
 
     # ------------------------------------------------------------ one host
 
     @contextlib.asynccontextmanager
-    async def _link(self, end: _End) -> AsyncIterator[HostLink | Explanation]:
-        """A host's program; or why it is not there."""
-        link = HostLink(end.name, login_mark=end.reach.login_mark)
+    async def _link(self, target: _Target) -> AsyncIterator[HostLink | Explanation]:
+        """Start a host's program, and end it with the context; or explain why it did not start."""
+        link = HostLink(target.name, login_mark=target.reach.login_mark)
         try:
-            yield await self._open(link, end)
+            yield await self._open(link, target)
         finally:
             await link.aclose()
 
-    async def _open(self, link: HostLink, end: _End) -> HostLink | Explanation:
-        timeouts, settings = self._plan.timeouts, end.settings
+    async def _open(self, link: HostLink, target: _Target) -> HostLink | Explanation:
+        timeouts, settings = self._plan.timeouts, target.settings
         python = settings.python or sys.executable
         try:
             async with self._handshakes:
-                own = end.reach is self._here and settings.python is None
+                own = target.reach is self._here and settings.python is None
                 program = command_here(PROGRAM) if own else command_there(python, PROGRAM)
                 command = host_command(program, settings.env)
-                link.attach(
-                    await end.reach.open(ProcessPlacement(end.host, 0, end.host.slots), command, link.on_line)
-                )
-                if end.reach.login_mark is not None:
+                placement = ProcessPlacement(target.host, 0, target.host.slots)
+                link.attach(await target.reach.open(placement, command, link.on_line))
+                if target.reach.login_mark is not None:
                     await link.wait_login(timeouts.login_s)
             await link.wait_up(timeouts.python_s)
             await link.ask(
-                protocol.Prepare(_environment(end, self._plan.asked)), protocol.Completed, ANSWER_S
+                protocol.Prepare(_shared_environment(target, self._plan.asked)), protocol.Completed, ANSWER_S
             )
         except OSError as error:
             return Explanation(f"could not be reached: {error}", "")
         except NotUpError as error:
-            return end.reach.explain(end.host, error) or explain_python(
-                end.host, python, error.said, error.ended
+            return target.reach.explain(target.host, error) or explain_python(
+                target.host, python, error.said, error.ended
             )
         except HostError as error:
-            return _deaf(error)
+            return _explain_silence(error)
         return link
 
-    async def _report(self, end: _End, link: HostLink | Explanation) -> HostReport:
-        """What a host says of itself."""
-        names_gpus = end.settings.devices is not None or VISIBLE in end.settings.env
-        report = HostReport(end.name, end.host.slots, names_gpus=names_gpus)
+    async def _ask(self, target: _Target, link: HostLink | Explanation) -> HostReport:
+        """Ask a host for its clock and its facts."""
+        names_gpus = target.settings.devices is not None or VISIBLE in target.settings.env
+        report = HostReport(target.name, target.host.slots, names_gpus=names_gpus)
         if isinstance(link, Explanation):
             return replace(report, trouble=link)
         try:
             clock = await _ask_clock(link)
-            found = await link.ask(protocol.AskFacts(end.platform), protocol.Facts, FACTS_S)
+            found = await link.ask(protocol.AskFacts(target.platform), protocol.Facts, FACTS_S)
         except HostError as error:
-            return replace(report, trouble=_deaf(error))
+            return replace(report, trouble=_explain_silence(error))
         return replace(report, facts=found.facts, clock=clock)
 
-    # ------------------------------------------------------------ the way back
+    # ------------------------------------------------------------ connecting back
 
-    async def _call_back(
-        self, reports: list[HostReport], ends: Sequence[tuple[_End, HostLink | Explanation]]
+    async def _check_callbacks(
+        self, reports: list[HostReport], targets: Sequence[tuple[_Target, HostLink | Explanation]]
     ) -> tuple[list[HostReport], str]:
-        """Have every host connect to where actors would. Returns: reports with what came of it; what forbids it."""
+        """Have every host connect to the address to which its actors would connect.
+
+        Returns:
+            The reports, each with the outcome, and the error that forbids all of it; empty if nothing does.
+        """
         assert self._reach is not None
-        names, address = await self._reach.resolve([end.host for end, _ in ends]), self._plan.control_address
+        names, address = await self._reach.resolve([t.host for t, _ in targets]), self._plan.control_address
         try:
             address = address or await asyncio.to_thread(control_address, names)
-            callers = Callers()
-            server = await asyncio.start_server(callers.take, address, 0)
+            listener = CallbackListener()
+            server = await asyncio.start_server(listener.accept, address, 0)
         except MeshError as error:
             return reports, str(error)
         except OSError as error:
@@ -235,29 +253,30 @@ class _Examiner:
                 towards = (
                     await asyncio.to_thread(address_towards, name) if address == ANY else address
                 ) or HERE
-                return replace(report, calls_back=await callers.invite(link, towards, port))
+                return replace(report, calls_back=await listener.request_callback(link, towards, port))
 
-            asked = zip(reports, (link for _, link in ends), names, strict=True)
+            asked = zip(reports, (link for _, link in targets), names, strict=True)
             return list(await asyncio.gather(*(one(*each) for each in asked))), ""
 
     # ------------------------------------------------------------ between hosts
 
     async def _measure_pairs(
-        self, ends: Sequence[tuple[_End, HostLink | Explanation]]
+        self, targets: Sequence[tuple[_Target, HostLink | Explanation]]
     ) -> tuple[LinkReport, ...]:
-        """Each host with the next one, in turn: neighbours in a pipeline are neighbours in a hostfile.
+        """Measure each host with the next one, one pair after the other.
 
-        One host alone is measured between two of its processes.
+        Hosts that are adjacent in a pipeline are adjacent in a hostfile. A single host is measured between
+        two of its processes.
         """
         if not self._plan.measures:
             return ()
         found: list[LinkReport] = []
-        for (end, link), (other, other_link) in itertools.pairwise(ends):
-            found.append(await self._measure(end.name, link, other.name, other_link))
-        if len(ends) == 1:
-            end, link = ends[0]
-            async with self._link(end) as second:
-                found.append(await self._measure(end.name, link, end.name, second))
+        for (target, link), (other, other_link) in itertools.pairwise(targets):
+            found.append(await self._measure(target.name, link, other.name, other_link))
+        if len(targets) == 1:
+            target, link = targets[0]
+            async with self._link(target) as second:
+                found.append(await self._measure(target.name, link, target.name, second))
         return tuple(found)
 
     async def _measure(
@@ -269,13 +288,13 @@ class _Examiner:
             return replace(report, error="one of the two is not there")
         self._say(f"measuring between {name} and {other_name}")
         try:
-            ends = [
+            targets = [
                 await each.ask(protocol.OpenEnd(peer), protocol.End, ANSWER_S)
                 for peer, each in enumerate((link, other))
             ]
             measured, _ = await asyncio.gather(
-                link.ask(protocol.Measure(1, ends[1].address, True), protocol.Measured, MEASURED_S),
-                other.ask(protocol.Measure(0, ends[0].address, False), protocol.Measured, MEASURED_S),
+                link.ask(protocol.Measure(1, targets[1].address, True), protocol.Measured, MEASURED_S),
+                other.ask(protocol.Measure(0, targets[0].address, False), protocol.Measured, MEASURED_S),
             )
         except HostError as error:
             return replace(report, error=str(error))
@@ -283,29 +302,34 @@ class _Examiner:
 
 
 def host_command(program: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """A host's program in its environment, of which the dynamic loader reads its part once, as a process starts; the
-    rest comes later (`talk.Prepare`)."""
+    """Return the command that starts a host's program with the variables that the dynamic loader reads.
+
+    The loader reads them once, as a process starts; the other variables follow later, by `protocol.Prepare`.
+    """
     loader = [f"{name}={value}" for name, value in env.items() if name.startswith("LD_")]
     return [*(["env", *loader] if loader else []), *program]
 
 
-def _environment(end: _End, asked: Asked) -> dict[str, str]:
-    """What all actors of a host have in common: each has devices of its own."""
-    settings = end.settings
+def _shared_environment(target: _Target, asked: Asked) -> dict[str, str]:
+    """Return the environment that all actors of a host have in common: each has devices of its own."""
+    settings = target.settings
     env = {"UCX_TLS": "tcp,self"} if asked.transport == "tcp" else {}
     if settings.devices is not None:
         env[VISIBLE] = ",".join(settings.devices)
     return env | environment(
-        replace(settings, devices=None), ProcessPlacement(end.host, 0, end.host.slots), end.platform
+        replace(settings, devices=None), ProcessPlacement(target.host, 0, target.host.slots), target.platform
     )
 
 
-def _deaf(error: HostError) -> Explanation:
+def _explain_silence(error: HostError) -> Explanation:
     return Explanation(f"does not answer: {error}", "is it overloaded, or a disk stuck?")
 
 
 async def _ask_clock(link: HostLink) -> ClockDifference:
-    """The shortest of a few questions counts: an answer took half of its way, give or take the other half."""
+    """Measure how far a host's clock is ahead, by the shortest of a few questions.
+
+    The answer is taken to be as old as half of the question's round trip, with an error of that half.
+    """
     found: list[ClockDifference] = []
     for _ in range(_CLOCK_QUESTIONS):
         began_s, wall_s = time.monotonic(), time.time()
@@ -319,50 +343,49 @@ def _may_measure(report: HostReport) -> bool:
     return report.facts is not None and report.facts.ucx is not None
 
 
-# ---------------------------------------------------------------- host link
-
-T = TypeVar("T")
+# ---------------------------------------------------------------- one host's program
 
 
 class HostError(Exception):
-    """A host did not do what it was asked; the message says why, without naming it."""
+    """The reason why a host did not do what it was asked; the message does not name the host."""
 
 
 class HostLink(HostProgram[protocol.Record]):
-    """One host, or a second process on one.
+    """A connection to the program `doctor.host` on one host, of which a host may run two.
 
     Args:
-        name: of the host, for messages. login_mark: a line that tells that the host let us in.
+        name: the host's name for messages.
+        login_mark: a line that the host prints once its login has succeeded.
     """
 
     def __init__(self, name: str, *, login_mark: str | None = None):
         super().__init__(name, protocol.read_record, login_mark)
         self._records: asyncio.Queue[protocol.Record] = asyncio.Queue()
-        self._silent = ""
+        self._silence = ""
 
     async def wait_up(self, timeout_s: float) -> None:
-        """Wait until Python and the package answer.
+        """Wait until Python has started there with the package.
 
         Raises:
-            NotUpError: they do not.
+            NotUpError: Python or the package did not answer.
         """
         await self._wait(self._records.get(), timeout_s)
 
     async def ask(self, order: protocol.Order, expected: type[T], timeout_s: float) -> T:
-        """One order, and its answer. One at a time.
+        """Send an order and wait for its answer; a caller waits for each answer before the next order.
 
         Raises:
-            HostError: it could not be done, or there is no answer.
+            HostError: the host could not do it, or did not answer.
         """
         assert self._stream is not None
-        if self._silent:  # its answer may still come, and would be taken for another's
-            raise HostError(self._silent)
+        if self._silence:  # a late answer would be taken for that of this order
+            raise HostError(self._silence)
         self._stream.write(protocol.write_order(order))
         try:
             record = await self._wait(self._records.get(), timeout_s)
         except NotUpError as error:
-            self._silent = _no_answer(error, timeout_s)
-            raise HostError(self._silent) from None
+            self._silence = _describe_silence(error, timeout_s)
+            raise HostError(self._silence) from None
         if isinstance(record, protocol.ProbeFailed):
             raise HostError(record.error)
         if not isinstance(record, expected):
@@ -370,14 +393,14 @@ class HostLink(HostProgram[protocol.Record]):
         return record
 
     async def aclose(self) -> None:
-        """End it. A second call does nothing."""
+        """End the program on the host. A second call does nothing."""
         await self._end()
 
     def _take_record(self, record: protocol.Record) -> None:
         self._records.put_nowait(record)
 
 
-def _no_answer(error: NotUpError, timeout_s: float) -> str:
+def _describe_silence(error: NotUpError, timeout_s: float) -> str:
     if error.ended is None:
         return f"it did not answer within {timeout_s:g} s"
     last = f": {error.said[-1].strip()}" if error.said else ""

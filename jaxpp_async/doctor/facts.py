@@ -1,15 +1,17 @@
-"""facts: what a host is and has, and how the ways between hosts are, as plain data. Asks nothing of any machine.
+"""Describe, as plain data, the asked run, hosts and their links, and what the doctor says of them.
 
-finding: one thing that the doctor has to say. Plain data.
+`find_process_slots` deduces from an examination how many processes each host gets.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from jaxpp_async.base.gpu_inventory import VISIBLE, Visible, read_visible
 from jaxpp_async.base.install_hints import pip_install
+from jaxpp_async.launch.hosts import Host, place, spread
 from jaxpp_async.launch.login_errors import Explanation
 
 Platform: TypeAlias = Literal["cpu", "cuda"]
@@ -20,13 +22,15 @@ UNLIMITED = -1
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The run that is to work.
+    """The run that the user wants to start.
 
     Args:
-        platform: of the actors. transport: `"tcp"` is UCX over TCP alone.
-        num_actors: None: as many as there is room for. devices_per_actor: as many as `spmd_mesh` has.
-        processes_per_actor: None: as few as the hosts allow.
-        slots_are_processes: as under Slurm, where they are tasks; else they are devices.
+        platform: the platform of the actors.
+        transport: the data plane; `"tcp"` is UCX over TCP alone.
+        num_actors: None for as many as the hosts have slots for.
+        devices_per_actor: the number of devices of `spmd_mesh`.
+        processes_per_actor: None for as few as the hosts allow.
+        slots_are_processes: whether a slot is a process (a task of Slurm); else it is a device.
     """
 
     platform: Platform = "cpu"
@@ -42,7 +46,9 @@ class Gpu:
     """One GPU.
 
     Args:
-        mode: who may use it: `"default"`, `"exclusive"` (one process), `"prohibited"`. mig: cut into instances.
+        memory_bytes: its memory. used_bytes: what of it is in use.
+        mode: who may compute on it: all (`"default"`), one process (`"exclusive"`), none (`"prohibited"`).
+        mig: whether it is cut into instances.
     """
 
     index: int
@@ -59,8 +65,9 @@ class Driver:
     """The NVIDIA driver.
 
     Args:
-        cuda: newest CUDA version that it runs, such as (13, 0).
-        has_peer_memory: RDMA devices may read GPU memory: by `nvidia_peermem`, or by dma-buf (open kernel modules).
+        cuda: the newest CUDA version that it runs, such as (13, 0).
+        has_peer_memory: whether RDMA devices may read GPU memory: by `nvidia_peermem`, or by dma-buf with the
+            open kernel modules.
     """
 
     version: str
@@ -70,7 +77,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class UcxResource:
-    """A transport on a device, such as `rc_mlx5` on `mlx5_0:1`."""
+    """A transport of UCX on a device, such as `rc_mlx5` on `mlx5_0:1`."""
 
     transport: str
     device: str
@@ -78,10 +85,11 @@ class UcxResource:
 
 @dataclass(frozen=True, slots=True)
 class Ucx:
-    """UCX as a process here loads it, with the settings of an actor.
+    """The UCX that a process on the host loads with the settings of an actor.
 
     Args:
-        library: the file that was loaded.
+        library: the path of the file that was loaded.
+        resources: the transports that UCX found.
     """
 
     version: str
@@ -94,7 +102,8 @@ class IbPort:
     """A port of an RDMA device.
 
     Args:
-        state: `"ACTIVE"`, `"DOWN"`, ... rate_gbits: per second, by its own word.
+        state: `"ACTIVE"`, `"DOWN"`, ...
+        rate_gbits: Gbit/s, as the port reports it.
         link_layer: `"InfiniBand"`, or `"Ethernet"` (RoCE).
     """
 
@@ -110,7 +119,11 @@ class IbPort:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A network interface. `speed_mbits`: per second; 0 where it is not known."""
+    """A network interface.
+
+    Args:
+        speed_mbits: Mbit/s; 0 where the kernel does not know.
+    """
 
     name: str
     is_up: bool
@@ -119,10 +132,10 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class JaxStart:
-    """What JAX found when it was started on the asked platform.
+    """The devices that JAX found when it was started on the asked platform.
 
     Args:
-        cache_error: why actors there do not take the compilation cache that they have by default; empty if they do.
+        cache_error: why actors on the host refuse their default compilation cache; empty if they accept it.
     """
 
     platform: str
@@ -136,12 +149,13 @@ class HostFacts:
     """One host, as one of its processes sees it.
 
     Args:
-        packages: those that matter and are installed, by the name of their distribution.
-        shm_bytes: free in /dev/shm. memlock_bytes: what a process may lock, or `UNLIMITED`.
-        gpu_error, ucx_error, jax_error: why there is none, in words; empty if nothing was wrong.
-        verbs_devices: /dev/infiniband/uverbs* that this process may open.
+        packages: the version of each installed package that matters, by the name of its distribution.
+        shm_bytes: free bytes in /dev/shm.
+        memlock_bytes: how much memory a process may lock, or `UNLIMITED`.
+        gpu_error, ucx_error, jax_error: why the host has none, in words; empty if nothing was wrong.
+        verbs_devices: how many of /dev/infiniband/uverbs* this process may open.
         settings: environment variables that steer JAX, UCX, NCCL and CUDA.
-        source: where pip gets this package from there (`extras.source_here`).
+        source: from where pip gets this package on that host (`install_hints.source_here`).
     """
 
     hostname: str
@@ -167,23 +181,27 @@ class HostFacts:
     source: str = "jaxpp-async"
 
     def install(self, extra: str) -> str:
-        """The command that installs an extra of this package there."""
+        """Return the command that installs an extra of this package on the host."""
         return pip_install(extra, self.executable, self.source)
 
     @property
     def cuda(self) -> tuple[int, int] | None:
-        """The newest CUDA that the driver runs."""
+        """The newest CUDA version that the driver runs; None without a driver."""
         return self.driver.cuda if self.driver is not None else None
 
     @property
     def visible_gpus(self) -> Visible:
-        """Those that `CUDA_VISIBLE_DEVICES` leaves, as actors there read it."""
+        """The GPUs that `CUDA_VISIBLE_DEVICES` leaves, as actors on the host read it."""
         return read_visible(self.settings.get(VISIBLE), [gpu.uuid for gpu in self.gpus])
 
 
 @dataclass(frozen=True, slots=True)
 class ClockDifference:
-    """How far a host's wall clock is ahead of this machine's, and how far off that may be, in seconds."""
+    """How many seconds a host's wall clock is ahead of this machine's.
+
+    Args:
+        error_s: by how many seconds `ahead_s` may be wrong.
+    """
 
     ahead_s: float
     error_s: float
@@ -191,13 +209,15 @@ class ClockDifference:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """What could be found out about one host.
+    """All that could be found out about one host.
 
     Args:
-        name: as the user wrote it. slots: of the hostfile.
-        trouble: why nothing could be asked.
-        calls_back: what came of connecting from there to this machine: empty if it did, None if it was not tried.
-        names_gpus: the run says which GPUs its actors get (`devices=`, `env=`): as its `CUDA_VISIBLE_DEVICES`.
+        name: as the user wrote it.
+        slots: how many slots the hostfile gives it.
+        trouble: why the host could not be asked; None if it could.
+        calls_back: why the host could not connect to this machine; empty if it could, None if nobody tried.
+        names_gpus: whether the run says by `devices=` or `env=` which GPUs its actors get; the facts then
+            have these in `CUDA_VISIBLE_DEVICES`.
     """
 
     name: str
@@ -211,11 +231,12 @@ class HostReport:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """The way between two hosts, measured over the data plane in host memory.
+    """The link between two hosts, measured over the data plane in host memory.
 
     Args:
-        transport: what was measured, `"ucx"` or `"tcp"`.
-        latency_s: half a round trip of 8 bytes. bytes_per_s: of large messages, one way.
+        transport: the data plane that was measured, `"ucx"` or `"tcp"`.
+        latency_s: half a round trip of 8 bytes.
+        bytes_per_s: the rate of large messages in one direction.
         error: why there are no figures; empty if there are.
     """
 
@@ -229,11 +250,12 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Everything that was found out.
+    """All facts about a run and its hosts.
 
     Args:
-        here: this machine, from which a run is driven. hosts: where actors would run; for a local run that is `here`.
-        control_error: why there is no one address by which all hosts reach this machine; empty if there is.
+        here: this machine, which drives the run.
+        hosts: the hosts on which actors would run; for a local run `here` alone.
+        control_error: why no single address of this machine is reachable by all hosts; empty if one is.
     """
 
     asked: Asked
@@ -244,11 +266,64 @@ class Examination:
 
     @property
     def is_local(self) -> bool:
-        """No other host takes part."""
+        """Whether no other host takes part."""
         return self.hosts == (self.here,)
 
 
-# ---------------------------------------------------------------- finding
+# ---------------------------------------------------------------- processes on each host
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSlots:
+    """How many processes each host gets.
+
+    Args:
+        num_processes: the number of processes on each host.
+        per_actor: the number of processes of an actor.
+        devices_each: the number of devices of a process.
+        slots_each: how many slots of a host a process takes.
+    """
+
+    num_processes: tuple[int, ...]
+    per_actor: int
+    devices_each: int
+    slots_each: int = 1
+
+
+def find_process_slots(found: Examination) -> ProcessSlots:
+    """Place the asked number of actors on the hosts, or as many as fit, in the order of the launcher.
+
+    Raises:
+        MeshError: the actors do not fit.
+    """
+    asked, each = found.asked, found.asked.processes_per_actor or 1
+    if found.is_local:  # a slot is an actor on this machine: the user has named no hosts
+        return ProcessSlots((found.here.slots * each,), each, asked.devices_per_actor // each)
+    # Placing does not look at names.
+    hosts = [Host(f"host{index}", report.slots) for index, report in enumerate(found.hosts)]
+    num_actors = asked.num_actors or max(1, _count_actors_that_fit(hosts, asked))
+    slots_each = 1
+    if not asked.slots_are_processes:
+        how = spread(hosts, num_actors, asked.devices_per_actor, asked.processes_per_actor)
+        each, slots_each = how.per_actor, how.slots_each
+    placements = place(hosts, num_actors * each, slots_each, per_actor=each)
+    counts = tuple(sum(placement.host is host for placement in placements) for host in hosts)
+    return ProcessSlots(counts, each, asked.devices_per_actor // each, slots_each)
+
+
+def _count_actors_that_fit(hosts: Sequence[Host], asked: Asked) -> int:
+    """Count the actors that fit on the hosts, each of as few processes as possible."""
+    devices, given = asked.devices_per_actor, asked.processes_per_actor
+    if asked.slots_are_processes or devices == 1 or all(host.slots == 1 for host in hosts):
+        return sum(host.slots for host in hosts) // (given or 1)
+    for each in [given] if given else [k for k in range(1, devices + 1) if devices % k == 0]:
+        most = sum(host.slots // (devices // each) for host in hosts) // each
+        if most:
+            return most
+    return 0
+
+
+# ---------------------------------------------------------------- findings
 
 Level: TypeAlias = Literal["ok", "note", "warning", "error"]
 
@@ -274,10 +349,12 @@ SECTIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line.
+    """One line of what the doctor says.
 
     Args:
-        section: of `SECTIONS`. host: its name, or whom it is about.
+        section: a key of `SECTIONS`.
+        host: the name of the host that it is about, or `ALL`, or the two ends of a link.
+        what: the fact.
         remedy: what to do; empty where there is nothing to do.
     """
 
@@ -289,20 +366,20 @@ class Finding:
 
 
 def ok(section: str, host: str, what: str) -> Finding:
-    """It is well."""
+    """Make a finding about something that is as it should be."""
     return Finding("ok", section, host, what)
 
 
 def note(section: str, host: str, what: str, remedy: str) -> Finding:
-    """It is worth knowing."""
+    """Make a finding that is worth knowing and changes nothing."""
     return Finding("note", section, host, what, remedy)
 
 
 def warning(section: str, host: str, what: str, remedy: str) -> Finding:
-    """A run works, but not as well as it could."""
+    """Make a finding with which a run works, but not as well as it could."""
     return Finding("warning", section, host, what, remedy)
 
 
 def error(section: str, host: str, what: str, remedy: str) -> Finding:
-    """A run of the asked kind does not work."""
+    """Make a finding with which the asked run does not work."""
     return Finding("error", section, host, what, remedy)

@@ -1,7 +1,7 @@
 """Gather the facts about this host that the doctor judges: files, devices, and what short child programs say.
 
-The folder of the compilation cache is made, as an actor would make it; nothing else is changed. UCX and JAX are started
-in processes of their own: they may end the process, and neither is to be up here yet.
+The folder of the compilation cache is made, as an actor would make it; nothing else is changed. UCX and JAX
+are started in child processes: either may end its process, and neither may be started in this one yet.
 """
 
 from __future__ import annotations
@@ -42,50 +42,50 @@ PACKAGES = (
 """Distributions that matter to a run."""
 
 CHILD_S = 45.0
-"""What starting JAX, or UCX, may take: JAX with eight GPUs takes ten seconds."""
+"""How many seconds starting JAX, or UCX, may take: JAX with eight GPUs takes ten."""
 
 _SETTINGS = re.compile(r"(UCX|NCCL|XLA|JAX|CUDA|RAPIDS_LIBUCX)_\w+|LD_LIBRARY_PATH")
 _SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 
 
 async def gather(platform: str) -> HostFacts:
-    """All facts of this host.
+    """Gather all facts about this host.
 
     Args:
-        platform: what JAX is to start on.
+        platform: the platform that JAX is to start on.
     """
     ucx, jax = await asyncio.gather(
         run_child("jaxpp_async.doctor.probe_programs", "ucx"),
         run_child("jaxpp_async.doctor.probe_programs", "jax", platform),
     )
-    driver, there, gpu_error = gpus()
+    driver, found_gpus, gpu_error = find_gpus()
     return HostFacts(
         hostname=socket.gethostname(),
         executable=sys.executable,
         source=source_here(),
         python=system_platform.python_version(),
         system=f"{system_platform.system()} {system_platform.release()} {system_platform.machine()}",
-        packages=installed(),
+        packages=find_packages(),
         num_cpus=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        shm_bytes=_free_bytes("/dev/shm"),
-        memlock_bytes=_memlock_bytes(),
+        shm_bytes=_read_free_bytes("/dev/shm"),
+        memlock_bytes=_read_memlock_bytes(),
         driver=driver,
-        gpus=there,
+        gpus=found_gpus,
         gpu_error=gpu_error,
-        ucx=_ucx(ucx) if isinstance(ucx, dict) else None,
+        ucx=_describe_ucx(ucx) if isinstance(ucx, dict) else None,
         ucx_error="" if isinstance(ucx, dict) else ucx,
-        ib_ports=ib_ports(),
-        verbs_devices=_verbs_devices(),
-        interfaces=interfaces(),
+        ib_ports=read_ib_ports(),
+        verbs_devices=_count_verbs_devices(),
+        interfaces=read_interfaces(),
         jax=JaxStart(**jax) if isinstance(jax, dict) else None,
         jax_error="" if isinstance(jax, dict) else jax,
-        settings=_settings(),
+        settings=_read_settings(),
     )
 
 
-def installed() -> dict[str, str]:
-    """Version by distribution; those that are missing are left out."""
+def find_packages() -> dict[str, str]:
+    """Return the version of each distribution of `PACKAGES` that is installed."""
     found: dict[str, str] = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -124,41 +124,45 @@ async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
 # ---------------------------------------------------------------- GPUs
 
 
-def gpus() -> tuple[Driver | None, tuple[Gpu, ...], str]:
-    """The driver, its GPUs, and why there are none."""
+def find_gpus() -> tuple[Driver | None, tuple[Gpu, ...], str]:
+    """Ask NVML for the driver and its GPUs.
+
+    Returns:
+        The driver, or None; its GPUs; and why there is no driver, empty if there is one.
+    """
     try:
-        with gpu_inventory.library() as asked:
-            cuda: int = asked.nvmlSystemGetCudaDriverVersion_v2()  # 13000 is 13.0
-            version = _text(asked.nvmlSystemGetDriverVersion())
-            driver = Driver(version, (cuda // 1000, cuda % 1000 // 10), _peer_memory())
-            return driver, tuple(_gpu(asked, i) for i in range(asked.nvmlDeviceGetCount())), ""
+        with gpu_inventory.library() as nvml:
+            cuda: int = nvml.nvmlSystemGetCudaDriverVersion_v2()  # 13000 is 13.0
+            version = _to_text(nvml.nvmlSystemGetDriverVersion())
+            driver = Driver(version, (cuda // 1000, cuda % 1000 // 10), _has_peer_memory())
+            return driver, tuple(_describe_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount())), ""
     except gpu_inventory.NvmlFailure as error:
         return None, (), str(error)
 
 
-def _gpu(asked: Any, index: int) -> Gpu:
-    handle = asked.nvmlDeviceGetHandleByIndex(index)
-    memory = asked.nvmlDeviceGetMemoryInfo(handle)
+def _describe_gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     modes = {
-        asked.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive",
-        asked.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
+        nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive",
+        nvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
     }
     mig = False
-    with contextlib.suppress(asked.NVMLError):  # most GPUs cannot be cut
-        mig = bool(asked.nvmlDeviceGetMigMode(handle)[0])
+    with contextlib.suppress(nvml.NVMLError):  # most GPUs cannot be cut
+        mig = bool(nvml.nvmlDeviceGetMigMode(handle)[0])
     return Gpu(
         index=index,
-        name=_text(asked.nvmlDeviceGetName(handle)),
-        uuid=_text(asked.nvmlDeviceGetUUID(handle)),
+        name=_to_text(nvml.nvmlDeviceGetName(handle)),
+        uuid=_to_text(nvml.nvmlDeviceGetUUID(handle)),
         memory_bytes=int(memory.total),
         used_bytes=int(memory.used),
-        mode=modes.get(asked.nvmlDeviceGetComputeMode(handle), "default"),
+        mode=modes.get(nvml.nvmlDeviceGetComputeMode(handle), "default"),
         mig=mig,
     )
 
 
-def _peer_memory() -> bool:
-    """Whether RDMA devices may read GPU memory: nvidia_peermem is loaded, or the open kernel modules do dma-buf."""
+def _has_peer_memory() -> bool:
+    """Return whether RDMA devices may read GPU memory: by nvidia_peermem, or open kernel modules."""
     if os.path.isdir("/sys/module/nvidia_peermem"):
         return True
     with contextlib.suppress(OSError):
@@ -166,51 +170,51 @@ def _peer_memory() -> bool:
     return False
 
 
-def _text(value: str | bytes) -> str:
+def _to_text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
 # ---------------------------------------------------------------- networks
 
 
-def ib_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[IbPort, ...]:
-    """Ports of RDMA devices, from the kernel's own files."""
+def read_ib_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[IbPort, ...]:
+    """Read the ports of RDMA devices from the kernel's files."""
     found: list[IbPort] = []
     for folder in sorted(root.glob("*/ports/*")):
-        rate = re.match(r"[\d.]+", _line(folder / "rate"))
+        rate = re.match(r"[\d.]+", _read_line(folder / "rate"))
         found.append(
             IbPort(
                 device=folder.parent.parent.name,
                 port=int(folder.name),
-                state=_line(folder / "state").rpartition(":")[2].strip(),
+                state=_read_line(folder / "state").rpartition(":")[2].strip(),
                 rate_gbits=float(rate[0]) if rate else 0.0,
-                link_layer=_line(folder / "link_layer"),
+                link_layer=_read_line(folder / "link_layer"),
             )
         )
     return tuple(found)
 
 
-def interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, ...]:
-    """Network interfaces, from the kernel's own files."""
+def read_interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, ...]:
+    """Read the network interfaces from the kernel's files."""
     found: list[Interface] = []
     for folder in sorted(root.glob("*")):
-        speed = _line(folder / "speed")  # unreadable, or -1, where the kernel does not know
+        speed = _read_line(folder / "speed")  # unreadable, or -1, where the kernel does not know
         # Loopback says "unknown" though it is up.
-        is_up = _line(folder / "operstate") in ("up", "unknown")
+        is_up = _read_line(folder / "operstate") in ("up", "unknown")
         found.append(Interface(folder.name, is_up, int(speed) if speed.isdigit() else 0))
     return tuple(found)
 
 
-def _verbs_devices(root: Path = Path("/dev/infiniband")) -> int:
+def _count_verbs_devices(root: Path = Path("/dev/infiniband")) -> int:
     return sum(os.access(path, os.R_OK | os.W_OK) for path in root.glob("uverbs*"))
 
 
-def _ucx(values: dict[str, Any]) -> Ucx:
+def _describe_ucx(values: dict[str, Any]) -> Ucx:
     resources = tuple(UcxResource(*pair) for pair in values["resources"])
     return Ucx(values["version"], values["library"], resources)
 
 
-def _line(path: Path) -> str:
+def _read_line(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
@@ -220,7 +224,7 @@ def _line(path: Path) -> str:
 # ---------------------------------------------------------------- limits and settings
 
 
-def _free_bytes(folder: str) -> int:
+def _read_free_bytes(folder: str) -> int:
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -228,10 +232,10 @@ def _free_bytes(folder: str) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def _memlock_bytes() -> int:
+def _read_memlock_bytes() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
-def _settings() -> dict[str, str]:
+def _read_settings() -> dict[str, str]:
     return {k: v for k, v in sorted(os.environ.items()) if _SETTINGS.fullmatch(k) and not _SECRETS.search(k)}

@@ -1,10 +1,11 @@
-"""The program `python -m jaxpp_async.doctor.host`, run on a host by the launcher's own way there (ssh, srun, or here).
+"""Run the doctor's program on a host: `python -m jaxpp_async.doctor.host` over ssh, srun, or here.
 
-Orders on stdin, records on stdout (`talk`). It looks at its host, answers, and ends at the end of its stdin, or when
-that is silent for longer than the lease. It needs no JAX and no UCX to say that they are missing.
+The program reads orders from stdin and writes records to stdout (`doctor.protocol`). It ends at the end of
+its stdin, or when its stdin is silent for longer than the lease. It starts without JAX and UCX, so that it
+can report that they are missing.
 
-probe: two ends of the data plane in, latency and bandwidth between them out. The package's own transport, in host
-memory; starts no JAX.
+`ProbeEnd` measures latency and bandwidth between two such programs, over the transport of actors and in host
+memory; it starts no JAX.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import base64
 import os
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,30 +26,27 @@ from jaxpp_async.protocol.parent_watch import LEASE_S
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Transport, make_tag
 from jaxpp_async.transport.registry import make_process_transport
 
-if TYPE_CHECKING:
-    pass
-
 CALL_S = 5.0
-"""What connecting back may take."""
+"""How many seconds connecting back may take."""
 
 _READ_BYTES = 1 << 16
 
 
 class ProbeServer:
-    """What answers, one order after the other."""
+    """The server on a host that carries out the doctor's orders, one after the other."""
 
     def __init__(self) -> None:
         self._end: ProbeEnd | None = None
 
     async def answer(self, order: protocol.Order) -> protocol.Record:
-        """Carry out one order; what fails is an answer too."""
+        """Carry out one order; a failure is answered with `ProbeFailed`."""
         try:
             return await self._carry_out(order)
         except (JaxppAsyncError, OSError, ValueError) as error:  # TimeoutError is an OSError
             return protocol.ProbeFailed(str(error) or "it took too long")
 
     async def aclose(self) -> None:
-        """Give the data plane back."""
+        """Close the end of the data plane that an order has opened."""
         end, self._end = self._end, None
         if end is not None:
             await end.aclose()
@@ -63,7 +60,7 @@ class ProbeServer:
         if isinstance(order, protocol.AskClock):
             return protocol.ClockIs(time.time())
         if isinstance(order, protocol.CallBack):
-            return await _call(order)
+            return await _connect_back(order)
         if isinstance(order, protocol.OpenEnd):
             return await self._open(order)
         return await self._measure(order)
@@ -83,7 +80,7 @@ class ProbeServer:
         return protocol.Measured(*found)
 
 
-async def _call(order: protocol.CallBack) -> protocol.Record:
+async def _connect_back(order: protocol.CallBack) -> protocol.Record:
     async with asyncio.timeout(CALL_S):
         _, writer = await asyncio.open_connection(order.host, order.port)
         try:
@@ -94,29 +91,29 @@ async def _call(order: protocol.CallBack) -> protocol.Record:
     return protocol.Completed()
 
 
-def say(record: protocol.Record) -> None:
-    """Send a record."""
+def send_record(record: protocol.Record) -> None:
+    """Write a record to stdout."""
     sys.stdout.buffer.write(protocol.write_record(record))
     sys.stdout.buffer.flush()
 
 
 async def serve() -> None:
-    """Answer orders until nobody asks any more."""
+    """Answer orders until stdin ends, or is silent for longer than the lease."""
     orders: asyncio.Queue[protocol.Order] = asyncio.Queue()
-    work = asyncio.get_running_loop().create_task(_work(orders), name="answer the doctor")
+    work = asyncio.get_running_loop().create_task(_answer_orders(orders), name="answer the doctor")
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    say(protocol.Up(jaxpp_async.__version__))
+    send_record(protocol.Up(jaxpp_async.__version__))
     try:
-        await _read(reader, orders)
+        await _read_orders(reader, orders)
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
 
 
-async def _read(reader: asyncio.StreamReader, orders: asyncio.Queue[protocol.Order]) -> None:
+async def _read_orders(reader: asyncio.StreamReader, orders: asyncio.Queue[protocol.Order]) -> None:
     rest = b""
     while True:
         try:
@@ -133,45 +130,45 @@ async def _read(reader: asyncio.StreamReader, orders: asyncio.Queue[protocol.Ord
                 orders.put_nowait(order)
 
 
-async def _work(orders: asyncio.Queue[protocol.Order]) -> None:
-    host = ProbeServer()
+async def _answer_orders(orders: asyncio.Queue[protocol.Order]) -> None:
+    server = ProbeServer()
     try:
         while True:
-            say(await host.answer(await orders.get()))
+            send_record(await server.answer(await orders.get()))
     finally:
-        await host.aclose()
+        await server.aclose()
 
 
 def main() -> None:
-    """Serve, on the event loop that actors use."""
+    """Serve on the event loop that actors use."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
 
 
-# ---------------------------------------------------------------- probe
+# ---------------------------------------------------------------- measuring a link
 
 PINGS, WARM_PINGS = 300, 30
 LARGE_BYTES, WINDOW = 8 << 20, 4
-"""Messages of this size, so many at a time, each from and to a buffer of its own."""
+"""The size of a large message in bytes, and how many are under way at once, each with its own buffers."""
 
 SECONDS = 0.5
-"""How long large messages are sent, about."""
+"""For about how many seconds large messages are sent."""
 
 MOST_ROUNDS = 256
 MEASURE_S = 20.0
-"""What both measurements may take: some of it a link of 100 Mbit/s needs."""
+"""How many seconds both measurements may take; a link of 100 Mbit/s needs several of them."""
 
 _PING, _READY, _LARGE, _COUNT = (make_tag(0, PROGRAM_CHANNEL, sequence) for sequence in range(4))
 _LARGE_TAGS = tuple(make_tag(0, PROGRAM_CHANNEL, 16 + lane) for lane in range(WINDOW))
 
 
 class ProbeEnd:
-    """One end. Opened anew for each measurement.
+    """One end of a measured link, opened anew for each measurement.
 
     Args:
-        peer_id: this end's number, which the other knows.
+        peer_id: the number by which the other end knows this one.
     """
 
     def __init__(self, peer_id: int):
@@ -179,29 +176,36 @@ class ProbeEnd:
 
     @property
     def address(self) -> bytes:
-        """For the other end's `measure`."""
+        """The address that the other end's `measure` takes."""
         return self._transport.address
 
     async def measure(self, peer: int, address: bytes, *, leads: bool) -> tuple[float, float]:
-        """Connect and measure; both ends call it.
+        """Connect to the other end and measure the link; both ends call this at the same time.
+
+        Args:
+            peer: the other end's number.
+            address: the other end's address.
+            leads: whether this end sends and measures; the other one answers.
 
         Returns:
-            Seconds of half a round trip of 8 bytes, and bytes a second of large messages; zeros if it does not lead.
+            Half a round trip of 8 bytes in seconds, and the rate of large messages in bytes per second; zeros
+            on the end that does not lead.
 
         Raises:
-            TransferError, ProtocolError: the ends cannot reach each other. TimeoutError: they are too slow, or deaf.
+            TransferError, ProtocolError: the ends cannot reach each other.
+            TimeoutError: an end is too slow, or does not answer.
         """
         async with asyncio.timeout(MEASURE_S):
             await self._transport.connect(peer, address)
-            latency_s = await self._ping(peer, leads)
-            bytes_per_s = await (self._flood(peer) if leads else self._drain(peer))
+            latency_s = await self._measure_latency(peer, leads)
+            bytes_per_s = await (self._send_large(peer) if leads else self._receive_large(peer))
         return (latency_s, bytes_per_s) if leads else (0.0, 0.0)
 
     async def aclose(self) -> None:
-        """Give everything back."""
+        """Close the transport."""
         await self._transport.aclose()
 
-    async def _ping(self, peer: int, leads: bool) -> float:
+    async def _measure_latency(self, peer: int, leads: bool) -> float:
         out, back = np.zeros(8, np.uint8), np.zeros(8, np.uint8)
         seconds: list[float] = []
         for _ in range(WARM_PINGS + PINGS):
@@ -215,32 +219,36 @@ class ProbeEnd:
             seconds.append(time.perf_counter() - began_s)
         return sorted(seconds[WARM_PINGS:])[PINGS // 2] / 2
 
-    async def _flood(self, peer: int) -> float:
-        """Send rounds of large messages until it has taken long enough; a round of one warms up first."""
+    async def _send_large(self, peer: int) -> float:
+        """Send rounds of large messages for `SECONDS` after a first one that warms up.
+
+        Returns:
+            The rate in bytes per second.
+        """
         buffers = [np.ones(LARGE_BYTES, np.uint8) for _ in range(WINDOW)]
-        sign = np.zeros(8, np.uint8)
+        ready = np.zeros(8, np.uint8)
         num_rounds, began_s, passed_s = 0, 0.0, 0.0
         while num_rounds < MOST_ROUNDS and passed_s < SECONDS:
-            await self._transport.send(np.ones(1, np.uint8), peer, _COUNT)  # another round comes
+            await self._transport.send(np.ones(1, np.uint8), peer, _COUNT)  # one: another round follows
             sends = zip(buffers, _LARGE_TAGS, strict=True)
             await asyncio.gather(*(self._transport.send(buffer, peer, tag) for buffer, tag in sends))
-            await self._transport.recv(sign, peer, _READY)  # it is all there
+            await self._transport.recv(ready, peer, _READY)  # the whole round has arrived
             if num_rounds == 0:
                 began_s = time.perf_counter()
             num_rounds, passed_s = num_rounds + 1, time.perf_counter() - began_s
         await self._transport.send(np.zeros(1, np.uint8), peer, _COUNT)
-        await self._transport.recv(sign, peer, _READY)
+        await self._transport.recv(ready, peer, _READY)
         return (num_rounds - 1) * WINDOW * LARGE_BYTES / passed_s
 
-    async def _drain(self, peer: int) -> float:
+    async def _receive_large(self, peer: int) -> float:
         buffers = [np.zeros(LARGE_BYTES, np.uint8) for _ in range(WINDOW)]
-        more, sign = np.zeros(1, np.uint8), np.zeros(8, np.uint8)
+        more, ready = np.zeros(1, np.uint8), np.zeros(8, np.uint8)
         while True:
             await self._transport.recv(more, peer, _COUNT)
             if more[0]:
                 receives = zip(buffers, _LARGE_TAGS, strict=True)
                 await asyncio.gather(*(self._transport.recv(buffer, peer, tag) for buffer, tag in receives))
-            await self._transport.send(sign, peer, _READY)
+            await self._transport.send(ready, peer, _READY)
             if not more[0]:
                 return 0.0
 

@@ -1,4 +1,4 @@
-"""judge_gpu: what hosts have for GPUs in, findings about drivers, CUDA packages and NCCL out. Pure."""
+"""Judge the GPUs of hosts: their drivers, the packages for CUDA, NCCL, and which processes share a GPU."""
 
 from __future__ import annotations
 
@@ -16,29 +16,35 @@ from jaxpp_async.doctor.facts import (
     Gpu,
     HostFacts,
     HostReport,
+    ProcessSlots,
     error,
     note,
     ok,
     warning,
 )
-from jaxpp_async.doctor.process_slots import ProcessSlots
 from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.nccl.order import ranks_may_share
 
 DRIVERS: Mapping[int, str] = {12: "525.60.13", 13: "580"}
-"""Oldest driver for each CUDA, on Linux. Source: JAX's installation page; NVIDIA's CUDA compatibility guide."""
+"""The oldest driver for each CUDA on Linux.
+
+Source: JAX's installation page; NVIDIA's CUDA compatibility guide.
+"""
 
 NCCL_FROM = (2, 31, 2)
-"""Oldest NCCL whose grouped transfers do not hang. Source: https://github.com/marin-community/marin/issues/7024"""
+"""The oldest NCCL whose grouped transfers do not hang.
+
+Source: https://github.com/marin-community/marin/issues/7024
+"""
 
 MOST_USED = 0.1
-"""Of a GPU's memory, by others: an actor that has a GPU to itself sets nine tenths of it aside at once."""
+"""The part of a GPU's memory that others may use: an actor alone on a GPU reserves nine tenths at once."""
 
 _GIB = 1 << 30
 
 
-def judge(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
-    """GPUs, and what is installed for them, on one host."""
+def judge_gpus(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
+    """Judge the GPUs of one host, and the packages that are installed for them."""
     if asked.platform == "cpu":
         what = (
             f"{len(facts.gpus)}, which a run on CPUs leaves alone"
@@ -47,24 +53,24 @@ def judge(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Findin
         )
         yield ok("gpu", report.name, what)
         if asked.transport != "nccl":
-            yield ok("nccl", report.name, _nccl(facts) or "not installed, and not asked for")
+            yield ok("nccl", report.name, _list_nccl(facts) or "not installed, and not asked for")
         return
-    yield from _devices(report, facts)
-    yield from _jax(report.name, facts)
-    yield from _cupy(report.name, facts)
+    yield from _judge_devices(report, facts)
+    yield from _judge_jax(report.name, facts)
+    yield from _judge_cupy(report.name, facts)
     yield from _judge_nccl(report.name, facts, asked)
 
 
 def explains_jax(facts: HostFacts, asked: Asked) -> bool:
-    """Whether what was said of GPUs is the reason why JAX does not start."""
+    """Return whether a finding about GPUs already says why JAX does not start."""
     if asked.platform == "cpu":
         return False
-    majors = _majors(facts, r"jax-cuda(\d+)-plugin")
+    majors = _find_cuda_majors(facts, r"jax-cuda(\d+)-plugin")
     return not facts.gpus or len(majors) != 1 or facts.cuda is None or facts.cuda[0] < max(majors)
 
 
-def judge_together(found: Examination) -> Iterator[Finding]:
-    """What hosts have to have in common."""
+def judge_gpus_together(found: Examination) -> Iterator[Finding]:
+    """Judge what hosts have to have in common for a run on GPUs."""
     asked = found.asked
     if asked.transport == "nccl" and asked.platform == "cpu":
         yield error(
@@ -76,9 +82,9 @@ def judge_together(found: Examination) -> Iterator[Finding]:
     known = {report.name: report.facts for report in found.hosts if report.facts is not None}
     if asked.platform != "cuda":
         return
-    yield from _mixed(known)
-    majors = _by_value(
-        {name: _only(_majors(facts, r"jax-cuda(\d+)-plugin")) for name, facts in known.items()}
+    yield from _judge_mixture(known)
+    majors = _group_by_value(
+        {name: _single(_find_cuda_majors(facts, r"jax-cuda(\d+)-plugin")) for name, facts in known.items()}
     )
     if len(majors) > 1:
         said = "; ".join(f"CUDA {major} on {', '.join(who)}" for major, who in majors.items())
@@ -86,11 +92,13 @@ def judge_together(found: Examination) -> Iterator[Finding]:
             "versions", ALL, f"JAX is for different CUDAs: {said}", "install the same extra on all hosts"
         )
     if asked.transport == "nccl":
-        versions = _by_value({name: _nccl(facts) or None for name, facts in known.items()})
+        versions = _group_by_value({name: _list_nccl(facts) or None for name, facts in known.items()})
         if len(versions) > 1:
             said = "; ".join(f"{version} on {', '.join(who)}" for version, who in versions.items())
             yield error("versions", ALL, f"NCCL differs: {said}", "install the same on all")
-    kinds = _by_value({name: _only({gpu.name for gpu in facts.gpus}) for name, facts in known.items()})
+    kinds = _group_by_value(
+        {name: _single({gpu.name for gpu in facts.gpus}) for name, facts in known.items()}
+    )
     if len(kinds) > 1:
         said = "; ".join(f"{kind} on {', '.join(who)}" for kind, who in kinds.items())
         yield warning(
@@ -98,23 +106,23 @@ def judge_together(found: Examination) -> Iterator[Finding]:
         )
 
 
-def _mixed(known: Mapping[str, HostFacts]) -> Iterator[Finding]:
+def _judge_mixture(known: Mapping[str, HostFacts]) -> Iterator[Finding]:
     without = [name for name, facts in known.items() if not facts.gpus]
     if without and len(without) < len(known):
-        others = ", ".join(name for name in known if name not in without)
+        others, missing = ", ".join(name for name in known if name not in without), ", ".join(without)
         yield error(
             "gpu",
             ALL,
-            f"{others} {'has' if len(known) - len(without) == 1 else 'have'} GPUs, {', '.join(without)} none: "
+            f"{others} {'has' if len(known) - len(without) == 1 else 'have'} GPUs, {missing} none: "
             "the actors of a mesh are all on GPUs or all on CPUs",
-            f"leave {', '.join(without)} out, or run on CPUs (--platform cpu)",
+            f"leave {missing} out, or run on CPUs (--platform cpu)",
         )
 
 
 # ---------------------------------------------------------------- devices
 
 
-def _devices(report: HostReport, facts: HostFacts) -> Iterator[Finding]:
+def _judge_devices(report: HostReport, facts: HostFacts) -> Iterator[Finding]:
     name = report.name
     if facts.driver is None:
         why = f" ({facts.gpu_error})" if facts.gpu_error else ""
@@ -127,12 +135,12 @@ def _devices(report: HostReport, facts: HostFacts) -> Iterator[Finding]:
             "gpu", name, "the NVIDIA driver is there, but no GPU", "does the container or the job have any?"
         )
         return
-    driver = f"driver {facts.driver.version} (CUDA {_dotted(facts.driver.cuda)})"
+    driver = f"driver {facts.driver.version} (CUDA {_format_version(facts.driver.cuda)})"
     for gpu in facts.gpus:
-        yield from _gpu(name, gpu, driver)
+        yield from _judge_gpu(name, gpu, driver)
 
 
-def _gpu(name: str, gpu: Gpu, driver: str) -> Iterator[Finding]:
+def _judge_gpu(name: str, gpu: Gpu, driver: str) -> Iterator[Finding]:
     what = f"{gpu.index}: {gpu.name}, {gpu.memory_bytes / _GIB:.1f} GiB, {driver}"
     if gpu.mode == "prohibited":
         yield error(
@@ -150,29 +158,25 @@ def _gpu(name: str, gpu: Gpu, driver: str) -> Iterator[Finding]:
         )
 
 
-def judge_room(found: Examination, room: ProcessSlots) -> Iterator[Finding]:
-    """Whether the processes that each host gets find their GPUs."""
+def judge_process_slots(found: Examination, slots: ProcessSlots) -> Iterator[Finding]:
+    """Judge whether the processes that each host gets find their GPUs."""
     if found.asked.platform == "cpu":
         return
-    for report, num_processes in zip(found.hosts, room.num_processes, strict=True):
-        if (
-            report.facts is not None
-            and report.facts.driver is not None
-            and report.facts.gpus
-            and num_processes
-        ):
-            yield from _room(report, report.facts, num_processes, room, found)
+    for report, num_processes in zip(found.hosts, slots.num_processes, strict=True):
+        facts = report.facts
+        if facts is not None and facts.driver is not None and facts.gpus and num_processes:
+            yield from _judge_processes(report, facts, num_processes, slots, found)
 
 
-def _room(
-    report: HostReport, facts: HostFacts, num_processes: int, room: ProcessSlots, found: Examination
+def _judge_processes(
+    report: HostReport, facts: HostFacts, num_processes: int, slots: ProcessSlots, found: Examination
 ) -> Iterator[Finding]:
     visible = facts.visible_gpus
     there = len(visible.names)
-    needed, have = room.devices_each, f"{there} GPU{'s' * (there != 1)}"
-    one, several = ("a process", "processes") if room.per_actor > 1 else ("an actor", "actors")
+    needed, have = slots.devices_each, f"{there} GPU{'s' * (there != 1)}"
+    one, several = ("a process", "processes") if slots.per_actor > 1 else ("an actor", "actors")
     if visible.stopped_at:
-        yield _stopped(report, facts, visible.stopped_at)
+        yield _report_unknown_gpu(report, facts, visible.stopped_at)
         if report.names_gpus:
             return
     if needed > there:
@@ -180,7 +184,7 @@ def _room(
         yield error("gpu", report.name, f"{one} needs {needed} GPUs, the host gives {have}", remedy)
     elif needed * num_processes > there:
         what = f"{num_processes} {several} with {needed} GPU{'s' * (needed != 1)} each share {have}"
-        remedy = _fewer(there // needed, room, found)
+        remedy = _suggest_fewer(there // needed, slots, found)
         exclusive = [gpu.index for gpu in facts.gpus if gpu.mode == "exclusive"]
         if exclusive:
             remedy = f"sudo nvidia-smi -i {exclusive[0]} -c DEFAULT, or start fewer actors"
@@ -188,34 +192,34 @@ def _room(
         elif found.asked.slots_are_processes and report.names_gpus:
             yield error("gpu", report.name, f"{what} of devices=, which the launcher refuses", remedy)
         elif found.asked.slots_are_processes and needed == there:
-            # Each task takes what it sees for its own.
+            # Each task of Slurm takes the GPUs that it sees for its own.
             yield error(
                 "gpu", report.name, f"{what}, each with 0.9 of its memory, which the mesh refuses", remedy
             )
-        elif min(room.per_actor, num_processes) > there // needed:
+        elif min(slots.per_actor, num_processes) > there // needed:
             what = f"processes of one actor with {needed} GPU{'s' * (needed != 1)} each cannot share {have}"
             yield error("gpu", report.name, what, "make spmd_mesh smaller, or have fewer processes on a host")
-        elif refusal := _refusal(report, facts, num_processes, room, found.asked):
+        elif refusal := _find_refusal(report, facts, num_processes, slots, found.asked):
             yield refusal
         else:
             yield warning("gpu", report.name, f"{what}, and the memory there", remedy)
-    elif refusal := _refusal(report, facts, num_processes, room, found.asked):
+    elif refusal := _find_refusal(report, facts, num_processes, slots, found.asked):
         yield refusal
 
 
-def _refusal(
-    report: HostReport, facts: HostFacts, num_processes: int, room: ProcessSlots, asked: Asked
+def _find_refusal(
+    report: HostReport, facts: HostFacts, num_processes: int, slots: ProcessSlots, asked: Asked
 ) -> Finding | None:
-    """What the processes of one host are refused for when a mesh starts, by the same functions and in their words."""
+    """Find why a starting mesh would refuse a host's processes, by the mesh's functions, in their words."""
     names, settings, members = facts.visible_gpus.names, facts.settings, list[ProcessDevices]()
-    nccl = _nccl_version(facts) if asked.transport == "nccl" else ""
+    nccl = _find_nccl_version(facts) if asked.transport == "nccl" else ""
     try:
         for index in range(num_processes):
-            given = share(names, index, num_processes, room.devices_each)
+            given = share(names, index, num_processes, slots.devices_each)
             fraction = memory_fraction({**settings, **gpu_environment(given, settings)})
-            actor = index // room.per_actor
-            who = f"actor {actor}" + (f", process {index % room.per_actor}" if room.per_actor > 1 else "")
-            has = "", given.devices[: room.devices_each], fraction, nccl, ranks_may_share(nccl, settings)
+            actor = index // slots.per_actor
+            who = f"actor {actor}" + (f", process {index % slots.per_actor}" if slots.per_actor > 1 else "")
+            has = "", given.devices[: slots.devices_each], fraction, nccl, ranks_may_share(nccl, settings)
             members.append(ProcessDevices(who, actor, report.name, *has))
         check_agreement(members)
     except MeshError as refused:
@@ -224,8 +228,11 @@ def _refusal(
     return None
 
 
-def _stopped(report: HostReport, facts: HostFacts, name: str) -> Finding:
-    """CUDA reads no further at such a name, and says nothing; the mesh refuses it where the run asks for it."""
+def _report_unknown_gpu(report: HostReport, facts: HostFacts, name: str) -> Finding:
+    """Report a name in `CUDA_VISIBLE_DEVICES` that is no GPU.
+
+    CUDA silently reads no further there; the mesh refuses the name where the run itself gives it.
+    """
     there = f"there {'is' if len(facts.gpus) == 1 else 'are'} {len(facts.gpus)}"
     what = (
         f"{VISIBLE}={facts.settings[VISIBLE]} names GPU {name}, which is none here ({there}), or not only one"
@@ -237,23 +244,23 @@ def _stopped(report: HostReport, facts: HostFacts, name: str) -> Finding:
     )
 
 
-def _fewer(fits: int, room: ProcessSlots, found: Examination) -> str:
-    """How to have no more than `fits` processes on a host."""
+def _suggest_fewer(fits: int, slots: ProcessSlots, found: Examination) -> str:
+    """Say how to have no more than `fits` processes on a host."""
     if found.is_local:
-        most = max(1, fits // room.per_actor)
+        most = max(1, fits // slots.per_actor)
         return f"start at most {most} actor{'s' * (most != 1)}"
     return (
-        f"--ntasks-per-node={fits}" if found.asked.slots_are_processes else f"slots={fits * room.slots_each}"
+        f"--ntasks-per-node={fits}" if found.asked.slots_are_processes else f"slots={fits * slots.slots_each}"
     )
 
 
 # ---------------------------------------------------------------- packages
 
 
-def _jax(name: str, facts: HostFacts) -> Iterator[Finding]:
-    """JAX for CUDA: there, of one CUDA, of JAX's own version, and no newer than the driver."""
+def _judge_jax(name: str, facts: HostFacts) -> Iterator[Finding]:
+    """Judge JAX for CUDA: it is there, for one CUDA, of JAX's version, and no newer than the driver."""
     plugins = {p: v for p, v in facts.packages.items() if re.fullmatch(r"jax-cuda\d+-plugin", p)}
-    majors = _majors(facts, r"jax-cuda(\d+)-plugin")
+    majors = _find_cuda_majors(facts, r"jax-cuda(\d+)-plugin")
     install = facts.install(extra_of("cuda", facts.cuda))
     if not plugins:
         yield error("jax", name, "JAX is without CUDA", install)
@@ -267,7 +274,7 @@ def _jax(name: str, facts: HostFacts) -> Iterator[Finding]:
         return
     ((plugin, version),), (major,) = plugins.items(), majors
     jaxlib = facts.packages.get("jaxlib", "")
-    if _release(version) != _release(jaxlib):
+    if _first_numbers(version) != _first_numbers(jaxlib):
         yield error("jax", name, f"{plugin} is {version}, jaxlib {jaxlib}: it does not load", install)
     if facts.driver is not None and facts.driver.cuda[0] < major:
         older = [m for m in DRIVERS if m <= facts.driver.cuda[0]]
@@ -275,17 +282,19 @@ def _jax(name: str, facts: HostFacts) -> Iterator[Finding]:
         yield error(
             "gpu",
             name,
-            f"driver {facts.driver.version} runs CUDA {_dotted(facts.driver.cuda)} at most, JAX is for CUDA {major}",
+            f"driver {facts.driver.version} runs CUDA {_format_version(facts.driver.cuda)} at most, "
+            f"JAX is for CUDA {major}",
             f"install driver {DRIVERS.get(major, 'that is newer')} or newer{other}",
         )
     for package in facts.packages:
         match = re.fullmatch(r"ucxx-cu(\d+)", package)
         if match is not None and int(match[1]) != major:
-            remedy = f"{facts.executable} -m pip uninstall {package} lib{package.replace('ucxx', 'ucx')}; {install}"
+            unwanted = f"{package} lib{package.replace('ucxx', 'ucx')}"
+            remedy = f"{facts.executable} -m pip uninstall {unwanted}; {install}"
             yield warning("ucx", name, f"{package} is for CUDA {match[1]}, JAX for CUDA {major}", remedy)
 
 
-def _cupy(name: str, facts: HostFacts) -> Iterator[Finding]:
+def _judge_cupy(name: str, facts: HostFacts) -> Iterator[Finding]:
     cupy = {
         package: version for package, version in facts.packages.items() if package.startswith("cupy-cuda")
     }
@@ -294,7 +303,7 @@ def _cupy(name: str, facts: HostFacts) -> Iterator[Finding]:
         yield error("gpu", name, "CuPy is not installed: it says when values are computed", remedy)
         return
     package, version = next(iter(cupy.items()))
-    majors = _majors(facts, r"jax-cuda(\d+)-plugin")
+    majors = _find_cuda_majors(facts, r"jax-cuda(\d+)-plugin")
     if len(cupy) > 1:
         yield error(
             "gpu", name, f"CuPy is there twice: {', '.join(cupy)}", "uninstall them, and install one again"
@@ -309,14 +318,14 @@ def _cupy(name: str, facts: HostFacts) -> Iterator[Finding]:
 
 
 def _judge_nccl(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
-    found = _nccl(facts)
-    missing = [] if _majors(facts, r"nvidia-nccl-cu(\d+)") else ["NCCL"]
+    found = _list_nccl(facts)
+    missing = [] if _find_cuda_majors(facts, r"nvidia-nccl-cu(\d+)") else ["NCCL"]
     missing += [package for package in ("nccl4py",) if package not in facts.packages]
     if asked.transport == "nccl" and missing:
         remedy = facts.install(extra_of("cuda", facts.cuda))
         yield error("nccl", name, f"{' and '.join(missing)} not installed", remedy)
     elif (asked.transport == "nccl" or asked.devices_per_actor > 1) and (
-        package := _old_nccl(facts)
+        package := _find_old_nccl(facts)
     ) is not None:
         least = ".".join(map(str, NCCL_FROM))
         what = f"{found}: before {least} NCCL's grouped transfers may hang (marin-community/marin#7024)"
@@ -327,7 +336,7 @@ def _judge_nccl(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
         yield ok("nccl", name, "not installed, and not asked for")
 
 
-def _nccl(facts: HostFacts) -> str:
+def _list_nccl(facts: HostFacts) -> str:
     found = (
         f"{package} {v}"
         for package, v in facts.packages.items()
@@ -336,8 +345,8 @@ def _nccl(facts: HostFacts) -> str:
     return ", ".join(found)
 
 
-def _old_nccl(facts: HostFacts) -> str | None:
-    """The package that brings an NCCL whose grouped transfers may hang."""
+def _find_old_nccl(facts: HostFacts) -> str | None:
+    """Find the package that brings an NCCL whose grouped transfers may hang; None without one."""
     for package, version in facts.packages.items():
         numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
         if package.startswith("nvidia-nccl-") and numbers < NCCL_FROM:
@@ -345,22 +354,22 @@ def _old_nccl(facts: HostFacts) -> str | None:
     return None
 
 
-def _nccl_version(facts: HostFacts) -> str:
-    """Of NCCL itself; empty: it is not there."""
+def _find_nccl_version(facts: HostFacts) -> str:
+    """Return the version of NCCL itself; empty if it is not installed."""
     found = (version for package, version in facts.packages.items() if package.startswith("nvidia-nccl-"))
     return next(found, "")
 
 
-def _majors(facts: HostFacts, pattern: str) -> set[int]:
-    """CUDA's major versions in the names of packages."""
+def _find_cuda_majors(facts: HostFacts, pattern: str) -> set[int]:
+    """Return the major versions of CUDA in the names of packages that match a pattern."""
     return {int(match[1]) for package in facts.packages if (match := re.fullmatch(pattern, package))}
 
 
-def _only(values: set) -> object:
+def _single(values: set) -> object:
     return next(iter(values)) if len(values) == 1 else None
 
 
-def _by_value(by_name: Mapping[str, object]) -> dict[object, list[str]]:
+def _group_by_value(by_name: Mapping[str, object]) -> dict[object, list[str]]:
     found: dict[object, list[str]] = {}
     for name, value in by_name.items():
         if value is not None:
@@ -368,10 +377,10 @@ def _by_value(by_name: Mapping[str, object]) -> dict[object, list[str]]:
     return found
 
 
-def _release(version: str) -> tuple[str, ...]:
-    """Without what comes behind the third number: plugins are repaired without a new JAX."""
+def _first_numbers(version: str) -> tuple[str, ...]:
+    """Return the first three numbers of a version: a repaired plugin differs from JAX behind these."""
     return tuple(version.split(".")[:3])
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _format_version(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))

@@ -1,4 +1,4 @@
-"""judge_network: UCX, InfiniBand and what was measured in, findings out. Pure."""
+"""Judge the network: UCX, InfiniBand, connections to this machine, and the links that were measured."""
 
 from __future__ import annotations
 
@@ -21,48 +21,53 @@ from jaxpp_async.doctor.facts import (
 )
 
 MEMLOCK_BYTES = 1 << 30
-"""RDMA pins the memory that it reads and writes."""
+"""How much memory a process should be able to lock: RDMA pins the memory that it reads and writes."""
 
 SLOW = 0.2
-"""Of what RDMA ports on both sides could do: less than that did not go through them."""
+"""A rate below this part of what both hosts' RDMA ports could do did not go through these ports."""
 
 WHEEL = "/site-packages/libucx/"
-"""Where pip puts UCX."""
+"""Part of the path of a UCX that pip has installed."""
 
 _RDMA = ("rc", "dc", "ud")
 
 
 def judge_ucx(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
-    """UCX on one host: there, and with the transports that the run needs."""
+    """Judge UCX on one host: it starts, and has the transports that the run needs."""
     package = next((f"{p} {v}" for p, v in facts.packages.items() if p.startswith("ucxx-cu")), "")
     if facts.ucx is None:
         install = facts.install(extra_of(asked.platform, facts.cuda))
         what = f"does not start: {facts.ucx_error}" if package else "ucxx is not installed"
-        yield error("ucx", name, what, _why_not(facts) if package else install)
+        yield error("ucx", name, what, _suggest_for_start(facts) if package else install)
         return
+    described = _describe_ucx(facts.ucx, package)
     transports = {resource.transport for resource in facts.ucx.resources}
     has_rdma = any(transport.startswith(_RDMA) for transport in transports)
     if "tcp" not in transports and not has_rdma:
         yield error(
-            "ucx", name, f"{_ucx(facts.ucx, package)}: no way to other processes' hosts", _restricted(facts)
+            "ucx",
+            name,
+            f"{described}: no way to other processes' hosts",
+            _suggest_ucx_tls(facts),
         )
         return
     if _prefers_system(facts) and WHEEL in facts.ucx.library:
-        what = f"{_ucx(facts.ucx, package)}: pip's, though {SYSTEM_UCX} is set; no other libucp.so was found"
-        remedy = "lead LD_LIBRARY_PATH to the folder of libucp.so (of that name: it comes with development packages)"
+        what = f"{described}: pip's, though {SYSTEM_UCX} is set; no other libucp.so was found"
+        remedy = "lead LD_LIBRARY_PATH to the folder of libucp.so "
+        remedy += "(of that name: it comes with development packages)"
         yield warning("ucx", name, what, remedy)
     else:
-        yield ok("ucx", name, _ucx(facts.ucx, package))
+        yield ok("ucx", name, described)
     if asked.platform == "cuda" and facts.gpus:
-        yield from _cuda_transports(name, facts, transports)
+        yield from _judge_cuda_transports(name, facts, transports)
 
 
 def _prefers_system(facts: HostFacts) -> bool:
     return facts.settings.get(SYSTEM_UCX, "false").lower() != "false"
 
 
-def _why_not(facts: HostFacts) -> str:
-    """What to do where UCX does not start."""
+def _suggest_for_start(facts: HostFacts) -> str:
+    """Say what to do where UCX does not start."""
     if "network device" in facts.ucx_error:
         return "correct interface= (or UCX_NET_DEVICES): name one of these"
     if _prefers_system(facts):
@@ -70,28 +75,30 @@ def _why_not(facts: HostFacts) -> str:
     return "look for the cause in what it says; `UCX_LOG_LEVEL=info` there makes it say more"
 
 
-def _ucx(ucx: Ucx, package: str) -> str:
-    """Such as `UCX 1.21.0 (ucxx-cu13 0.52.0); eth0: tcp; memory: posix, cma`."""
+def _describe_ucx(ucx: Ucx, package: str) -> str:
+    """Describe a UCX, such as `UCX 1.21.0 (ucxx-cu13 0.52.0); eth0: tcp; memory: posix, cma`."""
     by_device: dict[str, list[str]] = {}
     for resource in ucx.resources:
         if resource.transport != "self":
             by_device.setdefault(resource.device, []).append(resource.transport)
     devices = "".join(f"; {device}: {', '.join(transports)}" for device, transports in by_device.items())
-    # pip's own place is not worth a line of its own.
+    # The path of pip's UCX says nothing new.
     place = "" if WHEEL in ucx.library or not ucx.library else f" of {ucx.library}"
     return f"UCX {ucx.version}{place} ({package or 'ucxx'}){devices}"
 
 
-def _cuda_transports(name: str, facts: HostFacts, transports: set[str]) -> Iterator[Finding]:
+def _judge_cuda_transports(name: str, facts: HostFacts, transports: set[str]) -> Iterator[Finding]:
     if "cuda_copy" not in transports:
-        remedy = _restricted(facts, "cuda") or _with_cuda(facts)
+        remedy = _suggest_ucx_tls(facts, "cuda") or _suggest_ucx_with_cuda(facts)
         yield error("ucx", name, "UCX cannot take GPU memory: it has no cuda_copy", remedy)
     elif "cuda_ipc" not in transports:
-        remedy = _restricted(facts, "cuda") or "in a container: --ipc=host, so that processes see each other"
+        remedy = (
+            _suggest_ucx_tls(facts, "cuda") or "in a container: --ipc=host, so that processes see each other"
+        )
         yield warning("ucx", name, "no cuda_ipc: GPUs of this host exchange data through host memory", remedy)
 
 
-def _with_cuda(facts: HostFacts) -> str:
+def _suggest_ucx_with_cuda(facts: HostFacts) -> str:
     if facts.ucx is not None and facts.ucx.library and WHEEL not in facts.ucx.library:
         return (
             f"{facts.ucx.library} is built without it: take one built with CUDA, or pip's: unset {SYSTEM_UCX}"
@@ -99,8 +106,8 @@ def _with_cuda(facts: HostFacts) -> str:
     return "install UCX with CUDA: " + facts.install(extra_of("cuda", facts.cuda))
 
 
-def _restricted(facts: HostFacts, needed: str = "tcp") -> str:
-    """The remedy where the user's own setting is the reason; empty if it is not."""
+def _suggest_ucx_tls(facts: HostFacts, needed: str = "tcp") -> str:
+    """Return the remedy where `UCX_TLS` leaves transports out; empty if it is not set."""
     given = facts.settings.get("UCX_TLS", "")
     return f"UCX_TLS={given} leaves them out: add {needed}, or unset it" if given else ""
 
@@ -109,13 +116,13 @@ def _restricted(facts: HostFacts, needed: str = "tcp") -> str:
 
 
 def judge_infiniband(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
-    """RDMA ports of one host, and whether UCX can use them."""
+    """Judge the RDMA ports of one host, and whether UCX can use them."""
     if not facts.ib_ports:
         yield ok("infiniband", name, "no InfiniBand or RoCE device")
         return
     named = {word for word in facts.settings.get("UCX_NET_DEVICES", "").split(",") if word}
     for port in facts.ib_ports:
-        yield _port(name, port, is_named=bool(named & {str(port), port.device}))
+        yield _judge_port(name, port, is_named=bool(named & {str(port), port.device}))
     active = [port for port in facts.ib_ports if port.state == "ACTIVE"]
     if not active or asked.transport == "tcp":
         return
@@ -123,7 +130,7 @@ def judge_infiniband(name: str, facts: HostFacts, asked: Asked) -> Iterator[Find
         remedy = "in a container: --device=/dev/infiniband --cap-add=IPC_LOCK; else ask for access to it"
         yield warning("infiniband", name, "this process may not open /dev/infiniband/uverbs*", remedy)
     elif facts.ucx is not None and not any(r.transport.startswith("rc") for r in facts.ucx.resources):
-        yield warning("infiniband", name, *_without_rc(facts))
+        yield warning("infiniband", name, *_explain_missing_rc(facts))
     if facts.memlock_bytes != UNLIMITED and facts.memlock_bytes < MEMLOCK_BYTES:
         what = f"processes may lock {facts.memlock_bytes >> 10} KiB only, and RDMA locks its buffers"
         yield warning(
@@ -136,7 +143,7 @@ def judge_infiniband(name: str, facts: HostFacts, asked: Asked) -> Iterator[Find
         )
 
 
-def _port(name: str, port: IbPort, *, is_named: bool) -> Finding:
+def _judge_port(name: str, port: IbPort, *, is_named: bool) -> Finding:
     what = f"{port}: {port.state}, {port.rate_gbits:g} Gbit/s, {port.link_layer}"
     if port.state == "ACTIVE":
         return ok("infiniband", name, what)
@@ -151,16 +158,16 @@ def _port(name: str, port: IbPort, *, is_named: bool) -> Finding:
     return note("infiniband", name, what, remedy)
 
 
-def _without_rc(facts: HostFacts) -> tuple[str, str]:
+def _explain_missing_rc(facts: HostFacts) -> tuple[str, str]:
     what = "UCX has no rc: it would use TCP, not InfiniBand"
-    if restricted := _restricted(facts, "rc"):
+    if restricted := _suggest_ucx_tls(facts, "rc"):
         return what, restricted
     if facts.ucx is not None and WHEEL in facts.ucx.library:
         return (
             f"{what}; UCX of pip's wheels is built without InfiniBand",
             f"take a UCX with verbs (your cluster's, if it is as new as ucxx wants it; else build one), lead "
-            f"LD_LIBRARY_PATH there and set {SYSTEM_UCX}=true for the actors (env=); or take ucxx from conda-forge, "
-            f"with rdma-core. See {page('cluster.md')}",
+            f"LD_LIBRARY_PATH there and set {SYSTEM_UCX}=true for the actors (env=); or take ucxx from "
+            f"conda-forge, with rdma-core. See {page('cluster.md')}",
         )
     return what, "is UCX built with verbs (`ucx_info -v`), and is rdma-core installed?"
 
@@ -169,7 +176,7 @@ def _without_rc(facts: HostFacts) -> tuple[str, str]:
 
 
 def judge_control(found: Examination) -> Iterator[Finding]:
-    """Whether actors would reach this machine."""
+    """Judge whether actors would reach this machine."""
     if found.control_error:
         remedy = "choose an address with control_address="
         yield error("control", found.here.name, found.control_error, remedy)
@@ -187,28 +194,33 @@ def judge_control(found: Examination) -> Iterator[Finding]:
 
 
 def judge_link(link: LinkReport, found: Examination) -> Finding:
-    """What was measured between two hosts, or why nothing was."""
+    """Judge what was measured between two hosts, or report why nothing was."""
     is_one = link.first == link.second
     who = link.first if is_one else f"{link.first} to {link.second}"
     if link.error:
         remedy = (
             "see /dev/shm, and UCX_* variables"
             if is_one
-            else "do they reach each other on any port? give interface=, and ports= that a firewall lets through"
+            else "do they reach each other on any port? "
+            "give interface=, and ports= that a firewall lets through"
         )
         return error("transfer", who, f"no data over {link.transport}: {link.error}", remedy)
     rate = f"{link.bytes_per_s / 1e9:.2f} GB/s"
     between = ", between two processes" if is_one else ""
     what = f"{link.latency_s * 1e6:.1f} us, {rate} over {link.transport}, host memory{between}"
-    fastest = _fastest(link, found)
+    fastest = _find_fastest_port_rate(link, found)
     if fastest and link.transport != "tcp" and link.bytes_per_s < SLOW * fastest:
         remedy = "this is not RDMA: see InfiniBand above, and UCX_LOG_LEVEL=info for what UCX picks"
         return warning("transfer", who, f"{what}, where ports could do {fastest / 1e9:.1f} GB/s", remedy)
     return ok("transfer", who, what)
 
 
-def _fastest(link: LinkReport, found: Examination) -> float:
-    """Bytes a second of the fastest active port of the slower of two hosts; 0 where one has none, or they are one."""
+def _find_fastest_port_rate(link: LinkReport, found: Examination) -> float:
+    """Return the rate of the fastest RDMA port of the slower of two hosts, in bytes per second.
+
+    Returns:
+        0 where a host has no active port, or both are the same host.
+    """
     if link.first == link.second:
         return 0.0
     rates: list[float] = []

@@ -1,7 +1,8 @@
-"""The program `python -m jaxpp_async.doctor.probe_programs jax|ucx` starts one library as an actor would, in a process of
-its own, and prints one line of JSON: what the library found, or a string that says why it did not start.
+"""Start JAX, or UCX, as an actor would: `python -m jaxpp_async.doctor.probe_programs jax|ucx`.
 
-`jax PLATFORM` also makes the folder of the compilation cache as an actor would, so that a bad folder is found as well.
+The program prints one line of JSON: what the library found, or a string that says why it did not start.
+`jax PLATFORM` also makes the folder of the compilation cache as an actor would, so that a bad folder is found
+as well.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def probe_jax(platform: str) -> dict[str, object] | str:
         platform: as `JAX_PLATFORMS` spells it.
 
     Returns:
-        What JAX found and what is wrong with the cache, or the error of a JAX that did not start.
+        What JAX found, and what is wrong with the cache; or the error with which JAX did not start.
     """
     os.environ["JAX_PLATFORMS"] = platform
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # somebody's run may need the memory
@@ -52,7 +53,7 @@ def probe_ucx() -> dict[str, object] | str:
     """Start UCX as an actor does.
 
     Returns:
-        UCX's version, the library that was loaded and its resources, or the error of a UCX that did not start.
+        UCX's version, the loaded library and its resources; or the error with which UCX did not start.
     """
     from jaxpp_async.transport.ucx.context import open_context, resources  # JAX's probe does without
 

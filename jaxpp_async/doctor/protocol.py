@@ -1,4 +1,7 @@
-"""talk: what the doctor and a host say to each other, as lines (`actors.protocol.line_protocol`). Sans-I/O."""
+"""Define the orders and records that the doctor and its program on a host exchange as lines of JSON.
+
+`protocol.line_protocol` writes and reads the lines.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,26 @@ from jaxpp_async.protocol.line_protocol import LineProtocol
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Set these environment variables, before anything else. Answer: `Completed`."""
+    """Order a host to set environment variables, before anything else. The answer is `Completed`."""
 
     env: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class AskFacts:
-    """Tell all about this host, with JAX on this platform. Answer: `Facts`."""
+    """Order a host to gather its facts, with JAX on this platform. The answer is `Facts`."""
 
     platform: str
 
 
 @dataclass(frozen=True, slots=True)
 class AskClock:
-    """Answer: `ClockIs`."""
+    """Order a host to read its wall clock. The answer is `ClockIs`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallBack:
-    """Connect to the doctor's machine and send the token. Answer: `Completed`."""
+    """Order a host to connect to the doctor's machine and send the token. The answer is `Completed`."""
 
     host: str
     port: int
@@ -39,14 +42,14 @@ class CallBack:
 
 @dataclass(frozen=True, slots=True)
 class OpenEnd:
-    """Make an end of the data plane, as peer `peer`. Answer: `End`."""
+    """Order a host to open an end of the data plane as peer `peer`. The answer is `End`."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Connect this end to another host's and measure. Answer: `Measured`, also from the one that does not lead."""
+    """Order a host to connect its end to another host's and to measure. Both ends answer `Measured`."""
 
     peer: int
     address: str
@@ -55,33 +58,35 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """The first word of a host: Python and the package are there."""
+    """The first record of a host, which tells that Python and the package have started there."""
 
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
+    """The facts about a host."""
+
     facts: HostFacts
 
 
 @dataclass(frozen=True, slots=True)
 class ClockIs:
-    """The wall clock, in seconds since 1970."""
+    """The wall clock of a host, in seconds since 1970."""
 
     wall_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """An end's address, as base64."""
+    """The address of an end of the data plane, as base64."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """See `facts.LinkReport`; zeros from the one that did not lead."""
+    """The figures of a `facts.LinkReport`; zeros from the end that did not lead."""
 
     latency_s: float
     bytes_per_s: float
@@ -89,12 +94,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """It was done."""
+    """The answer to an order that was carried out and has no result."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailed:
-    """It could not be done."""
+    """The answer to an order that could not be carried out."""
 
     error: str
 

@@ -1,4 +1,4 @@
-"""show: an examination and its findings in, what a person or a program reads out. Decides nothing."""
+"""Show an examination and its findings: as tables or lines for a person, as JSON for a program."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _MARKS = {
     "warning": ("warning", "yellow"),
     "error": ("ERROR", "red"),
 }
-_MARK_WIDTH, _MOST_OF_A_NAME = 7, 32
+_MARK_WIDTH, _MAX_NAME_WIDTH = 7, 32
 _OPTION: Final = re.compile(
-    r"(?<![-/\w])(hosts|python|interface|ports|devices|control_address|ssh_options|processes_per_actor|platform)=(\S?)"
+    r"(?<![-/\w])(hosts|python|interface|ports|devices|control_address|ssh_options|processes_per_actor|platform)"
+    r"=(\S?)"
 )
-"""An option of `RemoteMesh`, as errors and remedies name it, and what follows; no flag and no part of a path."""
+"""Match an option of `RemoteMesh` in an error or a remedy, and the character behind it; no flag, no path."""
 
-_WORDS: Final = (
+_OTHER_SPELLINGS: Final = (
     (
         r"give spmd_mesh a product that is a multiple of (\d+), for example \{.*?\}",
         r"give --devices-per-actor a multiple of \1",
@@ -38,11 +39,11 @@ _WORDS: Final = (
         "on this machine alone (without --hosts and --slurm)",
     ),
 )
-"""What the doctor has another option for."""
+"""Patterns of what the doctor spells with another option than `RemoteMesh`, and its spelling."""
 
 
 def as_json(found: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
-    """All of it, as plain values."""
+    """Return the examination and its findings as values that JSON has."""
     return {
         "would_work": would_work(findings),
         "findings": [dataclasses.asdict(finding) for finding in findings],
@@ -51,29 +52,29 @@ def as_json(found: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def as_flags(text: str) -> str:
-    """Options of `RemoteMesh` as whoever asks the doctor types them: `--interface` for `interface=`."""
+    """Spell options of `RemoteMesh` as they are typed for the doctor: `--interface` for `interface=`."""
 
     def flag(match: re.Match[str]) -> str:
         gap = " " if match[2].isalnum() or match[2] in ("'", '"', "<") else ""
         return f"--{match[1].replace('_', '-')}{gap if match[2] else ''}{match[2]}"
 
-    for ours, theirs in _WORDS:
+    for ours, theirs in _OTHER_SPELLINGS:
         text = re.sub(ours, theirs, text)
     return _OPTION.sub(flag, text)
 
 
 def print_findings(found: Examination, findings: Sequence[Finding], console: Console) -> None:
-    """A table a section, and what it all comes to; where no terminal is, lines of any length."""
+    """Print a table for each section, then the verdict; to no terminal, lines of any length."""
     (_print_tables if console.is_terminal else _print_lines)(findings, console)
-    console.print(_sum(found, findings), soft_wrap=True)
+    console.print(_summarize(found, findings), soft_wrap=True)
 
 
 def _print_lines(findings: Sequence[Finding], console: Console) -> None:
     width = max((len(finding.host) for finding in findings), default=0)
     for section, title in SECTIONS.items():
-        mine = [finding for finding in findings if finding.section == section]
-        lines = [title] * bool(mine)
-        for finding in mine:
+        in_section = [finding for finding in findings if finding.section == section]
+        lines = [title] * bool(in_section)
+        for finding in in_section:
             mark = f"{_MARKS[finding.level][0]:{_MARK_WIDTH}}  {finding.host:{width}}  "
             rest = [f"-> {finding.remedy}"] if finding.remedy else []
             lines += [mark + f"\n{' ' * len(mark)}".join([*finding.what.splitlines(), *rest])]
@@ -84,14 +85,14 @@ def _print_lines(findings: Sequence[Finding], console: Console) -> None:
 def _print_tables(findings: Sequence[Finding], console: Console) -> None:
     width = max((len(finding.host) for finding in findings), default=0)
     for section, title in SECTIONS.items():
-        mine = [finding for finding in findings if finding.section == section]
-        if not mine:
+        in_section = [finding for finding in findings if finding.section == section]
+        if not in_section:
             continue
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
         table.add_column(width=_MARK_WIDTH)
-        table.add_column(width=min(width, _MOST_OF_A_NAME), overflow="fold")
+        table.add_column(width=min(width, _MAX_NAME_WIDTH), overflow="fold")
         table.add_column(overflow="fold")
-        for finding in mine:
+        for finding in in_section:
             mark, style = _MARKS[finding.level]
             text = Text(finding.what)
             if finding.remedy:
@@ -100,7 +101,7 @@ def _print_tables(findings: Sequence[Finding], console: Console) -> None:
         console.print(Text(title, style="bold"), table)
 
 
-def _sum(found: Examination, findings: Sequence[Finding]) -> Text:
+def _summarize(found: Examination, findings: Sequence[Finding]) -> Text:
     asked, counts = found.asked, {level: sum(f.level == level for f in findings) for level in _MARKS}
     where = (
         "on this machine" if found.is_local else f"on {len(found.hosts)} host{'s' * (len(found.hosts) != 1)}"

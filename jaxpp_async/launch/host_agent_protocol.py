@@ -108,6 +108,6 @@ class ActorEnded:
 Order: TypeAlias = StartActor | SignalActor | Close
 Record: TypeAlias = AgentHello | ActorStarted | StartFailed | OutputLine | ActorEnded
 
-_LINES: Final = LineProtocol[Order, Record]("a keeper", Order, Record)
+_LINES: Final = LineProtocol[Order, Record]("a host agent", Order, Record)
 write_order, read_order = _LINES.write_order, _LINES.read_order
 write_record, read_record = _LINES.write_record, _LINES.read_record

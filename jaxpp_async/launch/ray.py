@@ -159,7 +159,7 @@ class RayReach:
         if f"No module named '{_NAME}" in text or "ray.exceptions" not in text:
             return None
         return Explanation(
-            f"Ray could not run a keeper there: {error.said[-1]}", "see `ray status` and `ray logs`"
+            f"Ray could not run a host agent there: {error.said[-1]}", "see `ray status` and `ray logs`"
         )
 
     async def aclose(self) -> None:

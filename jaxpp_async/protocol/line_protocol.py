@@ -26,7 +26,7 @@ class LineProtocol(Generic[O, R]):
     """Writes and reads the orders and records of one kind of program.
 
     Args:
-        whose: the program that the messages belong to, for errors, such as `"a keeper"`.
+        whose: the program that the messages belong to, for errors, such as `"a host agent"`.
         orders, records: unions of frozen dataclasses.
     """
 

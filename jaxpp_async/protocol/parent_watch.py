@@ -77,8 +77,8 @@ EXIT_REASONS: dict[int, str] = {
     ExitCode.CRASH: "it raised outside any request",
     ExitCode.CONFIG: "its configuration on stdin was unusable",
     ExitCode.CONTROLLER_GONE: "its stdin reached end of file: the controller was gone",
-    ExitCode.LEASE_EXPIRED: "the driver, this process, was silent for longer than lease_s: it, or the keeper "
-    "on the actor's host, was stopped, or a native call held Python's GIL",
+    ExitCode.LEASE_EXPIRED: "the driver, this process, was silent for longer than lease_s: it, or the "
+    "host agent on the actor's host, was stopped, or a native call held Python's GIL",
     ExitCode.REFUSED: "the handshake with the controller failed",
     ExitCode.CONNECTION_LOST: "its control connection broke",
     ExitCode.HOST_LOST: "unknown how: the connection to its host ended",

@@ -131,8 +131,8 @@ def test_the_step_fills_the_memory_of_the_actor_that_needs_most(gib, layers, siz
     sizes = gpu.step_sizes(False, gib << 30)
     assert (sizes["layers"], sizes["microbatch-size"]) == (layers, size)
     fixed, sequence = gpu.step_bytes(sizes)
-    room = 0.9 * 0.45 * ((gib << 30) or gpu.UNKNOWN_BYTES)
-    assert fixed + size * sequence <= room < fixed + (size + 1) * sequence
+    memory = 0.9 * 0.45 * ((gib << 30) or gpu.UNKNOWN_BYTES)
+    assert fixed + size * sequence <= memory < fixed + (size + 1) * sequence
 
 
 @pytest.mark.parametrize("dim, head_dim", [(2048, 128), (1024, 64)])
@@ -180,7 +180,7 @@ def test_everything_is_on_one_gpu_of_those_that_may_be_used(named, there, first,
 
 def test_all_programs_get_the_one_gpu_that_the_figures_are_said_to_be_of(monkeypatch, programs, tmp_path):
     monkeypatch.setattr(gpu, "host_gpus", lambda environ: ("1", "0"))
-    monkeypatch.setattr(gpu.gather, "gpus", lambda: (None, TWO, ""))
+    monkeypatch.setattr(gpu.gather, "find_gpus", lambda: (None, TWO, ""))
     assert gpu.main([]) == 0
     assert {bench.gpu for bench in programs.benches} == {"GPU-8a22"}
     (between,) = [p.command for p in programs.asked if "nccl_peer" in p.command[0]]
@@ -268,11 +268,15 @@ def test_all_of_it_runs_tests_first_within_ten_minutes(programs, capsys, small):
 @pytest.mark.parametrize(
     "name, ran, text",
     [
-        ("tests", gpu.Ran(1, "FAILED tests/gpu/test_on_gpu.py::test_a - boom\n", "", 9.0), "1 failed: test_on_gpu.py::"),
-        ("tests", gpu.Ran(None, "tests/t.py::a PASSED\ntests/t.py::b ", "", 9.0), "longer than 9 s, in t.py::b"),
-        ("tests", gpu.Ran(4, "", "ERROR: not found", 9.0), "tests, tests/gpu/test_on_gpu.py: ended with code 4: ERROR"),
+        ("tests", gpu.Ran(1, "FAILED tests/gpu/test_on_gpu.py::test_a - boom\n", "", 9.0),
+         "1 failed: test_on_gpu"),
+        ("tests", gpu.Ran(None, "tests/t.py::a PASSED\ntests/t.py::b ", "", 9.0),
+         "longer than 9 s, in t.py::b"),
+        ("tests", gpu.Ran(4, "", "ERROR: not found", 9.0),
+         "tests, tests/gpu/test_on_gpu.py: ended with code 4: ERROR"),
         ("device_peer", gpu.Ran(-11, "", "", 9.0), "transfers, tcp, staged: ended with code -11: no output"),
-        ("device_peer", gpu.Ran(0, json.dumps(PEER | {"abort": {"failed": "TimeoutError"}}), "", 9.0), "abort: Ti"),
+        ("device_peer", gpu.Ran(0, json.dumps(PEER | {"abort": {"failed": "TimeoutError"}}), "", 9.0),
+         "abort: Ti"),
         ("device_step", gpu.Ran(0, "nothing", "", 9.0), "step, ours: printed no figures"),
     ],
 )  # fmt: skip
@@ -287,12 +291,15 @@ def test_what_fails_costs_only_itself_and_is_said_at_the_end(programs, capsys, n
 @pytest.mark.parametrize(
     "on, off, verdict, why",
     [
-        (PEER, NOT_TRIED, "keep on", "1.00x the bandwidth without (1 MiB), 1.00x the half round trip; an abort takes"),
-        (PEER | {"gb_s": PEER["gb_s"] | {"268435456": 450.0}}, NOT_TRIED, "look again", "0.50x the bandwidth"),
+        (PEER, NOT_TRIED, "keep on",
+         "1.00x the bandwidth without (1 MiB), 1.00x the half round trip; an abort"),
+        (PEER | {"gb_s": PEER["gb_s"] | {"268435456": 450.0}}, NOT_TRIED, "look again",
+         "0.50x the bandwidth"),
         # small ones are of latency
         (PEER | {"gb_s": PEER["gb_s"] | {"65536": 0.4}}, NOT_TRIED, "keep on", "1.00x"),
         (PEER | {"routes": ["cuda_copy", "posix"]}, NOT_TRIED, "switch off", "no cuda_ipc"),
-        (PEER | {"abort": {"failed": "TimeoutError"}}, NOT_TRIED, "look again", "does not end transfers: TimeoutError"),
+        (PEER | {"abort": {"failed": "TimeoutError"}}, NOT_TRIED, "look again",
+         "end transfers: TimeoutError"),
         ({"failed": "hung"}, NOT_TRIED, "not decided", "both"),
     ],
 )  # fmt: skip

@@ -280,7 +280,7 @@ def test_pipes_and_devices_are_no_files(tmp_path):
 
 def test_a_huge_manifest_is_not_read(tmp_path):
     with open(tmp_path / "manifest.json", "wb") as file:
-        file.truncate(1 << 40)  # takes no room on the disk
+        file.truncate(1 << 40)  # takes no space on the disk
     with pytest.raises(CheckpointError, match=f"has {1 << 40} bytes, which is more than 256 MiB"):
         load_manifest(str(tmp_path))
 

@@ -394,7 +394,7 @@ def test_verification_is_fast_enough_for_large_steps():
     start = time.perf_counter()
     verify_programs(programs)
     seconds = time.perf_counter() - start
-    # 0.2 s where it was written; the bound leaves room for a loaded machine.
+    # 0.2 s where it was written; the bound allows for a loaded machine.
     assert seconds < 1.5, f"{seconds:.2f} s for {sum(len(p.instructions) for p in programs)} instructions"
 
 

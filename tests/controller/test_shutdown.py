@@ -1,4 +1,4 @@
-"""Direct tests of bounded waits for the end of things."""
+"""Direct tests of run_bounded waits for the end of things."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a step counts as stuck, and what the autopsy says: programs, positions and reports in, no process
+"""A step counts as stuck, and the diagnosis says why: programs, positions and reports in, no process
 anywhere."""
 
 from __future__ import annotations

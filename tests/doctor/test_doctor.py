@@ -167,7 +167,7 @@ WELL = [
     ("two GPUs an actor", on_one(replace(GPU, devices_per_actor=2), GPU_HOST)),
     ("several devices an actor: a slot is a device", on_slots(4, 2, (4, 4), names="0,1,2,3")),
     ("actors larger than a host", on_slots(2, 16, (8, 8, 8, 8))),
-    ("as many actors as there is room for", on_slots(None, 16, (8, 8, 8, 8))),
+    ("as many actors as fit", on_slots(None, 16, (8, 8, 8, 8))),
     ("a task a process", on_slots(2, 4, (1, 1), names="0,1,2,3", slots_are_processes=True)),
     ("CUDA 12", on_one(GPU, having(without(OLD_DRIVER, "jax-cuda13-plugin", "cupy-cuda13x", "ucxx-cu13"),
                                    jax_cuda12_plugin="0.10.2", cupy_cuda12x="14", ucxx_cu12="0.52"))),
@@ -188,18 +188,23 @@ def test_what_is_well_is_said_to_be(name, found):
 WRONG = [
     ("no ucxx", on_one(CPU, replace(without(CPU_HOST, "ucxx-cu13"), ucx=None, ucx_error="no module")),
      "error", "ucx", "n1", "ucxx is not installed", "pip install 'jaxpp-async[cpu]'"),
-    ("ucxx without its libraries", on_one(CPU, replace(CPU_HOST, ucx=None, ucx_error="libucp.so.0: cannot open")),
+    ("ucxx without its libraries",
+     on_one(CPU, replace(CPU_HOST, ucx=None, ucx_error="libucp.so.0: cannot open")),
      "error", "ucx", "n1", "does not start: libucp.so.0", ""),
-    ("the system's UCX is too old", on_one(CPU, replace(CPU_HOST, ucx=None, ucx_error="UCX 1.13.1", settings=SYSTEM)),
-     "error", "ucx", "n1", "does not start: UCX 1.13.1", "LD_LIBRARY_PATH lead to a UCX that ucxx takes, or unset"),
+    ("the system's UCX is too old",
+     on_one(CPU, replace(CPU_HOST, ucx=None, ucx_error="UCX 1.13.1", settings=SYSTEM)),
+     "error", "ucx", "n1", "does not start: UCX 1.13.1",
+     "LD_LIBRARY_PATH lead to a UCX that ucxx takes, or unset"),
     ("the system's UCX is not found", on_one(CPU, replace(CPU_HOST, settings=SYSTEM)),
      "warning", "ucx", "n1", "pip's, though RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY is set", "LD_LIBRARY_PATH"),
-    ("UCX may use nothing", on_one(CPU, replace(CPU_HOST, ucx=Ucx("1", WHEEL, TCP[:1]), settings={"UCX_TLS": "self"})),
+    ("UCX may use nothing",
+     on_one(CPU, replace(CPU_HOST, ucx=Ucx("1", WHEEL, TCP[:1]), settings={"UCX_TLS": "self"})),
      "error", "ucx", "n1", "no way to other", "UCX_TLS=self leaves them out"),
     ("no JAX", on_one(CPU, replace(without(CPU_HOST, "jax"), jax=None, jax_error="No module named 'jax'")),
      "error", "packages", "n1", "jax is not installed", "/venv/bin/python -m pip install 'jaxpp-async[cpu]'"),
     ("JAX does not start", on_one(CPU, replace(CPU_HOST, jax=None, jax_error="RuntimeError: no")),
-     "error", "jax", "n1", "does not start on cpu: RuntimeError: no", "JAX_PLATFORMS=cpu /venv/bin/python -c"),
+     "error", "jax", "n1", "does not start on cpu: RuntimeError: no",
+     "JAX_PLATFORMS=cpu /venv/bin/python -c"),
     ("a compilation cache that others can write", on_one(CPU, replace(CPU_HOST, jax=OPEN_CACHE)),
      "error", "jax", "n1", "the compilation cache /c may hold code of others", "`chmod go-w /c` if"),
     ("an old Python", on_one(CPU, replace(CPU_HOST, python="3.10.1")),
@@ -209,7 +214,8 @@ WRONG = [
     ("another JAX there", on_two(CPU, CPU_HOST, having(CPU_HOST, jax="0.10.1")),
      "error", "versions", "n2", "has jax 0.10.1, this machine has 0.10.2", "pip install 'jax==0.10.2'"),
     ("another of this package", on_two(CPU, CPU_HOST, having(CPU_HOST, jaxpp_async="0.0.9")),
-     "error", "versions", "n2", "has jaxpp-async 0.0.9, this machine has 0.1.0", "pip install this machine's clone"),
+     "error", "versions", "n2", "has jaxpp-async 0.0.9, this machine has 0.1.0",
+     "pip install this machine's clone"),
     ("another UCX there", on_two(CPU, CPU_HOST, replace(CPU_HOST, ucx=Ucx("1.16.0", "", TCP))),
      "warning", "versions", "all hosts", "1.21.0 on this machine, n1; 1.16.0 on n2", "the same on all"),
     ("a clock that is off", on_two(CPU, CPU_HOST, CPU_HOST, clock=ClockDifference(-7.5, 0.1)),
@@ -220,7 +226,8 @@ WRONG = [
      "error", "hosts", "all hosts", "5 actors do not fit 4 slots on 2 hosts", "at most 4"),
     ("nothing travels", on_two(CPU, CPU_HOST, CPU_HOST, LinkReport("n1", "n2", "ucx", error="unreachable")),
      "error", "transfer", "n1 to n2", "no data over ucx: unreachable", "ports="),
-    ("a host that is not there", on_two(CPU, CPU_HOST, None, trouble=Explanation("its name is unknown", "x y")),
+    ("a host that is not there",
+     on_two(CPU, CPU_HOST, None, trouble=Explanation("its name is unknown", "x y")),
      "error", "hosts", "n2", "its name is unknown", "x y"),
     ("no CUDA JAX", on_one(GPU, without(GPU_HOST, "jax-cuda13-plugin")),
      "error", "jax", "n1", "JAX is without CUDA", "'jaxpp-async[cuda13]'"),
@@ -231,7 +238,8 @@ WRONG = [
     ("a plugin of another JAX", on_one(GPU, having(GPU_HOST, jax_cuda13_plugin="0.10.1")),
      "error", "jax", "n1", "jax-cuda13-plugin is 0.10.1, jaxlib 0.10.2", "cuda13"),
     ("a driver too old for CUDA 13", on_one(GPU, OLD_DRIVER),
-     "error", "gpu", "n1", "driver 550.54 runs CUDA 12.4 at most", "driver 580 or newer, or take CUDA 12: /venv"),
+     "error", "gpu", "n1", "driver 550.54 runs CUDA 12.4 at most",
+     "driver 580 or newer, or take CUDA 12: /venv"),
     ("no driver", on_one(GPU, NO_GPU),
      "error", "gpu", "n1", "no NVIDIA driver answers (NVML Shared Library Not Found)", "--gpus all"),
     ("no GPU", on_one(GPU, replace(GPU_HOST, gpus=())),
@@ -241,24 +249,29 @@ WRONG = [
     ("CuPy of another CUDA", on_one(GPU, having(without(GPU_HOST, "cupy-cuda13x"), cupy_cuda12x="14")),
      "warning", "gpu", "n1", "cupy-cuda12x 14 is for another CUDA", "cuda13"),
     ("ucxx of another CUDA", on_one(GPU, having(without(GPU_HOST, "ucxx-cu13"), ucxx_cu12="0.52")),
-     "warning", "ucx", "n1", "ucxx-cu12 is for CUDA 12, JAX for CUDA 13", "pip uninstall ucxx-cu12 libucx-cu12"),
+     "warning", "ucx", "n1", "ucxx-cu12 is for CUDA 12, JAX for CUDA 13",
+     "pip uninstall ucxx-cu12 libucx-cu12"),
     ("no NCCL", on_one(NCCL, without(GPU_HOST, "nvidia-nccl-cu13")),
      "error", "nccl", "n1", "NCCL not installed", "cuda13"),
     ("no nccl4py", on_one(NCCL, without(GPU_HOST, "nccl4py")),
      "error", "nccl", "n1", "nccl4py not installed", "cuda13"),
     ("an NCCL that hangs", on_one(NCCL, OLD_NCCL),
-     "warning", "nccl", "n1", "before 2.31.2 NCCL's grouped transfers may hang", "'nvidia-nccl-cu13>=2.31.2'"),
+     "warning", "nccl", "n1", "before 2.31.2 NCCL's grouped transfers may hang",
+     "'nvidia-nccl-cu13>=2.31.2'"),
     ("an NCCL that hangs in an actor's collectives", on_one(replace(GPU, devices_per_actor=2), OLD_NCCL),
      "warning", "nccl", "n1", "nvidia-nccl-cu13 2.31.1", "'nvidia-nccl-cu13>=2.31.2'"),
     ("another NCCL there", on_two(NCCL, GPU_HOST, having(GPU_HOST, nvidia_nccl_cu13="2.33.0")),
-     "error", "versions", "all hosts", "NCCL differs: nvidia-nccl-cu13 2.32.3, nccl4py 0.6.0 on n1", "the same on all"),
+     "error", "versions", "all hosts", "NCCL differs: nvidia-nccl-cu13 2.32.3, nccl4py 0.6.0 on n1",
+     "the same on all"),
     ("NCCL without GPUs", on_one(replace(CPU, transport="nccl"), CPU_HOST),
      "error", "nccl", "all hosts", "NCCL moves GPU memory", "--platform cuda"),
     ("UCX without cuda_copy", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC))),
      "error", "ucx", "n1", "cannot take GPU memory", "UCX with CUDA"),
-    ("another UCX, without cuda", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", "/opt/ucx/libucp.so.0", TCP + RC))),
+    ("another UCX, without cuda",
+     on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", "/opt/ucx/libucp.so.0", TCP + RC))),
      "error", "ucx", "n1", "cannot take GPU memory", "/opt/ucx/libucp.so.0 is built without it"),
-    ("UCX_TLS without cuda", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC), settings={"UCX_TLS": "rc"})),
+    ("UCX_TLS without cuda",
+     on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC), settings={"UCX_TLS": "rc"})),
      "error", "ucx", "n1", "cannot take GPU memory", "UCX_TLS=rc leaves them out: add cuda"),
     ("UCX without cuda_ipc", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC + CUDA[:1]))),
      "warning", "ucx", "n1", "no cuda_ipc", "--ipc=host"),
@@ -278,10 +291,12 @@ WRONG = [
      "error", "infiniband", "n1", "Ethernet", "ip link"),
     ("data that did not go by InfiniBand",
      on_two(GPU, GPU_HOST, GPU_HOST, LinkReport("n1", "n2", "ucx", 5e-5, 1.2e9)),
-     "warning", "transfer", "n1 to n2", "1.20 GB/s over ucx, host memory, where ports could do 50.0", "UCX_LOG_LEVEL"),
+     "warning", "transfer", "n1 to n2", "1.20 GB/s over ucx, host memory, where ports could do 50.0",
+     "UCX_LOG_LEVEL"),
     ("a GPU in use", on_one(GPU, replace(GPU_HOST, gpus=(replace(GPU_HOST.gpus[0], used_bytes=60 * GIB),))),
      "warning", "gpu", "n1", "60.0 GiB of it are in use", "nvidia-smi"),
-    ("a GPU that nobody may use", on_one(GPU, replace(GPU_HOST, gpus=(replace(GPU_HOST.gpus[0], mode="prohibited"),))),
+    ("a GPU that nobody may use",
+     on_one(GPU, replace(GPU_HOST, gpus=(replace(GPU_HOST.gpus[0], mode="prohibited"),))),
      "error", "gpu", "n1", "nobody may compute", "nvidia-smi -i 0 -c DEFAULT"),
     ("actors that share a GPU", on_one(GPU, SHARED, slots=2),
      "warning", "gpu", "n1", "2 actors with 1 GPU each share 1 GPU, and", "start at most 1 actor"),
@@ -289,38 +304,45 @@ WRONG = [
      "error", "gpu", "n1", "GPU 0 takes one process only", "fewer actors"),
     ("actors that set more aside than there is",
      on_one(GPU, replace(SHARED, settings={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.75"}), slots=2),
-     "error", "gpu", "n1", "2 processes share GPU 0, and each is to take 0.75 of its memory", "set at most 0.50"),
+     "error", "gpu", "n1", "2 processes share GPU 0, and each is to take 0.75 of its memory",
+     "set at most 0.50"),
     ("a fraction that is none", on_one(GPU, replace(GPU_HOST, settings={"XLA_CLIENT_MEM_FRACTION": "most"})),
      "error", "gpu", "n1", "XLA_CLIENT_MEM_FRACTION='most' is no part of a GPU's memory", "give a number"),
     ("several instances of GPUs for a process",
      on_one(replace(GPU, devices_per_actor=2), seeing(GPU_HOST, "MIG-a,mig-b"), names_gpus=True),
      "error", "gpu", "n1", "instances of GPUs (MIG) for them, MIG-a, mig-b", "make spmd_mesh smaller"),
     ("NCCL between actors on one GPU", on_one(NCCL, SHARED, slots=2),
-     "error", "gpu", "n1", "actor 0, actor 1 share GPU 0 of host n1, and both ends", "NCCL_MULTI_RANK_GPU_ENABLE"),
+     "error", "gpu", "n1", "actor 0, actor 1 share GPU 0 of host n1, and both ends",
+     "NCCL_MULTI_RANK_GPU_ENABLE"),
     ("NCCL between actors on one GPU, which it has been told to allow",
      on_one(NCCL, replace(SHARED, settings={"NCCL_MULTI_RANK_GPU_ENABLE": "1"}), slots=2),
      "warning", "gpu", "n1", "2 actors with 1 GPU each share 1 GPU, and", "start at most 1 actor"),
-    ("NCCL between actors whose neighbours are on other GPUs", on_one(NCCL, GPU_HOST, slots=4),
+    ("NCCL between actors on one GPU of several", on_one(NCCL, GPU_HOST, slots=4),
      "warning", "gpu", "n1", "4 actors with 1 GPU each share 2 GPUs, and", "start at most 2 actors"),
     ("an actor larger than its host", on_one(replace(GPU, devices_per_actor=4), GPU_HOST),
      "error", "gpu", "n1", "an actor needs 4 GPUs, the host gives 2 GPUs", "spmd_mesh smaller"),
     ("actors that share several GPUs", on_two(replace(GPU, devices_per_actor=2), GPU_HOST, GPU_HOST, slots=4),
      "warning", "gpu", "n2", "2 actors with 2 GPUs each share 2 GPUs, and", "slots=2"),
     ("actors that do not fit, as a slot is a device", on_slots(8, 2, (4, 4)),
-     "error", "hosts", "all hosts", "8 actors of 2 devices do not fit 8 slots on 2 hosts", "a slot is a device"),
+     "error", "hosts", "all hosts", "8 actors of 2 devices do not fit 8 slots on 2 hosts",
+     "a slot is a device"),
     ("tasks that share GPUs", on_slots(None, 4, (2,), slots_are_processes=True),
      "error", "gpu", "n0", "2 actors with 4 GPUs each share 4 GPUs, each with 0.9", "--ntasks-per-node=1"),
-    ("two processes of one actor on a GPU", on_one(replace(GPU, devices_per_actor=2, processes_per_actor=2), SHARED),
+    ("two processes of one actor on a GPU",
+     on_one(replace(GPU, devices_per_actor=2, processes_per_actor=2), SHARED),
      "error", "gpu", "n1", "processes of one actor with 1 GPU each cannot share 1 GPU", "spmd_mesh smaller"),
     ("tasks with more than devices= has", on_slots(None, 4, (2,), names="0,1,2,3", slots_are_processes=True),
      "error", "gpu", "n0", "2 actors with 4 GPUs each share 4 GPUs of devices=", "--ntasks-per-node=1"),
     ("processes larger than their host", on_slots(1, 4, (1, 2), processes_per_actor=2),
-     "error", "hosts", "all hosts", "1 actor of 4 devices in 2 processes of 2 each do not fit 3 slots", "add hosts"),
+     "error", "hosts", "all hosts", "1 actor of 4 devices in 2 processes of 2 each do not fit 3 slots",
+     "add hosts"),
     ("devices= of what is not there", on_one(GPU, seeing(GPU_HOST, "0,1,2,3"), names_gpus=True),
      "error", "gpu", "n1", "=0,1,2,3 names GPU 2, which is none here (there are 2)", "correct devices="),
     ("CUDA_VISIBLE_DEVICES of what is not there", on_one(GPU, seeing(GPU_HOST, "GPU-0,GPU-7")),
-     "warning", "gpu", "n1", "names GPU GPU-7, which is none here (there are 2), or not only one: CUDA", "correct it"),
-    ("devices= with a GPU twice", on_one(replace(GPU, devices_per_actor=2), seeing(GPU_HOST, "1,1"), names_gpus=True),
+     "warning", "gpu", "n1", "names GPU GPU-7, which is none here (there are 2), or not only one: CUDA",
+     "correct it"),
+    ("devices= with a GPU twice",
+     on_one(replace(GPU, devices_per_actor=2), seeing(GPU_HOST, "1,1"), names_gpus=True),
      "error", "gpu", "n1", "an actor needs 2 GPUs, the host gives 1 GPU", "spmd_mesh smaller"),
     ("CUDA_VISIBLE_DEVICES hides one",
      on_one(replace(GPU, devices_per_actor=2), seeing(GPU_HOST, "1")),
@@ -351,7 +373,8 @@ def test_what_is_wrong_is_said_once_and_with_a_remedy(found, level, section, hos
 def test_several_things_are_wrong_at_once():
     """Hosts of mixed kinds, and different CUDAs: each is said where it is, and what they have to have in
     common."""
-    other = having(without(OLD_DRIVER, "jax-cuda13-plugin", "cupy-cuda13x", "ucxx-cu13"), jax_cuda12_plugin="0.10.2",
+    other = having(without(OLD_DRIVER, "jax-cuda13-plugin", "cupy-cuda13x", "ucxx-cu13"),
+    jax_cuda12_plugin="0.10.2",
                    cupy_cuda12x="14", ucxx_cu12="0.52")  # fmt: skip
     assert errors(on_two(GPU, GPU_HOST, other)) == {("versions", "all hosts")}
     assert errors(on_two(GPU, GPU_HOST, CPU_HOST)) == {("gpu", "all hosts"), ("gpu", "n2"), ("jax", "n2")}
@@ -393,12 +416,12 @@ def test_ports_and_interfaces_are_read_from_the_kernels_files(tmp_path):
         (tmp_path / folder).mkdir(parents=True)
         for name, text in contents.items():
             (tmp_path / folder / name).write_text(text + "\n")
-    assert gather.ib_ports(tmp_path) == (PORT, IbPort("mlx5_1", 1, "DOWN", 2.5, "Ethernet"))
-    assert [dataclasses.astuple(i) for i in gather.interfaces(tmp_path / "net")] == [
+    assert gather.read_ib_ports(tmp_path) == (PORT, IbPort("mlx5_1", 1, "DOWN", 2.5, "Ethernet"))
+    assert [dataclasses.astuple(i) for i in gather.read_interfaces(tmp_path / "net")] == [
         ("eth0", True, 25000),
         ("eth1", False, 0),
     ]
-    assert gather.ib_ports(tmp_path / "nothing") == ()
+    assert gather.read_ib_ports(tmp_path / "nothing") == ()
 
 
 def test_transports_are_read_from_ucxs_words():
@@ -438,14 +461,14 @@ class FakeNvml:
 
 def test_gpus_are_told_by_nvidias_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml)
-    driver, gpus, error = gather.gpus()
+    driver, gpus, error = gather.find_gpus()
     assert driver is not None and (driver.version, driver.cuda, error) == ("580.65.06", (13, 1), "")
     assert gpus == (
         Gpu(0, "NVIDIA H100", "GPU-0", 80 * GIB, 0),
         Gpu(1, "NVIDIA H100", "GPU-1", 80 * GIB, GIB, "exclusive", True),
     )
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gather.gpus() == (None, (), "nvidia-ml-py is not installed, so nobody can be asked for GPUs")
+    assert gather.find_gpus() == (None, (), "nvidia-ml-py is not installed, so nobody can be asked for GPUs")
 
 
 # ---------------------------------------------------------------- the command
@@ -506,12 +529,15 @@ def test_where_no_terminal_is_a_finding_is_a_line_however_long(capsys):
         ),
         ("hosts= has no effect with launcher='slurm', which", "--hosts has no effect with --slurm, which"),
         (
-            "device of an actor (spmd_mesh); give spmd_mesh a product that is a multiple of 2, for example {'data': 2}",
+            "device of an actor (spmd_mesh); give spmd_mesh a product that is a multiple of 2, "
+            "for example {'data': 2}",
             "device of an actor (--devices-per-actor); give --devices-per-actor a multiple of 2",
         ),
         (
-            "control_address= has no effect with launcher='local', whose actors run on this machine; leave it out",
-            "--control-address has no effect on this machine alone (without --hosts and --slurm); leave it out",
+            "control_address= has no effect with launcher='local', whose actors run on this machine; "
+            "leave it out",
+            "--control-address has no effect on this machine alone (without --hosts and --slurm); "
+            "leave it out",
         ),
         ("--devices=0,1 of /envs/python=3.11", "--devices=0,1 of /envs/python=3.11"),
     ],

@@ -1,4 +1,4 @@
-"""Direct tests of the doctor's end of one host."""
+"""Tests of the doctor's connection to the program on one host."""
 
 from __future__ import annotations
 

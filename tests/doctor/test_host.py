@@ -1,4 +1,4 @@
-"""Direct tests of what a host answers to the doctor, in this process."""
+"""Tests of the answers of a host to the doctor, in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from jaxpp_async.doctor.host import ProbeServer, say
+from jaxpp_async.doctor.host import ProbeServer, send_record
 from jaxpp_async.doctor.protocol import (
     AskClock,
     CallBack,
@@ -84,7 +84,7 @@ async def test_an_end_is_given_back_whatever_came_of_the_measurement():
 
 
 def test_a_record_is_one_line_on_stdout(capfdbinary):
-    say(Up("1.2"))
+    send_record(Up("1.2"))
     out = capfdbinary.readouterr().out
     assert out.count(b"\n") == 1
     assert read_record(out.decode()) == Up("1.2")

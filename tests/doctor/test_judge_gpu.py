@@ -1,4 +1,4 @@
-"""Direct tests of what is said of GPUs, of packages for CUDA, and of NCCL."""
+"""Tests of the findings about GPUs, packages for CUDA, and NCCL."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from jaxpp_async.doctor.facts import UNLIMITED, Asked, Driver, Examination, Gpu, HostFacts, HostReport
-from jaxpp_async.doctor.judge_gpu import explains_jax, judge, judge_room, judge_together
-from jaxpp_async.doctor.process_slots import ProcessSlots
+from jaxpp_async.doctor.facts import (
+    UNLIMITED,
+    Asked,
+    Driver,
+    Examination,
+    Gpu,
+    HostFacts,
+    HostReport,
+    ProcessSlots,
+)
+from jaxpp_async.doctor.judge_gpu import explains_jax, judge_gpus, judge_gpus_together, judge_process_slots
 
 GIB = 1 << 30
 PACKAGES = {
@@ -36,7 +44,7 @@ def having(**packages: str | None) -> HostFacts:
 
 def wrong(facts: HostFacts, asked: Asked = CUDA) -> list[tuple[str, str, str]]:
     """What is not well."""
-    found = judge(HostReport("n1", facts=facts), facts, asked)
+    found = judge_gpus(HostReport("n1", facts=facts), facts, asked)
     return [(finding.level, finding.section, finding.what) for finding in found if finding.level != "ok"]
 
 
@@ -45,7 +53,7 @@ def test_a_host_that_has_everything_is_well():
 
 
 def test_on_cpus_gpus_are_left_alone():
-    found = list(judge(HostReport("n1"), FACTS, Asked()))
+    found = list(judge_gpus(HostReport("n1"), FACTS, Asked()))
     assert [(finding.level, finding.what) for finding in found] == [
         ("ok", "2, which a run on CPUs leaves alone"),
         ("ok", "nvidia-nccl-cu13 2.32.3, nccl4py 0.6.0"),
@@ -135,7 +143,9 @@ def test_what_is_said_of_gpus_may_be_why_jax_does_not_start(facts, asked, explai
 
 def together(*facts: HostFacts, asked: Asked = CUDA) -> list[tuple[str, str]]:
     hosts = tuple(HostReport(f"n{k}", facts=each) for k, each in enumerate(facts))
-    return [(finding.level, finding.what) for finding in judge_together(Examination(asked, hosts[0], hosts))]
+    return [
+        (finding.level, finding.what) for finding in judge_gpus_together(Examination(asked, hosts[0], hosts))
+    ]
 
 
 def test_hosts_have_to_agree_on_cuda_on_nccl_and_on_whether_they_have_gpus():
@@ -155,7 +165,7 @@ def test_hosts_have_to_agree_on_cuda_on_nccl_and_on_whether_they_have_gpus():
 
 
 @pytest.mark.parametrize(
-    ("facts", "room", "said"),
+    ("facts", "slots", "said"),
     [
         (FACTS, ProcessSlots((2,), 1, 1), []),
         (FACTS, ProcessSlots((1,), 1, 4), [("error", "an actor needs 4 GPUs, the host gives 2 GPUs")]),
@@ -182,7 +192,7 @@ def test_hosts_have_to_agree_on_cuda_on_nccl_and_on_whether_they_have_gpus():
     ],
     ids=["enough", "too few", "shared", "exclusive", "one actor", "named wrongly"],
 )
-def test_processes_are_judged_by_the_gpus_that_they_find(facts, room, said):
+def test_processes_are_judged_by_the_gpus_that_they_find(facts, slots, said):
     report = HostReport("n1", facts=facts)
-    found = judge_room(Examination(CUDA, report, (report,)), room)
+    found = judge_process_slots(Examination(CUDA, report, (report,)), slots)
     assert [(one.level, one.what.removesuffix(": CUDA reads no further")) for one in found] == said

@@ -1,4 +1,4 @@
-"""Direct tests of what is said of UCX, of InfiniBand and of the ways between hosts."""
+"""Tests of the findings about UCX, InfiniBand and the links between hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Direct tests of the measurement between two ends of a data plane, inside this process."""
+"""Tests of the measurement between two ends of a data plane, inside this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Direct tests of the program that starts JAX and prints what it found, in this process."""
+"""Tests of the program that starts JAX and prints what it found, in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small examples (flax.nnx, flax.linen, equinox, an encoder-decoder): equal to plain JAX, and they train."""
+"""The small examples (flax.nnx, flax.linen, equinox, an encoder-decoder) equal plain JAX, and they train."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def quick_compiles():
 
 @examples
 async def test_trains(example, batch, remote_mesh, quick_compiles):
-    """On real executables. One initializer and one AdamW stand for all: they are half of what a test costs."""
+    """On real executables. One initializer and one AdamW stand for all: they are half of a test's cost."""
     if example is train_linen:
         program = example.make_program(jpp.Std1F1B(2), **SIZES)
     else:

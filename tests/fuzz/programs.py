@@ -254,7 +254,8 @@ class _Writer:
                 "",
                 "",
                 f"args = arguments({self.microbatches}, momentum={self.momentum}, old_key={old_key})",
-                f"check(step, *args, actors={self.actors}, donate={donate}, rtol={tolerance}, atol={tolerance})",
+                f"check(step, *args, actors={self.actors}, donate={donate}, "
+                f"rtol={tolerance}, atol={tolerance})",
                 "",
             ]
         )

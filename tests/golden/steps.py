@@ -69,7 +69,7 @@ def mlp(schedule) -> CompilePlan:
 
 
 def tied(schedule) -> CompilePlan:
-    """The last stage uses the first one's weight again; momentum, a step count and the norm of all gradients."""
+    """The last stage uses the first one's weight again; momentum, a step count, the norm of all gradients."""
 
     def step(state, batch):
         def loss(weights, x):

@@ -68,10 +68,10 @@ def _bring_back(here: Memory, memory: Memory) -> None:
 
 @pytest.fixture
 async def make_transport():
-    door = open_cuda(jax.local_devices(backend=PLATFORM)[:1], "ucx")
-    assert (door is None) == (PLATFORM == "cpu")
-    if door is not None:
-        door.enter()
+    cuda = open_cuda(jax.local_devices(backend=PLATFORM)[:1], "ucx")
+    assert (cuda is None) == (PLATFORM == "cpu")
+    if cuda is not None:
+        cuda.enter()
     made = []
 
     async def make(peer_id: int) -> OnDevice:

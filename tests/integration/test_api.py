@@ -381,7 +381,7 @@ async def test_a_state_that_loses_its_weak_types_compiles_once(remote_mesh):
 
 
 async def test_weak_types_that_matter_are_kept(remote_mesh):
-    """A weak float32 leaves bfloat16 alone, a strong one does not: then two forms are needed, as under jit."""
+    """A weak float32 leaves bfloat16 alone, a strong one does not: two forms are needed, as under jit."""
     mesh = await inline(remote_mesh)
 
     def fn(scale, x):
@@ -771,7 +771,8 @@ SCRIPT = """
         async with jpp.RemoteMesh(2, launcher=sys.argv[2]) as mesh:
             batch = jnp.ones((2, 3, 4))
             got = await (await mesh.run(mesh.distributed(step), jnp.ones((4, 4)), batch))
-            print(type(asyncio.get_running_loop()).__module__, float(abs(got - step(jnp.ones((4, 4)), batch)).max()))
+            difference = abs(got - step(jnp.ones((4, 4)), batch)).max()
+            print(type(asyncio.get_running_loop()).__module__, float(difference))
 
     if sys.argv[1] == "uvloop":
         import uvloop

@@ -29,7 +29,7 @@ from waiting import until
 
 import jaxpp_async
 from jaxpp_async.base.descriptors import num_descriptors
-from jaxpp_async.controller import listener as gate_module
+from jaxpp_async.controller import listener as listener_module
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.listener import MOST, WINDOW_S, ControlListener, RateLimitedLog
 from jaxpp_async.controller.options import ActorConfig
@@ -54,8 +54,8 @@ MIB = 1 << 20
 
 
 @contextlib.contextmanager
-def gates_made() -> Iterator[list[ControlListener]]:
-    """The gates made meanwhile: whose they are is the controller's affair."""
+def listeners_made() -> Iterator[list[ControlListener]]:
+    """The listeners made meanwhile: whose they are is the controller's affair."""
     made: list[ControlListener] = []
     original = ControlListener.__init__
 
@@ -71,10 +71,10 @@ def gates_made() -> Iterator[list[ControlListener]]:
 class Job:
     """A mesh at work: steps, one after the other, for as long as the tests last."""
 
-    def __init__(self, controller: Controller, gate: ControlListener, printed: list[str]):
+    def __init__(self, controller: Controller, listener: ControlListener, printed: list[str]):
         self.controller, self.printed, self.num_steps = controller, printed, 0
-        self.gate, self.secret = gate, gate._secret
-        self.address: tuple[str, int] = self.gate._server.sockets[0].getsockname()[:2]  # type: ignore[union-attr]
+        self.listener, self.secret = listener, listener._secret
+        self.address: tuple[str, int] = self.listener._server.sockets[0].getsockname()[:2]  # type: ignore[union-attr]
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -108,10 +108,10 @@ async def job() -> AsyncIterator[Job]:
     printed: list[str] = []
     config = ActorConfig(env={"PYTHONPATH": HERE})
     launcher = LocalLauncher(actor=FAKE, forward=printed.append)
-    with gates_made() as gates:
+    with listeners_made() as listeners:
         controller = await start_fakes(2, launcher, config)
     try:
-        job = Job(controller, gates[0], printed)
+        job = Job(controller, listeners[0], printed)
         await job.start()
         yield job
         await job.goes_on()
@@ -125,12 +125,12 @@ async def attacked(job: Job, caplog: pytest.LogCaptureFixture) -> AsyncIterator[
     """The job, which must go on after the test, with nothing of the attack left over and no secret told."""
     gc.collect()
     # what earlier tests hid is theirs
-    job.gate._refusals = RateLimitedLog(job.gate._refusals._log, time.monotonic)
+    job.listener._refusals = RateLimitedLog(job.listener._refusals._log, time.monotonic)
     caplog.set_level(logging.DEBUG)
     began_s, before = time.monotonic(), psutil.Process().memory_info().rss
     yield job
     await job.goes_on()
-    await until(lambda: not job.gate._unproven)
+    await until(lambda: not job.listener._unproven)
     assert time.monotonic() - began_s < 2 * WITHIN_S
     gc.collect()
     assert psutil.Process().memory_info().rss - before < 16 * MIB
@@ -227,10 +227,10 @@ async def test_the_secret_is_in_no_argv_environment_or_output(job):
     no_secret_in(job.secret, [text for pid in pids for text in told_to_the_system(pid)], "process")
     no_secret_in(job.secret, job.printed, "line of output")
     things = [
-        job.gate,
-        job.gate._accepted,
+        job.listener,
+        job.listener._accepted,
         job.controller,
-        next(iter(job.gate._accepted.values())).wire,
+        next(iter(job.listener._accepted.values())).wire,
         os.environ,
     ]
     no_secret_in(job.secret, [repr(thing) for thing in things], "repr")
@@ -241,10 +241,10 @@ async def test_the_secret_is_in_no_argv_environment_or_output_of_a_keeper():
     reach = CommandReach(lambda placement, host_agent: ["sh", "-c", 'exec "$@"', "sh", *host_agent])
     options: Any = {"control_address": "127.0.0.1", "settings": Settings(env={"PYTHONPATH": HERE})}
     launcher = RemoteLauncher(reach, parse_hosts(["a"]), actor=FAKE, forward=printed.append, **options)
-    with gates_made() as gates:
+    with listeners_made() as listeners:
         controller = await start_fakes(1, launcher)
     try:
-        secret = gates[0]._secret
+        secret = listeners[0]._secret
         actor = psutil.Process(controller.actors[0].pid)
         assert "host_agent" in " ".join(actor.parent().cmdline())  # type: ignore[union-attr]
         seen = told_to_the_system(actor.pid) + told_to_the_system(actor.ppid())
@@ -259,12 +259,12 @@ async def test_the_secret_is_in_no_error_text(setup, caplog):
     printed: list[str] = []
     config = ActorConfig(env={"PYTHONPATH": HERE}, setup=setup)
     launcher = LocalLauncher(actor=FAKE, forward=printed.append)
-    with gates_made() as gates, pytest.raises(LaunchError) as caught:
+    with listeners_made() as listeners, pytest.raises(LaunchError) as caught:
         await start_fakes(1, launcher, config)
     texts = [*traceback.format_exception(caught.value), *printed, *(r.getMessage() for r in caplog.records)]
-    no_secret_in(gates[0]._secret, texts, "error")
-    spec = LaunchSpec(0, 1, 0, gates[0]._secret, ("127.0.0.1", 1))
-    no_secret_in(gates[0]._secret, [repr(spec)], "repr of a launch")
+    no_secret_in(listeners[0]._secret, texts, "error")
+    spec = LaunchSpec(0, 1, 0, listeners[0]._secret, ("127.0.0.1", 1))
+    no_secret_in(listeners[0]._secret, [repr(spec)], "repr of a launch")
 
 
 # ---------------------------------------------------------------- case 22: who is let in
@@ -417,7 +417,7 @@ async def test_a_flood_of_connections(attacked, caplog):
             if len(silent) > 300:
                 silent.pop(0).close()
             if number % 300 == 299:
-                assert len(attacked.gate._unproven) <= gate_module.MAX_UNPROVEN
+                assert len(attacked.listener._unproven) <= listener_module.MAX_UNPROVEN
                 assert psutil.Process().num_fds() - before < 2 * 300 + 50
                 await knock_as(attacked, Identity(5, 0))
                 await attacked.goes_on()
@@ -431,19 +431,19 @@ async def test_a_flood_of_connections(attacked, caplog):
 
 
 async def test_a_flood_from_one_address_keeps_nobody_from_another_out(attacked):
-    """An actor that takes its time over the handshake is not the oldest of those who crowd the gate."""
+    """An actor that takes its time over the handshake is not the oldest of those who crowd the listener."""
     loop, silent = asyncio.get_running_loop(), []
     reader, writer = await knock(attacked, b"j")
     try:
-        for _ in range(gate_module.MAX_UNPROVEN + 100):
+        for _ in range(listener_module.MAX_UNPROVEN + 100):
             silent.append(socket.socket())
             silent[-1].setblocking(False)
             silent[-1].bind(("127.0.0.2", 0))
             await loop.sock_connect(silent[-1], attacked.address)
         await attacked.goes_on()
-        sources = [connection.source for connection in attacked.gate._unproven]
+        sources = [connection.source for connection in attacked.listener._unproven]
         assert sources[0] == "127.0.0.1"
-        assert len(sources) == gate_module.MAX_UNPROVEN
+        assert len(sources) == listener_module.MAX_UNPROVEN
         assert not reader.at_eof()
     finally:
         writer.close()
@@ -451,40 +451,40 @@ async def test_a_flood_from_one_address_keeps_nobody_from_another_out(attacked):
             sock.close()
 
 
-async def test_the_gate_never_takes_all_descriptors(monkeypatch):
-    monkeypatch.setattr(gate_module, "free_descriptors", lambda: 100)
-    gate = gate_module.ControlListener(bytes(32), version=VERSION, max_frame_bytes=1 << 20)
-    address = await gate.listen("127.0.0.1")
+async def test_the_control_listener_never_takes_all_descriptors(monkeypatch):
+    monkeypatch.setattr(listener_module, "free_descriptors", lambda: 100)
+    listener = listener_module.ControlListener(bytes(32), version=VERSION, max_frame_bytes=1 << 20)
+    address = await listener.listen("127.0.0.1")
     silent = [await asyncio.open_connection(*address) for _ in range(40)]
-    await until(lambda: len(gate._unproven) == 25)
+    await until(lambda: len(listener._unproven) == 25)
     for _, writer in silent:
         writer.close()
-    await gate.aclose()
+    await listener.aclose()
 
 
 async def test_a_flood_that_comes_at_once_takes_no_more_descriptors(monkeypatch):
-    """The event loop accepted a hundred, whatever was left, before the gate heard of the first."""
-    monkeypatch.setattr(gate_module, "free_descriptors", lambda: 40)
-    gate, used = ControlListener(bytes(32), version=VERSION, max_frame_bytes=1 << 20), list[int]()
-    make = gate._make_connection
-    monkeypatch.setattr(gate, "_make_connection", lambda: (used.append(num_descriptors()), make())[1])
-    address = await gate.listen("127.0.0.1")
+    """The event loop accepted a hundred, whatever was left, before the listener heard of the first."""
+    monkeypatch.setattr(listener_module, "free_descriptors", lambda: 40)
+    listener, used = ControlListener(bytes(32), version=VERSION, max_frame_bytes=1 << 20), list[int]()
+    make = listener._make_connection
+    monkeypatch.setattr(listener, "_make_connection", lambda: (used.append(num_descriptors()), make())[1])
+    address = await listener.listen("127.0.0.1")
     with contextlib.ExitStack() as stack:
         for silent in [stack.enter_context(socket.socket()) for _ in range(60)]:
             silent.setblocking(False)
             silent.connect_ex(address)
         before = num_descriptors()
-        await until(lambda: len(gate._unproven) == 10)
+        await until(lambda: len(listener._unproven) == 10)
         await asyncio.sleep(0.1)
-        await gate.aclose()
+        await listener.aclose()
     assert 0 < max(used) - before <= 30
 
 
 async def test_an_actor_gets_in_during_a_flood():
-    gate = ControlListener(b"s" * 32, version="1", max_frame_bytes=MIB)
-    host, port = await gate.listen("127.0.0.1")
-    arrival = gate.expect(Identity(0, 0))
-    silent = [await asyncio.open_connection(host, port) for _ in range(gate_module.MAX_UNPROVEN + 50)]
+    listener = ControlListener(b"s" * 32, version="1", max_frame_bytes=MIB)
+    host, port = await listener.listen("127.0.0.1")
+    arrival = listener.expect(Identity(0, 0))
+    silent = [await asyncio.open_connection(host, port) for _ in range(listener_module.MAX_UNPROVEN + 50)]
     try:
         connection = connection_module.Connection(
             Wire("actor", b"s" * 32, version="1", identity=Identity(0, 0))
@@ -495,7 +495,7 @@ async def test_an_actor_gets_in_during_a_flood():
         (await arrival).abort()
         await connection.wait_closed()
     finally:
-        await gate.aclose()
+        await listener.aclose()
         for _, writer in silent:
             writer.close()
 

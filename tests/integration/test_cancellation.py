@@ -323,7 +323,7 @@ def local_fake() -> Any:
 
 
 def through_a_command() -> Any:
-    """The same, through keepers, as on other hosts."""
+    """The same, through host agents, as on other hosts."""
     reach = CommandReach(lambda placement, host_agent: ["sh", "-c", 'exec "$@"', "sh", *host_agent])
     options: dict[str, Any] = {"control_address": "127.0.0.1", "actor": "fake_actor:FakeActor"}
     return RemoteLauncher(reach, parse_hosts(["a", "b"]), **options)

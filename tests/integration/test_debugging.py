@@ -482,11 +482,13 @@ DONATIONS = {
         shrinking, (STATE, W), ["state['w'] float32[4, 4] as result[0]['w'] bfloat16[4, 4]"], ["'n'"]
     ),
     "an array that grows": (
-        lambda w, x: (jnp.stack([w, w]), x.sum()), (W, X), ["w float32[4, 4] as result[0] float32[2, 4, 4]"], []
+        lambda w, x: (jnp.stack([w, w]), x.sum()), (W, X),
+        ["w float32[4, 4] as result[0] float32[2, 4, 4]"], []
     ),
     "alone": (lambda w: w[0], (W,), ["w float32[4, 4] as result float32[4]"], []),
     "elsewhere in the result": (
-        lambda state: (1.0, {"new": shrinking(state, W)[0]}), (STATE,), ["state['w'] f", "result[1]['new']['w']"], []
+        lambda state: (1.0, {"new": shrinking(state, W)[0]}), (STATE,),
+        ["state['w'] f", "result[1]['new']['w']"], []
     ),
     "as it was": (lambda state, x: (x.sum(), state), (STATE, X), [], []),
     "handed back elsewhere": (

@@ -57,8 +57,8 @@ from tests.integration.test_multi_process_actors import BOTH, DP, FSDP, close, p
 from tests.integration.test_numerics import check_five_steps
 
 
-class Doors(list):
-    """Makes a door for each actor and keeps them."""
+class LateDevices(list):
+    """Make the late devices of each actor and keep them."""
 
     def __init__(self, moment=None):
         self.moment = moment
@@ -69,10 +69,10 @@ class Doors(list):
 
 
 @pytest.fixture(autouse=True)
-def doors(monkeypatch):
-    doors = Doors()
-    monkeypatch.setattr(Harness, "options", {"open_devices": doors})
-    return doors
+def late_devices(monkeypatch):
+    late_devices = LateDevices()
+    monkeypatch.setattr(Harness, "options", {"open_devices": late_devices})
+    return late_devices
 
 
 class Gate:
@@ -94,8 +94,8 @@ class Gate:
 
 
 @pytest.fixture
-def gate(doors):
-    doors.moment = gate = Gate()
+def gate(late_devices):
+    late_devices.moment = gate = Gate()
     yield gate
     gate.open = True
     gate.let_through(100)
@@ -114,7 +114,7 @@ def step(number, inputs, outputs):
 # ---------------------------------------------------------------- sending
 
 
-async def test_a_send_starts_when_the_device_has_computed(gate, doors):
+async def test_a_send_starts_when_the_device_has_computed(gate, late_devices):
     """And the next run is given to the device meanwhile, though it has not computed the first."""
     sent = []
     network = MemoryNetwork(delay=lambda sender, peer, tag, size: sent.append(tag & 0xFFFF) or 0.0)
@@ -135,7 +135,7 @@ async def test_a_send_starts_when_the_device_has_computed(gate, doors):
             await h.start(0, m.Step, **step(0, {0: 1}, {})),
             await h.start(1, m.Step, **step(0, {}, {0: 5, 1: 6})),
         ]
-        await until(lambda: doors[0].marked == [1, 1])  # both runs are with the device
+        await until(lambda: late_devices[0].marked == [1, 1])  # both runs are with the device
         await settle()
         assert sent == []
         gate.let_through()
@@ -154,7 +154,7 @@ async def test_a_send_starts_when_the_device_has_computed(gate, doors):
     assert done[0].stats.compute_s == pytest.approx(a_end - a_start + b_end - b_start)
 
 
-async def test_an_argument_that_is_not_there_yet_is_sent_when_it_is(doors, monkeypatch):
+async def test_an_argument_that_is_not_there_yet_is_sent_when_it_is(late_devices, monkeypatch):
     """A value just put may still be on its way to the device; nobody waits for it but the send."""
     ready = []
     monkeypatch.setattr(type(jax.numpy.zeros(1)), "is_ready", lambda array: bool(ready))
@@ -167,14 +167,14 @@ async def test_an_argument_that_is_not_there_yet_is_sent_when_it_is(doors, monke
             await h.start(1, m.Step, **step(0, {}, {0: 5})),
         ]
         await asyncio.wait_for(asyncio.gather(*steps), TIMEOUT_S)
-        assert doors[0].marked == [1]
+        assert late_devices[0].marked == [1]
         ready.append(True)
         steps = [
             await h.start(0, m.Step, **step(1, {0: 1}, {})),
             await h.start(1, m.Step, **step(1, {}, {0: 6})),
         ]
         await asyncio.wait_for(asyncio.gather(*steps), TIMEOUT_S)
-        assert doors[0].marked == [1], "what is there needs no mark"
+        assert late_devices[0].marked == [1], "what is there needs no mark"
         for value in await h.fetch(1, 5, 6):
             assert np.all(value == 3)
 
@@ -219,7 +219,7 @@ async def test_receive_buffers_are_the_arrays_memory_and_are_used_again():
         assert (await h.numbers(1))["store_arrays"] == 1
 
 
-async def test_memory_is_written_again_only_when_the_device_has_read_it(gate, doors):
+async def test_memory_is_written_again_only_when_the_device_has_read_it(gate, late_devices):
     """The run that reads a receive buffer was called long ago; what counts is that it has computed."""
     async with harness(2) as h:
         n = await receiving(h)
@@ -229,12 +229,12 @@ async def test_memory_is_written_again_only_when_the_device_has_read_it(gate, do
             await h.start(0, m.Step, **step(0, {k: k for k in range(n)}, {})),
         ]
         place = program.buffers[1]
-        await until(lambda: doors[1].marked == [1])
+        await until(lambda: late_devices[1].marked == [1])
         taken = len(place.free)
         await settle()
         assert len(place.free) == taken, "the run has been called, and its input is still the device's"
         gate.let_through()
-        await until(lambda: len(doors[1].marked) == 2)
+        await until(lambda: len(late_devices[1].marked) == 2)
         gate.open = True
         gate.let_through(50)
         await asyncio.wait_for(asyncio.gather(*steps), TIMEOUT_S)
@@ -243,7 +243,7 @@ async def test_memory_is_written_again_only_when_the_device_has_read_it(gate, do
         assert np.all(total == sum(range(1, n + 1)))
 
 
-async def test_what_outlives_its_receive_buffer_is_copied_before_that_is_given_back(gate, doors):
+async def test_what_outlives_its_receive_buffer_is_copied_before_that_is_given_back(gate, late_devices):
     async with harness(2) as h:
         await h.load(0, [Input(0, 0, V), Send(0, 1, 0), Delete(0)], [V], [], uncounted=[0])
         await h.load(1, [Recv(0, 0, 0, V), Output(0, 0)], [V], [])
@@ -254,7 +254,7 @@ async def test_what_outlives_its_receive_buffer_is_copied_before_that_is_given_b
             await h.start(0, m.Step, **step(0, {0: 1}, {})),
             await h.start(1, m.Step, **step(0, {}, {0: 5})),
         ]
-        await until(lambda: doors[1].marked == [1])
+        await until(lambda: late_devices[1].marked == [1])
         await settle()
         assert len(place.free) == free - 1 and not steps[1].done()
         gate.let_through()
@@ -266,7 +266,7 @@ async def test_what_outlives_its_receive_buffer_is_copied_before_that_is_given_b
         assert np.all(value == 7)
 
 
-async def test_replicas_are_sent_once_and_spread_on_the_devices(doors):
+async def test_replicas_are_sent_once_and_spread_on_the_devices(late_devices):
     aval = Aval((8, 4), "float32", ("a",))  # split over "a", the same on both devices of "b"
     axes = {"spmd_mesh": (("a", 2), ("b", 2)), "axis_types": ("auto", "auto")}
     sizes = []
@@ -285,7 +285,7 @@ async def test_replicas_are_sent_once_and_spread_on_the_devices(doors):
             await asyncio.wait_for(asyncio.gather(*steps), TIMEOUT_S)
         assert sizes == [64] * 4, "two distinct shards, once each"
         # two copies between devices, then the array that outlives the buffer
-        assert doors[1].marked == [-2, 1] * 2
+        assert late_devices[1].marked == [-2, 1] * 2
         for shard in store_array(h, 6, actor=1).addressable_shards:
             assert np.array_equal(np.asarray(shard.data), value[shard.index])
 
@@ -293,7 +293,7 @@ async def test_replicas_are_sent_once_and_spread_on_the_devices(doors):
 # ---------------------------------------------------------------- failing and ending
 
 
-async def test_a_device_that_fails_ends_the_step_with_its_words(gate, doors):
+async def test_a_device_that_fails_ends_the_step_with_its_words(gate, late_devices):
     async with harness() as h:
         program = [Input(0, 0, V), Run("bwd(stage 1, mb 3)", 0, (0,), (1,)), Output(1, 0)]
         await h.load(0, program, [V] * 2, [blob(double, V)])
@@ -304,7 +304,7 @@ async def test_a_device_that_fails_ends_the_step_with_its_words(gate, doors):
         assert "cudaErrorIllegalAddress" in reply.message and "bwd(stage 1, mb 3)" in reply.instruction
 
 
-async def test_an_abort_while_the_device_computes_gives_no_buffer_back_too_early(gate, doors):
+async def test_an_abort_while_the_device_computes_gives_no_buffer_back_too_early(gate, late_devices):
     async with harness(2) as h:
         n = await receiving(h)
         place = h.actors[1]._programs[0].buffers[1]
@@ -312,7 +312,7 @@ async def test_an_abort_while_the_device_computes_gives_no_buffer_back_too_early
             await h.start(1, m.Step, **step(0, {0: 100}, {0: 101})),
             await h.start(0, m.Step, **step(0, {k: k for k in range(n)}, {})),
         ]
-        await until(lambda: len(doors[1].marked) == 1)
+        await until(lambda: len(late_devices[1].marked) == 1)
         held = {b.pieces[0].address for b in h.actors[1]._steps.current._receiving.values()}
         for k in range(2):
             await h.ask(k, m.Abort, epoch=2, cause="a test")
@@ -331,7 +331,7 @@ SPLIT = Aval((8, 4), "float32", ("a",))
 @pytest.mark.parametrize("late", [False, True], ids=["as it is asked for", "later"])
 @pytest.mark.parametrize("what", ["spreading", "a late argument"])
 async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_early(
-    gate, doors, monkeypatch, what, late
+    gate, late_devices, monkeypatch, what, late
 ):
     """A copy between devices, or waiting for an argument that is to be sent: the step fails with the device's
     words, once, its buffers stay in use, and the actors go on in the next epoch."""
@@ -346,7 +346,7 @@ async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_earl
         addresses = {piece.address for buffer in place.free for piece in buffer.pieces}
         if culprit == 0:
             monkeypatch.setattr(type(jax.numpy.zeros(1)), "is_ready", lambda array: False)
-        setattr(*((gate, "failure") if late else (doors[culprit], "refuses")), REFUSED)
+        setattr(*((gate, "failure") if late else (late_devices[culprit], "refuses")), REFUSED)
         second = await h.start(1, m.Step, **step(0, {}, {0: 5}))
         await settle()  # what comes finds its receive, and nobody's commands are being carried out
         first = [await h.start(0, m.Step, **step(0, {0: 1}, {})), second]
@@ -355,7 +355,7 @@ async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_earl
         assert f" {instruction} " in failed.instruction
         await settle()
         assert addresses.isdisjoint({piece.address for buffer in place.free for piece in buffer.pieces})
-        gate.failure = doors[culprit].refuses = None
+        gate.failure = late_devices[culprit].refuses = None
         h.epoch = 2
         await h.transport.abort()
         for k in range(2):
@@ -387,9 +387,9 @@ async def test_a_mesh_whose_device_refuses_a_copy_says_so_and_closes(monkeypatch
     assert not {name for name in names if name.endswith(("-runs", "-copies"))}, "threads end with their actor"
 
 
-async def test_the_first_devices_context_is_the_event_loops(doors):
+async def test_the_first_devices_context_is_the_event_loops(late_devices):
     async with harness(2) as h:
-        assert [door.entered for door in doors] == [[threading.get_ident()]] * 2
+        assert [devices.entered for devices in late_devices] == [[threading.get_ident()]] * 2
         ready = await h.ask(0, m.Inspect)
     assert isinstance(ready, m.Inspected)
     names = {thread.name for thread in threading.enumerate()}

@@ -1,4 +1,4 @@
-"""What a driver leaves when it is killed, interrupted with Ctrl-C, or ends by an error that nobody catches."""
+"""A driver leaves nothing when it is killed, interrupted by Ctrl-C, or ended by an error nobody catches."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ INTERRUPTED = {
 
 @pytest.mark.parametrize("moment", INTERRUPTED)
 def test_ctrl_c(moment, tmp_path):
-    """Case 17; in the middle of a step: `integration/test_failures.py::test_ctrl_c_in_the_middle_of_a_step`."""
+    """Case 17; within a step: `integration/test_failures.py::test_ctrl_c_in_the_middle_of_a_step`."""
     with driver(INTERRUPTED[moment].replace("{folder}", str(tmp_path / "saved"))) as process:
         process.wait_for("now")
         if moment == "launch":
@@ -208,7 +208,8 @@ def batches():
 async def main():
     async with jpp.RemoteMesh(2, launcher="local") as mesh:
         step = mesh.distributed(train_step, donate_argnums=0)
-        state, _ = await mesh.run(mesh.distributed(lambda s: (s, 0)), {{"w": np.float32(1), "count": np.int32(0)}})
+        state = {{"w": np.float32(1), "count": np.int32(0)}}
+        state, _ = await mesh.run(mesh.distributed(lambda s: (s, 0)), state)
         await step.compile(state, np.float32(0))
         await doc_code("operations.md")["train"](mesh, step, state, batches(), {path!r})
 

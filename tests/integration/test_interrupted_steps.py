@@ -264,7 +264,8 @@ async def test_an_argument_that_no_result_continues_says_so(inline, caplog):
             ArrayError, match=r"'grow', whose caller was cancelled, and no result continues it.*make it anew"
         ):
             await gone
-    said = "state stands for result; no result continues state['cache'], spent, which cannot be used any more; to give"
+    said = "state stands for result; no result continues state['cache'], spent, "
+    said += "which cannot be used any more; to give"
     assert said in warnings(caplog)[-1]
 
 

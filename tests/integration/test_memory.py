@@ -127,7 +127,7 @@ async def test_1f1b_holds_as_many_microbatches_as_stages(remote_mesh, num_stages
 
 
 def held_in_table(run: step_run.StepRun) -> int:
-    """What a step says it holds: its table, deletions that wait for sends, and uncounted results of the loop."""
+    """A step reports what it holds: its table, deletions that wait for sends, results of loops."""
     plan, executor = run.program.plan, run.executor
     bound = {command.buffer for command in plan.binds}
     arrays = [

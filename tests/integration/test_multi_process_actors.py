@@ -400,7 +400,7 @@ async def test_a_process_that_hangs_is_told_with_its_name():
 
 
 async def test_an_actor_that_lost_a_process_comes_back_with_the_same_numbers(remote_mesh):
-    """One mesh, three times the same ten steps: undisturbed, without the first process, without the second."""
+    """One mesh, three times the same ten steps: undisturbed, and with either process of an actor lost."""
     options: Any = {"spmd_mesh": {"data": 4}, "processes_per_actor": 2, "launcher": "local"}
     mesh = await remote_mesh(2, max_restarts=2, backup_every=3, **options)
     params, batch = problem()

@@ -208,7 +208,7 @@ async def test_a_link_to_which_nobody_comes_fails_the_mesh_before_a_step(launche
 
 
 class _Asked:
-    """A crew whose processes offer and join at once, and remember what they were asked together."""
+    """An actor group whose processes offer and join at once, and remember what they were asked together."""
 
     transport_kind, epoch, scattering = "nccl", 0, Scattering((), 1)
 

@@ -246,7 +246,7 @@ async def test_everything_listens_where_the_documentation_says(net, shared):
         address, _, port = listening.rpartition(":")
         assert address == host.address["data"] and PORTS[0] <= int(port) <= PORTS[1]
     here = {address.rpartition(":")[0] for address in namespaces.listening()[os.getpid()]}
-    # its gate, and its own end of the data plane
+    # its control listener, and its own end of the data plane
     assert here == {net.address("control"), net.address("data")}
     established = "\n".join(host.run("ss", "-Htn", "state", "established") for host in net.hosts)
     from_to = {
@@ -273,19 +273,19 @@ async def a_plain_mesh(net: Network, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
 
 
 def data_sockets(net: Network, mesh: jpp.RemoteMesh, earlier: set[str]) -> tuple[set[str], str]:
-    """Where actors and the driver listen for data; and the driver's gate, for control.
+    """Where actors and the driver listen for data; and the driver's control listener.
 
     Args:
         earlier: sockets of the driver's other meshes.
     """
     controller: Any = mesh._controller
-    gate = ":".join(map(str, controller._actor_group._address))
+    listener = ":".join(map(str, controller._actor_group._address))
     found = {
         a for host, actor in zip(net.hosts, mesh.actors, strict=False) for a in host.listening()[actor.pid]
     }
     here = namespaces.listening()[os.getpid()] - earlier
-    assert gate in here
-    return found | here - {gate}, gate
+    assert listener in here
+    return found | here - {listener}, listener
 
 
 CONNECT = """
@@ -326,13 +326,13 @@ async def test_a_plain_mesh_listens_on_one_interface_and_answers_its_hosts_alone
             for _ in range(kills):
                 net.hosts[1].run("kill", "-KILL", str(mesh.actors[1].pid))
             assert_close(await mesh.fetch(await mesh.run(step, *arguments())), expected)
-            sockets, gate = data_sockets(net, mesh, earlier)
+            sockets, listener = data_sockets(net, mesh, earlier)
             ends = {*control_addresses(net.hosts[:2]), net.address("control")}
             assert {one.rpartition(":")[0] for one in sockets} == ends
             assert len(sockets) == 3
             before = [psutil.Process(actor.pid).num_fds() for actor in mesh.actors]
             training = asyncio.create_task(mesh.run(step, *arguments()))
-            assert await asyncio.to_thread(answered, net.hosts[2], {*sockets, gate}, 300) == {gate}
+            assert await asyncio.to_thread(answered, net.hosts[2], {*sockets, listener}, 300) == {listener}
             assert_close(await mesh.fetch(await training), expected)
             assert [psutil.Process(actor.pid).num_fds() for actor in mesh.actors] == before
         # Hosts of the mesh are answered, or this would show nothing.
@@ -482,7 +482,7 @@ async def longest_pause() -> AsyncIterator[Callable[[], float]]:
 
 
 async def test_a_slow_reader_gets_everything_and_memory_stays_bounded(net, shared):
-    """Case 11. What is sent ahead waits in the sender's own buffers: no more than planned, nothing beside it."""
+    """Case 11. What is sent ahead waits in the sender's own buffers, which are no more than planned."""
     mesh, step, _ = shared
     (params, batch), sent_bytes = arguments(rows=4096, microbatches=16), 32 << 20
     expected = jax.jit(train_step)(params, batch)
@@ -542,7 +542,7 @@ async def test_a_data_link_is_cut_in_the_middle_of_steps(net, caplog):
 
 
 async def test_a_control_link_is_cut(net, caplog):
-    """Case 10. Nobody can tell the actor anything any more: it ends by itself, and so does its keeper."""
+    """Case 10. Nobody can tell the actor anything any more: it ends by itself, and so does its host agent."""
     host, hosts = net.hosts[2], control_addresses(net.hosts[1:])
     async with nothing_left(caplog):
         async with fakes(net, hosts) as controller:

@@ -1,4 +1,4 @@
-"""A pipelined step computes what plain `jax.jit` computes: every schedule, three models, one to four actors."""
+"""A pipelined step computes what plain `jax.jit` does: every schedule, three models, one to four actors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_MICROBATCHES, NUM_STEPS = 4, 5
 
 
 class Backwards:
-    """A user's own lists: stages from the last actor to the first, microbatches from the last to the first."""
+    """A user's own lists: stages on actors from the last to the first, microbatches from the last on."""
 
     def __init__(self, num_stages):
         self.num_stages = num_stages

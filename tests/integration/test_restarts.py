@@ -234,7 +234,7 @@ async def test_what_is_printed_is_printed_once(mesh, capsys):
 
 @pytest.mark.parametrize(("num_actors", "spmd"), [(1, {}), (2, {"data": 2})])
 async def test_other_meshes(num_actors, spmd):
-    """One actor has no neighbour: the controller holds its copies. Shards go back where they were."""
+    """One actor has no peer: the controller holds its replicas. Shards go back where they were."""
     model = mlp(num_actors)
 
     def sgd(params, batch):

@@ -1,4 +1,4 @@
-"""What comes from outside and must lead nowhere: lines of keepers, names of hosts, code in data. Starts no
+"""Hostile input has no effect: lines of host agents, names of hosts, code in data. These tests start no
 actor."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxpp_async.protocol.line_protocol import RECORD
 
 PACKAGE = Path(jaxpp_async.__file__).parent
 
-# ---------------------------------------------------------------- keepers
+# ---------------------------------------------------------------- host agents
 
 SECRET = "ab" * 32
 REQUEST = ActorRequest("/py", {"A": "1"}, {"secret": SECRET, "process_id": 0}, 1, 2, (0, 1), False)
@@ -77,21 +77,21 @@ WRONG_FIELDS = [
 
 @pytest.mark.parametrize("values", WRONG_FIELDS, ids=str)
 def test_records_with_wrong_fields(values):
-    with pytest.raises(ValueError, match="no message of a keeper"):
+    with pytest.raises(ValueError, match="no message of a host agent"):
         kp.read_record(RECORD + json.dumps(values))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '["Line", ' + '{"a":' * 50_000, "1" * 5000, "NaN", '"', ""])
 def test_records_that_are_no_json(text):
-    with pytest.raises(ValueError, match="no message of a keeper"):
+    with pytest.raises(ValueError, match="no message of a host agent"):
         kp.read_record(RECORD + text)
-    with pytest.raises(ValueError, match="no message of a keeper"):
+    with pytest.raises(ValueError, match="no message of a host agent"):
         kp.read_order((text or "[").encode())
 
 
 @pytest.mark.parametrize("signum", [-1, 0, 65, 2**70, "9", None, 9.0, True])
 def test_signals_that_are_none(signum):
-    with pytest.raises(ValueError, match="no message of a keeper"):
+    with pytest.raises(ValueError, match="no message of a host agent"):
         kp.read_order(json.dumps(["SignalActor", ["0", signum]]).encode())
 
 
@@ -208,11 +208,11 @@ def test_the_shell_there_runs_the_interpreter_and_nothing_else(tmp_path, folder)
     python.parent.mkdir()
     python.write_text('#!/bin/sh\nprintf "%s|" ran "$@"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    command = ssh_command(Host("n1"), [str(python), "-m", "keeper", "1; touch injected"])
+    command = ssh_command(Host("n1"), [str(python), "-m", "agent", "1; touch injected"])
     assert command[-2] == "n1" and command[-3] == "--"  # all that follows is no option
     shell = ["sh", "-c", command[-1]]
     done = subprocess.run(shell, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=10)
-    assert done.stdout.splitlines()[-1] == "ran|-m|keeper|1; touch injected|", done
+    assert done.stdout.splitlines()[-1] == "ran|-m|agent|1; touch injected|", done
     assert not (tmp_path / "injected").exists()
 
 

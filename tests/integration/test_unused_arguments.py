@@ -1,4 +1,4 @@
-"""Arguments that a step does not use: not sent, not moved, handed back where they lie, freed where they lie."""
+"""Arguments that a step does not use are not sent or moved; they are returned or freed where they lie."""
 
 from __future__ import annotations
 
@@ -337,8 +337,8 @@ async def test_a_large_move_is_a_warning_once(remote_mesh, caplog):
     text = record.getMessage()
     assert text.startswith("step 'eval': 1 array (1.1 MB) had to be carried to other actors; the largest, ")
     assert (
-        "state['params'][1] (1.1 MB), lies on actor 1, and the step computes with it on actor 0 (used in the step)"
-        in text
+        "state['params'][1] (1.1 MB), lies on actor 1, "
+        "and the step computes with it on actor 0 (used in the step)" in text
     )
     assert "step.init, mesh.put(..., like=(step, argnum))" in text and "placement.md" in text
 

@@ -141,11 +141,13 @@ class Untouched:
 
 BATCHES = {
     "no microbatch axis": Case(
-        GOOD, StageError, ["batch is a scalar and has no microbatch axis", r"every leaf .* is \(num_microbatches, "],
+        GOOD, StageError,
+        ["batch is a scalar and has no microbatch axis", r"every leaf .* is \(num_microbatches, "],
         LOOP_LINE, ([W, W], np.float32(3)),
     ),
     "one leaf without": Case(
-        loop_over(lambda ws, mb: mb["x"].sum(), 1), StageError, [r"batch\['n'\] is a scalar", "close over values"],
+        loop_over(lambda ws, mb: mb["x"].sum(), 1), StageError,
+        [r"batch\['n'\] is a scalar", "close over values"],
         OTHER_LOOP_LINE, ([W], {"x": X, "n": 3}),
     ),
     "unequal leading sizes": Case(
@@ -163,26 +165,31 @@ BATCHES = {
     "the loss first": Case(
         loop_over(jax.value_and_grad(loss_fn)), TypeError,
         ["the function returns the loss first", r"gradients such as result\[1\]\[0\] \(float32\[4, 4\]\)",
-         r"  return grads, loss\n", r"  loss, grads = accumulate_grads\(..., reduce=\(Stack\(\), Sum\(\)\)\)\(batch\)"],
+         r"  return grads, loss\n",
+         r"  loss, grads = accumulate_grads\(..., reduce=\(Stack\(\), Sum\(\)\)\)\(batch\)"],
         OTHER_LOOP_LINE,
     ),
     "the loss and more first": Case(
         loop_over(jax.value_and_grad(lambda *a: (loss_fn(*a), a[1]), has_aux=True)), TypeError,
-        ["the function returns the loss first", r"  \(loss, aux\), grads = jax.val", r"return grads, \(loss, aux\)"],
+        ["the function returns the loss first", r"  \(loss, aux\), grads = jax.val",
+         r"return grads, \(loss, aux\)"],
         OTHER_LOOP_LINE,
     ),
     "a batch that is not cut": Case(
         step_of(num_microbatches=2), StageError,
-        [r"batch has shape \(8, 4\), which is 8 micro.*, but num_microbatches is 2", r"`batch.reshape\(2, 4, 4\)`"],
+        [r"batch has shape \(8, 4\), which is 8 micro.*, but num_microbatches is 2",
+         r"`batch.reshape\(2, 4, 4\)`"],
         LOOP_LINE, ([W, W], X.reshape(8, 4)),
     ),
     "a batch that cannot be cut": Case(
-        step_of(num_microbatches=3), StageError, ["its leading axis of 8 cannot be split into 3 of equal size"],
+        step_of(num_microbatches=3), StageError,
+        ["its leading axis of 8 cannot be split into 3 of equal size"],
         LOOP_LINE, ([W, W], X.reshape(8, 4)),
     ),
     "a transposed batch": Case(
         loop_over(lambda ws, mb: loss_fn(ws, mb["x"]), num_microbatches=2), StageError,
-        [r"batch\['x'\] has shape \(4, 2, 4\), which is 4", r"`jnp.moveaxis\(batch\['x'\], 1, 0\)` has that number"],
+        [r"batch\['x'\] has shape \(4, 2, 4\), which is 4",
+         r"`jnp.moveaxis\(batch\['x'\], 1, 0\)` has that number"],
         OTHER_LOOP_LINE, ([W, W], {"x": X}),
     ),
     "no number of microbatches": Case(
@@ -196,10 +203,12 @@ BATCHES = {
         ["reduce is not a tree prefix", r"\(\[\*, \*\], \*\)", r"\(Sum\(\), Sum\(\), Sum\(\)\)"], LOOP_LINE,
     ),
     "reduce that is no operator": Case(
-        step_of(reduce=(sum, jpp.Stack())), TypeError, ["reduce has <built-in function sum>", r"use Sum\(\)"], LOOP_LINE
+        step_of(reduce=(sum, jpp.Stack())), TypeError,
+        ["reduce has <built-in function sum>", r"use Sum\(\)"], LOOP_LINE
     ),
     "reduce that is a class": Case(
-        step_of(reduce=(jpp.Sum(), jpp.Mean)), TypeError, ["reduce has the class Mean; write Mean\\(\\)"], LOOP_LINE
+        step_of(reduce=(jpp.Sum(), jpp.Mean)), TypeError,
+        ["reduce has the class Mean; write Mean\\(\\)"], LOOP_LINE
     ),
     "reduce that misses a key": Case(
         loop_over(lambda ws, x: {"a": x.sum(), "b": x.sum()}, 1, reduce={"a": jpp.Sum()}), TypeError,
@@ -210,11 +219,13 @@ BATCHES = {
         ["result: ", "not int32", r"cast first, or use Sum\(\)"], OTHER_LOOP_LINE,
     ),
     "sum of booleans": Case(
-        loop_over(lambda ws, x: {"a": x > 0}, 1), TypeError, [r"result\['a'\]", "cast to int32", r"Max\(\) \(any\)"],
+        loop_over(lambda ws, x: {"a": x > 0}, 1), TypeError,
+        [r"result\['a'\]", "cast to int32", r"Max\(\) \(any\)"],
         OTHER_LOOP_LINE,
     ),
     "concat of scalars": Case(
-        loop_over(lambda ws, x: x.sum(), 1, reduce=jpp.Concat()), TypeError, [r"Concat\(axis=0\)", r"use Stack\(\)"],
+        loop_over(lambda ws, x: x.sum(), 1, reduce=jpp.Concat()), TypeError,
+        [r"Concat\(axis=0\)", r"use Stack\(\)"],
         OTHER_LOOP_LINE,
     ),
 }  # fmt: skip
@@ -232,22 +243,26 @@ TWO = ([W, W], X[:2])
 SCHEDULES = {
     "too many stages": Case(
         step_of(schedule=jpp.GPipe(3)), ScheduleError,
-        [r"GPipe\(num_stages=3\)", r"3 stages and the loop body 2 stages \(1 pipeline_yield\)", "make a schedule of 2"],
+        [r"GPipe\(num_stages=3\)", r"3 stages and the loop body 2 stages \(1 pipeline_yield\)",
+         "make a schedule of 2"],
         LOOP_LINE,
     ),
     "stages of two forwards": Case(
         step_of(lambda ws, x: loss_fn(ws, x) + loss_fn(ws, -x)), ScheduleError,
-        [r"2 stages and the loop body 3 stages \(2 pipeline_yields\)", "every call in the loop body ends a stage",
+        [r"2 stages and the loop body 3 stages \(2 pipeline_yields\)",
+         "every call in the loop body ends a stage",
          r"integration/test_user_errors.py:\d+ 'middle' \(2 calls\)"],
         LOOP_LINE,
     ),
     "too few stages": Case(
-        step_of(schedule=jpp.Std1F1B(1)), ScheduleError, ["1 stage and the loop body 2 stages", "make a schedule of 2"],
+        step_of(schedule=jpp.Std1F1B(1)), ScheduleError,
+        ["1 stage and the loop body 2 stages", "make a schedule of 2"],
         LOOP_LINE,
     ),
     "a task twice": Case(
         step_of(schedule=[both(0, 0) + both(0, 0), both(0, 1)]), ScheduleError,
-        [r"actor 0, step 2: fwd\(stage 0, mb 0\) is there twice \(first at actor 0, step 0\)", "run every task once",
+        [r"actor 0, step 2: fwd\(stage 0, mb 0\) is there twice \(first at actor 0, step 0\)",
+         "run every task once",
          r"\[0F0\]"],
         LOOP_LINE, ONE,
     ),
@@ -257,7 +272,8 @@ SCHEDULES = {
     ),
     "a task too early": Case(
         step_of(schedule=[both(0, 0)[::-1], both(0, 1)]), ScheduleError,
-        [r"actor 0, step 0: bwd\(stage 0, mb 0\) runs before fwd\(stage 0, mb 0\) \(step 1\)", "move .* ahead of it",
+        [r"actor 0, step 0: bwd\(stage 0, mb 0\) runs before fwd\(stage 0, mb 0\) \(step 1\)",
+         "move .* ahead of it",
          r"\[0B0\]  \[0F0\]"],
         LOOP_LINE, ONE,
     ),
@@ -277,10 +293,12 @@ SCHEDULES = {
         [r"fwd\(stage 0, mb 1\) is out of range", "0 to 0"], LOOP_LINE, ONE,
     ),
     "no schedule": Case(
-        step_of(schedule=3), ScheduleError, ["this is not a schedule", r"such as Std1F1B\(num_stages=2\)"], LOOP_LINE
+        step_of(schedule=3), ScheduleError,
+        ["this is not a schedule", r"such as Std1F1B\(num_stages=2\)"], LOOP_LINE
     ),
     "its class": Case(
-        step_of(schedule=jpp.Std1F1B), ScheduleError, ["a class, not a schedule", r"write Std1F1B\(num_stages=2\)"],
+        step_of(schedule=jpp.Std1F1B), ScheduleError,
+        ["a class, not a schedule", r"write Std1F1B\(num_stages=2\)"],
         LOOP_LINE,
     ),
 }  # fmt: skip
@@ -383,7 +401,8 @@ def foreign_code(ws, x):
 PROGRAMS = {
     "a later stage's value": Case(
         step_of(later_stage, jpp.GPipe(3)), StageError,
-        ["stage 1 needs the gradient of pipeline_yield", "backward pass of a later stage", "take this gradient"],
+        ["stage 1 needs the gradient of pipeline_yield", "backward pass of a later stage",
+         "take this gradient"],
         (later_stage, "made by stage 1"),
     ),
     "pipeline_yield in a cond": Case(
@@ -395,10 +414,12 @@ PROGRAMS = {
         (yield_in_while, "jax.lax.while_loop("),
     ),
     "accumulate_grads in a scan": Case(
-        loop_in_scan, Unsupported, ["accumulate_grads inside `scan`", "in Python"], (loop_in_scan, "jax.lax.scan(")
+        loop_in_scan, Unsupported,
+        ["accumulate_grads inside `scan`", "in Python"], (loop_in_scan, "jax.lax.scan(")
     ),
     "accumulate_grads in itself": Case(
-        loop_over(loop_in_loop), Unsupported, ["inside another accumulate_grads", "inner one as a Python loop"],
+        loop_over(loop_in_loop), Unsupported,
+        ["inside another accumulate_grads", "inner one as a Python loop"],
         (loop_in_loop, "jpp.accumulate_grads("),
     ),
     "a print in a scan": Case(
@@ -429,7 +450,8 @@ PROGRAMS = {
         (foreign_code, "jax.ffi.ffi_call("),
     ),
     "a callback": Case(
-        loop_over(calls_back), Unsupported, ["`pure_callback` in stage 0 runs Python on the host", "jax.debug.print"],
+        loop_over(calls_back), Unsupported,
+        ["`pure_callback` in stage 0 runs Python on the host", "jax.debug.print"],
         (calls_back, "jax.pure_callback("),
     ),
     "a pure callback in a scan": Case(
@@ -459,11 +481,13 @@ DISTRIBUTED_LINE = (run_case, "mesh.distributed(")
 
 SHARDINGS = {
     "in_shardings with an unknown axis": Case(
-        GOOD, ShardingError, [r"in_shardings of ws\[0\] names the axis 'model'", r"the mesh has \['data'\]", "correct"],
+        GOOD, ShardingError,
+        [r"in_shardings of ws\[0\] names the axis 'model'", r"the mesh has \['data'\]", "correct"],
         DISTRIBUTED_LINE, options={"in_shardings": (P("model"), None)}, mesh="data",
     ),
     "out_shardings with an unknown axis": Case(
-        GOOD, ShardingError, [r"out_shardings of result\[0\]\[1\] names the axis 'model'", "give spmd_mesh that axis"],
+        GOOD, ShardingError,
+        [r"out_shardings of result\[0\]\[1\] names the axis 'model'", "give spmd_mesh that axis"],
         DISTRIBUTED_LINE, options={"out_shardings": ([None, P("model")], None)}, mesh="data",
     ),
     "in_shardings on a mesh without axes": Case(
@@ -479,12 +503,14 @@ SHARDINGS = {
         DISTRIBUTED_LINE, options={"in_shardings": (3, None)}, mesh="data",
     ),
     "in_shardings that do not divide": Case(
-        GOOD, ShardingError, [r"in_shardings of batch: dimension 0 of shape \(3, 2, 4\) is not divisible by 2"],
+        GOOD, ShardingError,
+        [r"in_shardings of batch: dimension 0 of shape \(3, 2, 4\) is not divisible by 2"],
         DISTRIBUTED_LINE, ([W, W], X[:3]), options={"in_shardings": (None, P("data"))}, mesh="data",
     ),
     "in_shardings that split the microbatches": Case(
         GOOD, ShardingError,
-        [r"in_shardings of batch: \w+\('data',\) splits dimension 0, the microbatches", r"write \w+\(None, 'data'\)"],
+        [r"in_shardings of batch: \w+\('data',\) splits dimension 0, the microbatches",
+         r"write \w+\(None, 'data'\)"],
         DISTRIBUTED_LINE, options={"in_shardings": (None, P("data"))}, mesh="data",
     ),
     "in_shardings of too many dimensions": Case(
@@ -500,7 +526,8 @@ SHARDINGS = {
         (constrained, "with_sharding_constraint("),
     ),
     "shard with too many names": Case(
-        step_of(shard_too_long), ShardingError, ["3 names", "2 dimensions"], (shard_too_long, "jpp.shard("), mesh="data"
+        step_of(shard_too_long), ShardingError,
+        ["3 names", "2 dimensions"], (shard_too_long, "jpp.shard("), mesh="data"
     ),
 }  # fmt: skip
 
@@ -512,7 +539,8 @@ ARGUMENTS = {
         GOOD, ArrayError, [r"ws\[1\] is a ShapeDtypeStruct, which has no values", "pass an array"],
         args=([W, jax.ShapeDtypeStruct((4, 4), "float32")], X),
     ),
-    "text": Case(GOOD, TypeError, [r"step 'step': ws\[1\] is a str", "make the argument static"], args=([W, "w"], X)),
+    "text": Case(GOOD, TypeError, [r"step 'step': ws\[1\] is a str", "make the argument static"],
+                 args=([W, "w"], X)),
     "a function in a model": Case(
         GOOD, TypeError, [r"step 'step': ws\[1\] is a function, which JAX .*; pass a model's arrays only"],
         args=([W, inspect.getsource], X),
@@ -522,7 +550,8 @@ ARGUMENTS = {
         args=([np.array([None, 1]), W], X),
     ),
     "too few": Case(
-        GOOD, TypeError, [r"'step', called with 1: missing a required argument: 'batch'; it is step\(ws, batch\)"],
+        GOOD, TypeError,
+        [r"'step', called with 1: missing a required argument: 'batch'; it is step\(ws, batch\)"],
         args=([W, W],),
     ),
     "too many": Case(
@@ -534,7 +563,8 @@ ARGUMENTS = {
         options={"static_argnums": 0},
     ),
     "donating one that is not there": Case(
-        lambda *args: args[0], ValueError, ["'<lambda>' got 2 arguments, but donate_argnums names argument 5"],
+        lambda *args: args[0], ValueError,
+        ["'<lambda>' got 2 arguments, but donate_argnums names argument 5"],
         options={"donate_argnums": 5},
     ),
     "counting from the end": Case(
@@ -720,7 +750,8 @@ async def test_a_call_without_await_says_so_where_its_result_is_used(name, meshe
 
 async def test_a_loop_that_is_not_called_says_so_where_its_results_are_used(meshes):
     loop = jpp.accumulate_grads(jnp.sum, jpp.GPipe(1))
-    says = r"^.*integration/test_user_errors.py:\d+: accumulate_grads returns a function, and .*: call it with the batch, `accumul"
+    says = r"^.*integration/test_user_errors.py:\d+: accumulate_grads returns a function, and .*: "
+    says += "call it with the batch, `accumul"
     with pytest.raises(TypeError, match=says) as unpacked:
         _, _ = loop  # type: ignore[misc]
     with pytest.raises(TypeError, match=says) as indexed:
@@ -746,7 +777,8 @@ async def test_a_loop_that_is_not_called_says_so_where_its_results_are_used(mesh
     "batch", [{"x": X}, (X, X), X, [jnp.ones(3)]], ids=["dict", "tuple", "array", "list"]
 )
 def test_a_batch_in_the_schedules_place(batch):
-    says = rf"^.*py:\d+: argument 2 of accumulate_grads is a {type(batch).__name__}, not a schedule; write `accum"
+    says = rf"^.*py:\d+: argument 2 of accumulate_grads is a {type(batch).__name__}, not a schedule; "
+    says += "write `accum"
     with pytest.raises(TypeError, match=says) as caught:
         jpp.accumulate_grads(jnp.sum, batch)
     assert caught.traceback[-1].path == Path(__file__)

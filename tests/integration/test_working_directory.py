@@ -64,7 +64,8 @@ def test_actors_do_not_import_from_it_and_their_hook_comes_from_the_scripts_fold
     (folder / "hook.py").write_text(HOOK)
     (folder / "neighbour.py").write_text("")
     done = subprocess.run(
-        [sys.executable, "-P", "train.py"], cwd=folder, env=environment(), capture_output=True, text=True, timeout=60,
+        [sys.executable, "-P", "train.py"], cwd=folder, env=environment(),
+        capture_output=True, text=True, timeout=60,
         check=False,
     )  # fmt: skip
     assert (done.stdout, ran(folder)) == ("2.0\n", []), done.stderr

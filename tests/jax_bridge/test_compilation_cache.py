@@ -32,7 +32,8 @@ MODEL = mlp(2)
 
 
 async def test_a_folder_that_cannot_be_is_named():
-    said = r"^actor 0 .*: compilation_cache='/proc/x': host .* has no such folder, and it cannot be made \(No such"
+    said = r"^actor 0 .*: compilation_cache='/proc/x': host .* has no such folder, "
+    said += r"and it cannot be made \(No such"
     with pytest.raises(MeshError, match=said):
         async with jpp.RemoteMesh(1, compilation_cache="/proc/x"):
             raise AssertionError("it has started")
@@ -260,7 +261,7 @@ async def test_an_actor_says_that_its_cache_is_refused(home):
 
 
 def test_an_entry_is_never_seen_half_written(tmp_path, monkeypatch):
-    """Actors that compile the same program at once share the folder, and one of them may be killed meanwhile."""
+    """Actors that compile one program at once share the folder, and one of them may be killed meanwhile."""
     jax_config.write_cache_whole()
     writer, reader = (LRUCache(str(tmp_path), max_size=-1) for _ in range(2))
     entry = bytes(1 << 20)

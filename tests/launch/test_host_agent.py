@@ -58,7 +58,7 @@ def test_what_is_no_order_ends_the_agent_without_quoting_it(capfd):
     agent, code = run_agent(b'["StartActor", ["a-secret"]]\n')
     assert (agent.obeyed, code) == ([], ExitCode.CONFIG)
     said = capfd.readouterr().err
-    assert said.endswith("is run by a mesh, not by hand: no message of a keeper (ProtocolError)\n")
+    assert said.endswith("is run by a mesh, not by hand: no message of a host agent (ProtocolError)\n")
     assert "a-secret" not in said
 
 

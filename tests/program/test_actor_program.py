@@ -176,7 +176,7 @@ def test_parsing_is_fast():
     )
     text = format_program(program)
     best = min(_seconds(parse_program, text) for _ in range(3))
-    # 30 ms where it was written; the bound leaves room for a loaded machine.
+    # 30 ms where it was written; the bound allows for a loaded machine.
     assert best < 0.3, f"{best:.3f} s for {text.count(chr(10))} lines"
 
 

@@ -47,7 +47,7 @@ class Campaign:
         self._bombs = bombs()
 
     def run(self, start: int, stop: int) -> Tally:
-        """Run the trials from `start` up to `stop`; raises `Broken` with the number of the first that fails."""
+        """Run the trials from `start` up to `stop`; raise `Broken` with the number of the first failure."""
         tally = Tally()
         for number in range(start, stop):
             began_s = time.process_time()

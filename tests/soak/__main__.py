@@ -53,7 +53,7 @@ CONSOLE = Console(width=110)
 
 
 class Listener(logging.Handler):
-    """Keeps what was logged last, and what asyncio had to complain of, also in the actors; counts restarts."""
+    """Keep what was logged last, and asyncio's complaints, also those of actors; count restarts."""
 
     def __init__(self, tally: Tally) -> None:
         super().__init__(logging.INFO)

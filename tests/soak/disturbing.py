@@ -63,7 +63,7 @@ class Tally:
 class Disturber:
     """Disturbs one mesh.
 
-    Two actors lost at once may be more than the copies in their neighbours' memory can mend, so what is
+    Two actors lost at once may be more than the replicas in their peers' memory can mend, so what is
     lethal waits until the mesh has recovered and copied its state; everything else may happen at any time.
 
     Args:

@@ -35,7 +35,7 @@ class SoakFailure(Exception):
 
 
 def make_step(num_stages: int) -> tuple[models.Model, Any]:
-    """A model, and a training step with all that a state may hold: parameters, momentum, a key and a counter."""
+    """A model, and a training step whose state has all kinds: parameters, momentum, a key and a counter."""
     model = models.mlp(num_stages)
 
     def step(state: Any, batch: Any) -> Any:

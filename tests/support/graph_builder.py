@@ -1,4 +1,4 @@
-"""graph_builder: task graphs made by hand for tests, and an interpreter of programs over plain Python values."""
+"""Make task graphs by hand for tests, and interpret programs over plain Python values."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class _Machine:
 
 
 def interpret(programs: Sequence[ActorProgram], seed: int) -> dict[tuple[ActorId, int], int]:
-    """(actor, result) to value, by running the programs interleaved at random. Fails on leaks and deadlocks."""
+    """Run the programs interleaved at random; return (actor, result) to value. Leaks and deadlocks fail."""
     pick, wires = random.Random(seed), {}
     machines = [_Machine(p, wires) for p in programs]
     while running := [m for m in machines if not m.done]:

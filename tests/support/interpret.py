@@ -221,7 +221,8 @@ class _Actor:
 
     def _fail(self, message: str) -> None:
         raise InterpreterError(
-            f"actor {self.program.actor}, instruction {self.at}, {self.program.instructions[self.at]}: {message}"
+            f"actor {self.program.actor}, instruction {self.at}, "
+            f"{self.program.instructions[self.at]}: {message}"
         )
 
     def _read(self, b: BufferId) -> jax.Array:

@@ -36,7 +36,7 @@ class _SiblingError(Exception):
 
 
 async def interrupted(operation: Callable[[], Awaitable[Any]], point: Point) -> bool:
-    """Run an operation and cancel it at `point`; whether it came to that wait (it may end well all the same)."""
+    """Run an operation, cancel it at `point`, and return whether it came to that wait."""
     wait = _Wait(point)
     task = asyncio.get_running_loop().create_task(_HOW[point.way](operation, wait), name=f"{operation}")
     await asyncio.wait([task])

@@ -43,7 +43,7 @@ def skip_reason(target: str = "make test-net") -> str | None:
     """Why what needs namespaces cannot run here; None if it can.
 
     Args:
-        target: what makes a room for them and runs it there.
+        target: the command that makes a namespace for a program and runs it there.
     """
     if not os.environ.get("JAXPP_TEST_NET"):
         return f"needs network namespaces: run `{target}`"
@@ -171,7 +171,8 @@ class Network:
         first = sshds[0].folder
         (first / "all_known_hosts").write_text(known)
         (first / "all_config").write_text(
-            f"UserKnownHostsFile {first}/all_known_hosts\nGlobalKnownHostsFile /dev/null\nIdentitiesOnly yes\n{keys}"
+            f"UserKnownHostsFile {first}/all_known_hosts\nGlobalKnownHostsFile /dev/null\n"
+            f"IdentitiesOnly yes\n{keys}"
         )
         return ["-F", str(first / "all_config")]
 
@@ -310,7 +311,7 @@ def present() -> set[str]:
 
 
 def remove_runs(runs: set[int]) -> None:
-    """End the processes of these runs on their hosts, and remove their namespaces, and with them the links."""
+    """End the processes of these runs on their hosts, and remove their namespaces with the links."""
     for process, pid in _marked():
         if pid in runs:
             with contextlib.suppress(psutil.Error):  # it has ended

@@ -51,7 +51,7 @@ def staged(fn: Any, *args: Any) -> StagedLoop:
 
 
 def cross_task_values(staged: StagedLoop) -> dict[TaskKey, tuple[list[int], list[int]]]:
-    """For each task, the values it takes from other tasks and those it makes for them, in order of first use."""
+    """Return for each task the values it takes from other tasks and those it makes for them, by first use."""
     made_by: dict[int, TaskKey] = {}
     for key, task in staged.tasks.items():
         for v in task.made:

@@ -1,4 +1,4 @@
-"""Cases: how stages are connected: skips, branches, towers, shared constants, what each takes of the batch."""
+"""Cases of connected stages: skips, branches, towers, shared constants, what each takes of the batch."""
 
 from __future__ import annotations
 

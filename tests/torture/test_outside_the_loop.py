@@ -404,7 +404,7 @@ def test_a_tied_parameter_is_cast_on_each_of_its_homes():
 
 
 def preprocessed(params, batch):
-    """Normalised with statistics of the whole batch, labels one-hot, cut into microbatches inside the step."""
+    """Normalise by statistics of the whole batch, labels one-hot, and cut microbatches inside the step."""
     x = batch["x"].astype(jnp.float32)
     x = (x - jnp.mean(x)) / jnp.std(x)
     y = jax.nn.one_hot(batch["y"], WIDTH)

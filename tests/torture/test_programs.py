@@ -1,4 +1,4 @@
-"""Every case of the suite equals plain `jax.jit`, under every schedule of the list; some on real actors too."""
+"""Every case of the suite equals plain `jax.jit` under every listed schedule; some on real actors too."""
 
 from __future__ import annotations
 

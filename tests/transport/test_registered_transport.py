@@ -1,4 +1,4 @@
-"""The registry of transports (`transport/registry.py`): names, capabilities, and a transport that is not of the package."""
+"""The registry of transports: names, capabilities, and a transport from outside the package."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_the_transports_of_one_inline_mesh_reach_each_other_and_no_others(
 
 
 def test_only_an_ordered_transport_needs_another_for_host_values():
-    """GPU memory that moves in a program's order cannot carry what has no order, on processes without a GPU."""
+    """A transport of GPU memory in a program's order carries no host values, which have no order."""
     for name, kind in TRANSPORTS.items():
         assert kind.ordered == (kind.host_transport is not None), name
         if kind.host_transport is not None:

@@ -59,7 +59,7 @@ class Message:
 
     Attributes:
         sequence: of its tag.
-        sent_bytes, expected_bytes: what goes out, and what the receive has room for.
+        sent_bytes, expected_bytes: what is sent, and the size of the receive buffer.
         start: where what goes out begins in the sender's data.
         is_overwritten: the sender puts other data into the memory as soon as the send has ended.
         in_block: it is received into shared memory, as actors do it.
@@ -159,7 +159,7 @@ def _draw_message(rng: random.Random, wrong: float, all_direct: bool) -> Message
     size = rng.choice(sizes)
     expected = rng.choice(sizes) if rng.random() < wrong else size
     if size == RTS_BYTES > expected:
-        # Cut short, a message of a header's size is taken for the header of one that follows under its tag, if that
+        # Cut short, a message of a header's size is taken for the header of the next one of its tag, if that
         # was announced already: which is let go of then, and its own receive waits for ever.
         expected = size
     return Message(

@@ -115,7 +115,7 @@ class Trio:
             transport.epoch = self._epoch
         addresses = {peer: transport.address for peer, transport in self._transports.items()}
         for who, whom in PAIRS:
-            # As transports' own tests do it: whose memory cannot be opened is taken for a peer on another host.
+            # As in transports' own tests: a peer whose memory cannot be opened is taken for one elsewhere.
             blind = mock.patch.object(shared_memory.LocalPeer, "from_ticket", lambda ticket: None)
             with blind if (who, whom) in unseen else nullcontext():
                 await self._transports[who].connect(whom, addresses[whom])

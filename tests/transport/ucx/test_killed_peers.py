@@ -26,7 +26,7 @@ if importlib.util.find_spec("ucxx") is None:
     pytest.skip("UCX tests need the package ucxx", allow_module_level=True)
 
 ANNOUNCED = 2 * PIECE_BYTES + MIN_ONE_COPY_BYTES
-"""Written in three pieces, where the receive says; what has `MIN_ONE_COPY_BYTES`, in one, where it was offered."""
+"""A message that is written in three pieces; one of `MIN_ONE_COPY_BYTES` is written in one."""
 
 
 @pytest.fixture

@@ -165,7 +165,7 @@ def own_abstract_sockets() -> set[str]:
 
 @pytest.mark.skipif(not shares_memory(), reason="needs shared memory")
 async def test_strangers_datagrams_to_the_socket_that_wakes_a_worker_end_nothing():
-    """An empty one, from any user of this machine, ended driver and actors: UCX takes it for an end of file."""
+    """An empty one from any local user once ended driver and actors: UCX takes it for an end of file."""
     before = own_abstract_sockets()
     a, b = UCXTransport(0, network=Network(())), UCXTransport(1, network=Network(()))
     await join(a, b)

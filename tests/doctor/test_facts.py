@@ -1,11 +1,10 @@
-"""Direct tests of how many processes each host gets."""
+"""Tests of how many processes each host gets."""
 
 from __future__ import annotations
 
 import pytest
 
-from jaxpp_async.doctor.facts import Asked, Examination, HostReport
-from jaxpp_async.doctor.process_slots import ProcessSlots, find_process_slots
+from jaxpp_async.doctor.facts import Asked, Examination, HostReport, ProcessSlots, find_process_slots
 from jaxpp_async.errors import MeshError
 
 HERE = HostReport("here", slots=3)
@@ -17,9 +16,9 @@ def found(*slots: int, **asked) -> Examination:
 
 
 @pytest.mark.parametrize(
-    ("slots", "asked", "room"),
+    ("slots", "asked", "expected"),
     [
-        ((2, 1), {}, ProcessSlots((2, 1), 1, 1)),  # as many as there is room for
+        ((2, 1), {}, ProcessSlots((2, 1), 1, 1)),  # as many as have a slot
         ((2, 2), {"num_actors": 3}, ProcessSlots((2, 1), 1, 1)),
         ((4, 4), {"devices_per_actor": 2}, ProcessSlots((2, 2), 1, 2, slots_each=2)),
         ((4, 4), {"devices_per_actor": 8}, ProcessSlots((1, 1), 2, 4, slots_each=4)),  # one actor over both
@@ -39,8 +38,8 @@ def found(*slots: int, **asked) -> Examination:
         ),
     ],
 )
-def test_hosts_are_filled_in_order_as_a_launcher_would(slots, asked, room):
-    assert find_process_slots(found(*slots, **asked)) == room
+def test_hosts_are_filled_in_order_as_a_launcher_would(slots, asked, expected):
+    assert find_process_slots(found(*slots, **asked)) == expected
 
 
 def test_on_this_machine_alone_slots_are_actors():
