@@ -236,7 +236,7 @@ async def test_the_secret_is_in_no_argv_environment_or_output(job):
     no_secret_in(job.secret, [repr(thing) for thing in things], "repr")
 
 
-async def test_the_secret_is_in_no_argv_environment_or_output_of_a_keeper():
+async def test_the_secret_is_in_no_argv_environment_or_output_of_a_host_agent():
     printed: list[str] = []
     reach = CommandReach(lambda placement, host_agent: ["sh", "-c", 'exec "$@"', "sh", *host_agent])
     options: Any = {"control_address": "127.0.0.1", "settings": Settings(env={"PYTHONPATH": HERE})}

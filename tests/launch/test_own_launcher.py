@@ -409,5 +409,5 @@ def test_lines_that_are_no_orders(line):
 
 def test_a_banner_is_no_record():
     assert kp.read_record("Welcome to n1") is None and kp.read_record("") is None
-    with pytest.raises(ValueError, match="no message of a keeper"):
+    with pytest.raises(ValueError, match="no message of a host agent"):
         kp.read_record(RECORD + "{}")
