@@ -114,13 +114,13 @@ def test_nccl_meets_its_peers_on_the_same_interface(monkeypatch):
 # ---------------------------------------------------------------- several contexts in one process
 
 
-async def test_a_process_holds_planes_that_listen_beside_planes_that_do_not():
+async def test_a_process_holds_transports_that_listen_beside_transports_that_do_not():
     before = listening_sockets()
     local = pair(())
     assert listening_sockets() == before
-    assert [hosts_of(plane.address) for plane in local] == [(), ()]
+    assert [hosts_of(transport.address) for transport in local] == [(), ()]
     remote = pair(LOOPBACK)
-    assert [hosts_of(plane.address) for plane in remote] == [LOOPBACK, LOOPBACK]
+    assert [hosts_of(transport.address) for transport in remote] == [LOOPBACK, LOOPBACK]
     assert {one.address for one in listening_sockets() - before} == {"127.0.0.1"}
     for epoch in (0, 1):
         for both in (local, remote):
@@ -128,12 +128,12 @@ async def test_a_process_holds_planes_that_listen_beside_planes_that_do_not():
         for size in (8, 1 << 20):
             await asyncio.gather(transfer(*local, size, 1, epoch), transfer(*remote, size, 2, epoch))
         for both in (local, remote):
-            await within(*(plane.abort() for plane in both))
-    await within(*(plane.aclose() for plane in remote))
+            await within(*(transport.abort() for transport in both))
+    await within(*(transport.aclose() for transport in remote))
     assert listening_sockets() == before, "closing frees the context, and its sockets"
     await join(*local)
     await transfer(*local, 1 << 20, 3)
-    await within(*(plane.aclose() for plane in local))
+    await within(*(transport.aclose() for transport in local))
 
 
 # ---------------------------------------------------------------- hosts: the interface, and who comes in
@@ -174,13 +174,13 @@ async def test_peers_come_in_when_they_are_let_in_and_strangers_never(monkeypatc
     transports = pair((address,))
     place = next((one.address, one.port) for one in transports[0]._listening)
     assert place[0] == address
-    assert [one.address for plane in transports for one in plane._listening] == [address, address]
+    assert [one.address for transport in transports for one in transport._listening] == [address, address]
     with socket.socket() as stranger:  # from this machine's own address: it is the mesh's, later
         stranger.settimeout(0.2)
         with pytest.raises(TimeoutError):
             stranger.connect(place)
-    for plane in transports:
-        plane.admit([other.address for other in transports])
+    for transport in transports:
+        transport.admit([other.address for other in transports])
     await join(*transports)
     await transfer(*transports, 1 << 20, 1)
     with socket.socket() as stranger:
@@ -188,7 +188,7 @@ async def test_peers_come_in_when_they_are_let_in_and_strangers_never(monkeypatc
         stranger.bind(("127.0.0.1", 0))
         with pytest.raises(OSError):
             stranger.connect(place)
-    await within(*(plane.aclose() for plane in transports))
+    await within(*(transport.aclose() for transport in transports))
 
 
 @pytest.mark.skipif(not own_addresses(), reason="this machine has no network")
@@ -198,11 +198,11 @@ async def test_a_kernel_that_shuts_no_sockets_is_said(monkeypatch, caplog):
 
     monkeypatch.setattr(network_module, "_require_signature", refuse)
     with caplog.at_level(logging.WARNING, "jaxpp_async"):
-        plane = UCXTransport(0, network=Network((own_addresses()[0],)))
+        transport = UCXTransport(0, network=Network((own_addresses()[0],)))
     assert "does not let this process refuse strangers' connections (" in caplog.text
     assert f"keep them from {own_addresses()[0]}:" in caplog.text
-    plane.admit([])
-    await plane.aclose()
+    transport.admit([])
+    await transport.aclose()
 
 
 @pytest.mark.skipif(not own_addresses(), reason="this machine has no network")
@@ -212,9 +212,9 @@ async def test_a_stranger_who_connects_before_the_filter_is_there_gets_nothing(m
     monkeypatch.setattr(
         network_module.AddressFilter, "has_connections", lambda self: seen.append(1) or len(seen) < 3
     )
-    plane = UCXTransport(0, network=Network((own_addresses()[0],)))
+    transport = UCXTransport(0, network=Network((own_addresses()[0],)))
     assert len(seen) == 3
-    await plane.aclose()
+    await transport.aclose()
     seen.clear()
     monkeypatch.setattr(network_module.AddressFilter, "has_connections", lambda self: True)
     before = listening_sockets()
@@ -224,11 +224,11 @@ async def test_a_stranger_who_connects_before_the_filter_is_there_gets_nothing(m
 
 
 async def test_an_address_of_nobody_is_said_and_listens_everywhere(caplog):
-    plane = UCXTransport(0, network=Network(("192.0.2.77",)))
+    transport = UCXTransport(0, network=Network(("192.0.2.77",)))
     assert (
         "no network interface here has the address 192.0.2.77, by which the others reach this" in caplog.text
     )
-    await plane.aclose()
+    await transport.aclose()
 
 
 # ---------------------------------------------------------------- descriptors
@@ -249,7 +249,8 @@ def few_descriptors():
 def test_descriptors_are_counted(few_descriptors):
     few_descriptors(20)
     check_descriptors(20, "this")
-    says = r"^this takes about 21 file descriptors, and this process on host \S+ has 20 left: it uses \d+ of \d+; raise"
+    says = r"^this takes about 21 file descriptors, and this process on host \S+ has 20 left: "
+    says += r"it uses \d+ of \d+; raise"
     with pytest.raises(MeshError, match=says + r".*`ulimit -n 1024`"):
         check_descriptors(21, "this")
 
@@ -332,7 +333,8 @@ async def test_without_dev_shm_files_elsewhere_are_shared(monkeypatch, tmp_path,
 
 async def test_where_nothing_can_be_shared_a_local_mesh_says_what_to_do(monkeypatch):
     monkeypatch.setattr(context, "_unfit", lambda folder: f"{folder} has 4 KiB left, and UCX wants 16 MiB")
-    says = r"exchange data in shared memory, and there is none to be had: /dev/shm has 4 KiB left.*interface='lo'"
+    says = r"exchange data in shared memory, and there is none to be had: /dev/shm has 4 KiB left"
+    says += ".*interface='lo'"
     with pytest.raises(MeshError, match=says):
         UCXTransport(0, network=Network(()))
     a = UCXTransport(0, network=Network(LOOPBACK))

@@ -164,7 +164,7 @@ def own_abstract_sockets() -> set[str]:
 
 @pytest.mark.skipif(not shares_memory(), reason="needs shared memory")
 async def test_strangers_datagrams_to_the_socket_that_wakes_a_worker_end_nothing():
-    """An empty one, from any user of the machine, ended driver and actors: UCX takes it for an end of file."""
+    """An empty one, from any user of the machine, ended the mesh: UCX takes it for an end of file."""
     before = own_abstract_sockets()
     a, b = UCXTransport(0, network=Network(())), UCXTransport(1, network=Network(()))
     await join(a, b)
@@ -357,7 +357,7 @@ async def test_a_peer_killed_in_the_middle_of_a_large_transfer(make_transport):
         assert np.array_equal(sent, got)
 
 
-# ---------------------------------------------------------------- direct messages
+# ---------------------------------------------------------------- one copy
 
 
 class BlockReceives(UCXTransport):
@@ -509,7 +509,7 @@ async def test_one_side_alone_sees_the_other(make_transport, monkeypatch, blind)
 
 
 async def test_short_receives_let_every_sender_go(make_transport):
-    """The header lies nowhere then; each sender counts from one, and one tag goes to several peers."""
+    """The RTS lies nowhere then; each sender counts from one, and one tag goes to several peers."""
     a, b, c = await make_transport(0), await make_transport(1), await make_transport(2)
     for other in (b, c):
         await join(a, other)
@@ -550,8 +550,8 @@ async def test_blocks_of_another_size_are_not_written(make_transport, monkeypatc
     await within(b.abort(0), a.abort(1))
 
 
-@pytest.mark.parametrize("answer", [b"", b"\0", bytes([3]) + bytes(28), bytes([255]) + bytes(28)])
-async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch, answer):
+@pytest.mark.parametrize("cts", [b"", b"\0", bytes([3]) + bytes(28), bytes([255]) + bytes(28)])
+async def test_a_cts_that_makes_no_sense_fails_the_send(make_transport, monkeypatch, cts):
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
     monkeypatch.setattr(b._one_copy.receiver, "_ring", None)  # nothing is offered ahead
@@ -559,8 +559,8 @@ async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch
 
     def post_own_send(link, memory, own_tag, transfer):
         is_cts = memory.size_bytes == one_copy.CTS.size
-        said = one_copy.memory_with(len(answer), answer) if is_cts else memory
-        return post(link, said, own_tag, transfer)
+        sent = one_copy.memory_with(len(cts), cts) if is_cts else memory
+        return post(link, sent, own_tag, transfer)
 
     monkeypatch.setattr(b, "post_own_send", post_own_send)
     receive, send = b.recv(SharedBlock(LARGE), 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
@@ -569,16 +569,16 @@ async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch
     await within(b.abort(0), asyncio.gather(receive, return_exceptions=True))
 
 
-@pytest.mark.parametrize("end", [b"", b"\0", b"\3", b"\1\1", bytes(61)])
-async def test_ends_without_a_sense_fail_the_receive(make_transport, monkeypatch, end):
+@pytest.mark.parametrize("fin", [b"", b"\0", b"\3", b"\1\1", bytes(61)])
+async def test_a_fin_that_makes_no_sense_fails_the_receive(make_transport, monkeypatch, fin):
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
     monkeypatch.setattr(b._one_copy.receiver, "_ring", None)  # nothing is offered ahead
     post = a._one_copy.sender._carrier.post_own_send
 
     def post_own_send(link, memory, own_tag, transfer):
-        said = memory if memory.size_bytes != 1 else memory_of(np.frombuffer(end, np.uint8), writable=False)
-        return post(link, said, own_tag, transfer)
+        sent = memory if memory.size_bytes != 1 else memory_of(np.frombuffer(fin, np.uint8), writable=False)
+        return post(link, sent, own_tag, transfer)
 
     monkeypatch.setattr(a, "post_own_send", post_own_send)
     block = SharedBlock(LARGE)
