@@ -114,6 +114,17 @@ def test_a_spin_does_not_hold_up_the_next_step(loop_spin):
     assert loop.run(5) == 5
 
 
+def test_a_wait_that_a_step_interrupts_does_not_count_for_the_next_one(loop_spin):
+    loop_spin, loop, actor = loop_spin
+    loop_spin.begin()
+    assert loop.run(2) == 2
+    actor.is_idle = False
+    assert loop.run(1000) == 1
+    actor.is_idle = True
+    loop_spin.begin()
+    assert loop.run(5) == 5
+
+
 @pytest.mark.parametrize(
     ("cores", "hosts", "is_spare"),
     [
