@@ -6,5 +6,6 @@ install_hints     names the commands that install what is missing, and the pages
 private_folder    makes folders that only their user can write
 descriptors       counts descriptors, and keeps them from child processes
 printable         makes text printable
+spinning          keeps a process awake for a moment where a message is expected
 frozen            makes dataclasses that are cheap to create
 """

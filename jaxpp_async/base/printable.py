@@ -46,8 +46,7 @@ class ErrorInWords(Exception):
 
 
 def in_words(error: BaseException) -> ErrorInWords:
-    """Put an error into words, so that it can be kept without its frames. An error in words stays as it is.
-    """
+    """Put an error into words, to be kept without its frames; an `ErrorInWords` stays as it is."""
     if isinstance(error, ErrorInWords):
         return error
     kind = type(error)

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxpp_async.base.events import EventLog
 from jaxpp_async.base.install_hints import page
+from jaxpp_async.base.spinning import LoopSpin, has_spare_core
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.deploy import Deployment, LinkSetup, LoadedPrograms
 from jaxpp_async.controller.error_messages import abandoned
@@ -51,7 +52,6 @@ from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId
 from jaxpp_async.protocol.actor_info import ActorInfo, Topology
 from jaxpp_async.protocol.clocks import OUR_CLOCK, Clock
-from jaxpp_async.protocol.loop_spin import LoopSpin, has_spare_core
 from jaxpp_async.protocol.messages import (
     ArrayId,
     Done,

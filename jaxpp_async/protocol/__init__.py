@@ -9,6 +9,5 @@ line_protocol    exchanges messages as lines with a program over its stdin and s
 parent_watch     ends an actor process when its controller is gone, and defines leases and exit codes
 clocks           compares the clocks of processes, and counts the time in which a process was awake
 log_forwarding   carries log records from actors to the controller
-loop_spin        keeps an event loop awake for a moment where a message is expected
 task_group       owns asyncio tasks and limits how long something may take
 """

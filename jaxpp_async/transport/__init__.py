@@ -7,5 +7,4 @@ ucx/             a transport between processes, over UCX
 nccl/            a transport between GPUs, over NCCL, in a program's order
 network          on which addresses a process listens, and which peers may connect
 shared_memory    memory that two processes of one host map
-adaptive_spin    how long to look for messages before sleeping
 """

@@ -20,9 +20,9 @@ from jaxpp_async.actors import host_values, loaded_program, receive_buffers, sha
 from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.loaded_program import LoadedTask
 from jaxpp_async.actors.setup import ComputeThread
+from jaxpp_async.base.spinning import LoopSpin
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.protocol.frames import FrameKey
-from jaxpp_async.protocol.loop_spin import LoopSpin
 from jaxpp_async.transport.memory import MemoryTransport
 
 

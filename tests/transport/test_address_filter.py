@@ -117,7 +117,7 @@ def whole_of(nets):
     return {net for net in nets if not any(net != other and net.subnet_of(other) for other in nets)}
 
 
-def test_where_there_is_no_room_for_so_many_ranges_neighbours_are_let_in_too(monkeypatch):
+def test_where_the_kernel_has_no_memory_for_all_ranges_adjacent_addresses_are_admitted_too(monkeypatch):
     """A kernel has some 20 KiB for a socket's options, and each range takes a part of it."""
     sign, present = network._require_signature, set()
 

@@ -1,5 +1,5 @@
 """Where a mesh listens: nowhere, if all of it is on this machine. And what a process may lack for the data
-transport.
+plane.
 
 Hosts of their own: `integration/test_network_faults.py`.
 """
@@ -114,7 +114,7 @@ def test_nccl_meets_its_peers_on_the_same_interface(monkeypatch):
 # ---------------------------------------------------------------- several contexts in one process
 
 
-async def test_a_process_has_transports_that_listen_beside_some_that_do_not():
+async def test_a_process_holds_transports_that_listen_beside_transports_that_do_not():
     before = listening_sockets()
     local = pair(())
     assert listening_sockets() == before
@@ -333,8 +333,8 @@ async def test_without_dev_shm_files_elsewhere_are_shared(monkeypatch, tmp_path,
 
 async def test_where_nothing_can_be_shared_a_local_mesh_says_what_to_do(monkeypatch):
     monkeypatch.setattr(context, "_unfit", lambda folder: f"{folder} has 4 KiB left, and UCX wants 16 MiB")
-    says = r"exchange data in shared memory, and there is none to be had: "
-    says += r"/dev/shm has 4 KiB left.*interface='lo'"
+    says = r"exchange data in shared memory, and there is none to be had: /dev/shm has 4 KiB left"
+    says += ".*interface='lo'"
     with pytest.raises(MeshError, match=says):
         UCXTransport(0, network=Network(()))
     a = UCXTransport(0, network=Network(LOOPBACK))

@@ -1,9 +1,9 @@
 """Put UCX transports through random rounds of transfers and aborts, from a fresh seed: `make fuzz-transport`.
 
-Three transports in one process: offers and direct messages, wrong sizes, cancelled receives, aborts and
-    closings in the
-middle. Exit status 1, the seed and the round if something is not right. The same seed performs the same
-rounds again, `--only N` one of them again and again; what falls together in time is another each time.
+Three transports in one process: offers, messages of one copy, wrong sizes, cancelled receives, and aborts and
+closings in the middle. If something is wrong, the command prints the seed and the round and exits with
+status 1. The same seed performs the same rounds again, `--only N` performs one of them again and again; only
+their timing differs each time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""memory_apart: sizes in, memory that shares no page with any other out. Knows no transport.
+"""Give each transfer of the fuzzer memory that shares no page with any other.
 
 Two transports of one process whose transfers are in the same region of UCX's registration cache hold each
 other's aborts up (DESIGN.md, 9). Between processes, as actors are, there is nothing of that: so what is tried

@@ -1,7 +1,6 @@
-"""performing: a seed and numbers of rounds in, those rounds performed, and what came of them out.
+"""Perform rounds of the fuzzer from a seed, and count what has happened.
 
-Some of what a seed means concerns all of its rounds: which event loop they run on, and how soon offers are
-    overwritten
+A seed also decides for all of its rounds on which event loop they run, and how soon offers are overwritten
 and forgotten.
 """
 

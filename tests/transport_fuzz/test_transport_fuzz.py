@@ -19,10 +19,10 @@ if importlib.util.find_spec("ucxx") is None:
 
 
 def quiet(number: int, tally: Counter[str]) -> None:
-    """Says nothing."""
+    """Print nothing, where the command prints its progress."""
 
 
-def test_rounds():
+def test_rounds_deliver_offer_refuse_cancel_and_abort():
     tally = Counter()
     for seed in range(4):
         tally += perform(seed, range(3), quiet)
@@ -36,7 +36,7 @@ def test_a_seed_has_the_same_rounds_each_time():
     assert len({astuple(round_of(5, number)) for number in range(50)}) == 50
 
 
-def test_what_is_wrong_is_found_and_named(monkeypatch):
+def test_a_message_that_lacks_bytes_is_found_and_named(monkeypatch):
     move = ctypes.memmove
     monkeypatch.setattr(
         ctypes, "memmove", lambda to, of, size: move(to, of, max(size - MIN_ONE_COPY_BYTES // 2, 0))

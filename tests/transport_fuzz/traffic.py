@@ -1,5 +1,4 @@
-"""traffic: random numbers in, what three transports do in one round out. Draws only: touches no transport, no
-clock.
+"""Draw what three transports do in one round of the fuzzer. The drawing touches no transport and no clock.
 
 A round depends on its numbers alone, so that it is the same wherever it is performed; how its parts fall
 together in time is not in it.
@@ -28,10 +27,10 @@ SIZES = (
     ),
     *(MIN_RTS_BYTES - 1, MIN_RTS_BYTES, MIN_RTS_BYTES + 1, 2 * PIECE_BYTES + MIN_ONE_COPY_BYTES),
 )
-"""On both sides of every threshold: of UCX's own protocols, of what is offered, of what is announced by a
-header."""
+"""On both sides of every threshold: of UCX's own protocols, of what is offered, of what is announced by an
+RTS."""
 
-_DIRECT_SIZES = tuple(size for size in SIZES if size <= RTS_BYTES or size >= MIN_RTS_BYTES)
+_WRITTEN_SIZES = tuple(size for size in SIZES if size <= RTS_BYTES or size >= MIN_RTS_BYTES)
 """What within a host is never a large message of UCX's own, if it is received into a block."""
 
 FURTHEST_START = 2 * MIN_ONE_COPY_BYTES
@@ -59,7 +58,7 @@ class Message:
 
     Attributes:
         sequence: of its tag.
-        sent_bytes, expected_bytes: what is sent, and the size of the receive buffer.
+        sent_bytes, expected_bytes: what goes out, and what the receive has room for.
         start: where what goes out begins in the sender's data.
         is_overwritten: the sender puts other data into the memory as soon as the send has ended.
         in_block: it is received into shared memory, as actors do it.
@@ -130,12 +129,12 @@ def draw_round(rng: random.Random) -> Round:
     # Through shared memory, who closes in the middle of UCX's own large messages both ways may leave the
     # other one's abort without an end (UCX 1.21 keeps receives whose sender's worker is gone; not so over
     # TCP). So closings come after all aborts, or where no message is UCX's own.
-    all_direct = rng.random() < 0.3
-    bouts = tuple(_draw_bout(rng, all_direct) for _ in range(rng.choice((1, 1, 2, 3, 5))))
+    all_written = rng.random() < 0.3
+    bouts = tuple(_draw_bout(rng, all_written) for _ in range(rng.choice((1, 1, 2, 3, 5))))
     endings = _draw_endings(rng)
-    if not all_direct:
+    if not all_written:
         endings = tuple(sorted(endings, key=lambda ending: ending.is_close))
-    return Round(frozenset() if all_direct else _draw_unseen(rng), bouts, rng.random() < 0.5, endings)
+    return Round(frozenset() if all_written else _draw_unseen(rng), bouts, rng.random() < 0.5, endings)
 
 
 def _draw_unseen(rng: random.Random) -> frozenset[tuple[Peer, Peer]]:
@@ -143,24 +142,24 @@ def _draw_unseen(rng: random.Random) -> frozenset[tuple[Peer, Peer]]:
     return frozenset(pair for pair in PAIRS if rng.random() < share)
 
 
-def _draw_bout(rng: random.Random, all_direct: bool) -> tuple[Exchange, ...]:
+def _draw_bout(rng: random.Random, all_written: bool) -> tuple[Exchange, ...]:
     wrong = rng.choice((0.0, 0.0, 0.1))
     pairs = [pair for pair in PAIRS if rng.random() < 0.6]
     return tuple(
         Exchange(
-            sender, receiver, tuple(_draw_message(rng, wrong, all_direct) for _ in range(rng.randint(2, 10)))
+            sender, receiver, tuple(_draw_message(rng, wrong, all_written) for _ in range(rng.randint(2, 10)))
         )
         for sender, receiver in pairs
     )
 
 
-def _draw_message(rng: random.Random, wrong: float, all_direct: bool) -> Message:
-    sizes = _DIRECT_SIZES if all_direct else SIZES
+def _draw_message(rng: random.Random, wrong: float, all_written: bool) -> Message:
+    sizes = _WRITTEN_SIZES if all_written else SIZES
     size = rng.choice(sizes)
     expected = rng.choice(sizes) if rng.random() < wrong else size
     if size == RTS_BYTES > expected:
-        # Cut short, a message of a header's size is taken for the header of the next one of its tag, if that
-        # was announced already: which is let go of then, and its own receive waits for ever.
+        # Cut short, a message of an RTS's size is taken for the RTS of the next one under its tag, if that
+        # was announced already. The next one is refused then, and its own receive waits for ever.
         expected = size
     return Message(
         sequence=rng.randrange(_NUM_TAGS),
@@ -168,7 +167,7 @@ def _draw_message(rng: random.Random, wrong: float, all_direct: bool) -> Message
         expected_bytes=expected,
         start=rng.randrange(FURTHEST_START),
         is_overwritten=rng.random() < 0.3,
-        in_block=all_direct or rng.random() < 0.8,
+        in_block=all_written or rng.random() < 0.8,
         is_cancelled=rng.random() < 0.05,
         before_send=_draw_turn(rng),
         before_receive=_draw_turn(rng),

@@ -1,8 +1,7 @@
-"""trio: rounds in, three UCX transports of one process put through them, and what came of it out.
+"""Perform a fuzzer's rounds on three UCX transports of one process, and check the contract of transports.
 
-It checks what the contract of transports says: every transfer ends, with the right bytes or the right error;
-    a send
-that has ended reads no more; what an abort has given back is written by nobody; and nothing stays under way.
+Every transfer ends, with the right bytes or the right error; a send that has ended reads no more; nobody
+writes to memory that an abort has given back; and nothing stays under way.
 For the last of these there is no public way: `_left` looks into the transport.
 """
 
@@ -115,7 +114,7 @@ class Trio:
             transport.epoch = self._epoch
         addresses = {peer: transport.address for peer, transport in self._transports.items()}
         for who, whom in PAIRS:
-            # As in transports' own tests: a peer whose memory cannot be opened is taken for one elsewhere.
+            # As in transports' own tests, a peer whose memory cannot be opened seems to be on another host.
             blind = mock.patch.object(shared_memory.LocalPeer, "from_ticket", lambda ticket: None)
             with blind if (who, whom) in unseen else nullcontext():
                 await self._transports[who].connect(whom, addresses[whom])
@@ -181,7 +180,7 @@ class Trio:
 
     def _check_outcome(self, receive: Receive) -> None:
         if receive.future.cancelled():
-            # the transport has its buffer until the message is in, which nobody is told
+            # the transport has its buffer until the message is in, which nothing reports
             self.tally["cancelled"] += 1
             return
         error, message = receive.future.exception(), receive.message
@@ -261,4 +260,4 @@ async def _take_turn(transport: UCXTransport, turn: Turn) -> None:
 def _left(transport: UCXTransport) -> str:
     """What a transport has under way; empty: nothing."""
     transfers = [f"{way.size_bytes} bytes of {way.memory}" for way in transport._open.values()]
-    return ", ".join([*transfers, *["a direct message"] * transport._one_copy.busy])
+    return ", ".join([*transfers, *["a message of one copy"] * transport._one_copy.busy])

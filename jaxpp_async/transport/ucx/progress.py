@@ -14,7 +14,7 @@ from collections.abc import Callable, Sized
 from time import monotonic
 from typing import Any
 
-from jaxpp_async.transport.adaptive_spin import AdaptiveSpin
+from jaxpp_async.base.spinning import AdaptiveSpin
 
 _STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
 """Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""

@@ -26,7 +26,8 @@ if importlib.util.find_spec("ucxx") is None:
     pytest.skip("UCX tests need the package ucxx", allow_module_level=True)
 
 ANNOUNCED = 2 * PIECE_BYTES + MIN_ONE_COPY_BYTES
-"""A message that is written in three pieces; one of `MIN_ONE_COPY_BYTES` is written in one."""
+"""Written in three pieces after a CTS; a message of `MIN_ONE_COPY_BYTES` is written in one, where it was
+offered."""
 
 
 @pytest.fixture

@@ -135,8 +135,8 @@ def test_a_port_that_is_taken_meanwhile_is_followed_by_the_next(three_ports):
 
 
 async def test_a_range_without_a_free_port_is_an_error_at_once_and_ucx_prints_nothing(three_ports, capfd):
-    says = r"ports= \d+-\d+ \(UCX_TCP_PORT_RANGE\) has no free port left on host .*; "
-    says += "each process there needs one"
+    says = r"ports= \d+-\d+ \(UCX_TCP_PORT_RANGE\) has no free port left on host .*; each process there "
+    says += "needs one"
     with pytest.raises(MeshError, match=says):
         UCXTransport(0)
     assert capfd.readouterr() == ("", "")

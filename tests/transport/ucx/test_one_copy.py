@@ -1,5 +1,5 @@
-"""Offers: receives that are told ahead to senders of the same host, and messages that are written where they
-wait."""
+"""One copy with offers (CTS_AHEAD): receives that are announced to senders of the same host, which write into
+their memory."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def pieces(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [MIN_ONE_COPY_BYTES, MIN_ONE_COPY_BYTES + 1, PIECE_BYTES])
-async def test_offered_messages_need_no_answer(pair, pieces, monkeypatch, size):
+async def test_offered_messages_need_no_cts(pair, pieces, monkeypatch, size):
     a, b = pair
     monkeypatch.setattr(a._one_copy.sender, "_send_rts", None)
     blocks, sent = [SharedBlock(size) for _ in range(3)], [data(size, seed) for seed in range(3)]

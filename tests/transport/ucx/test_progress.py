@@ -1,4 +1,4 @@
-"""Direct tests of a worker's progress on the event loop, with a worker that plays a script."""
+"""The progress of a UCX worker on the event loop (`ucx/progress.py`), with a worker that plays a script."""
 
 from __future__ import annotations
 
@@ -49,23 +49,28 @@ class Worker:
 
 
 class Driven:
-    """A worker's progress, and what it tells."""
+    """A worker's progress, and what it has reported.
 
-    def __init__(self, worker: Worker, *, looks: bool = False):
-        self.worker, self.told, self.broken = worker, 0, []
+    Args:
+        may_spin: what `Progress` is told about looking for messages.
+    """
+
+    def __init__(self, worker: Worker, *, may_spin: bool = False):
+        self.worker, self.num_finished, self.broken = worker, 0, []
         self.completed: list[str] = []
         self.progress = Progress(
             worker,
             BrokenError,
             DisturbedError,
             self.completed,
-            deliver=self.deliver,
-            looks=lambda: looks,
-            broken=self.broken.append,
+            finish_ended=self.finish_ended,
+            may_spin=lambda: may_spin,
+            on_broken=self.broken.append,
         )
 
-    def deliver(self) -> bool:
-        had, self.told = bool(self.completed), self.told + len(self.completed)
+    def finish_ended(self) -> bool:
+        had = bool(self.completed)
+        self.num_finished += len(self.completed)
         self.completed.clear()
         return had
 
@@ -84,14 +89,14 @@ async def drive():
         one.worker.close()
 
 
-async def test_a_worker_works_until_nothing_is_left_and_is_armed(drive):
+async def test_a_worker_progresses_until_nothing_is_left_and_is_armed(drive):
     one = drive(Worker(work=10))
     one.completed.append("a")
     one.progress.run()
-    assert (one.worker.work, one.told, one.worker.num_armed) == (0, 1, 1)
+    assert (one.worker.work, one.num_finished, one.worker.num_armed) == (0, 1, 1)
 
 
-async def test_much_work_is_done_in_turns_with_the_loops_other_work(drive):
+async def test_a_flood_of_work_leaves_the_loops_other_work_its_turns(drive):
     one, turns = drive(Worker(work=5000)), []
     one.progress.run()
     asyncio.get_running_loop().call_soon(lambda: turns.append(one.worker.work))
@@ -102,37 +107,37 @@ async def test_much_work_is_done_in_turns_with_the_loops_other_work(drive):
     assert turns[0] > 0
 
 
-async def test_a_worker_that_has_more_to_do_by_the_time_it_is_armed_goes_on(drive):
+async def test_a_worker_that_cannot_be_armed_goes_on(drive):
     one = drive(Worker(arms=[False, DisturbedError("an empty datagram"), True]))
     one.progress.run()
     assert one.worker.num_armed == 3
     assert one.broken == []
 
 
-async def test_a_broken_worker_is_told_once_with_its_cause(drive):
+async def test_a_broken_worker_is_reported_once_with_its_cause(drive):
     one = drive(Worker(work=-1))
     one.progress.run()
     assert one.broken == ["UCX makes no progress any more: the device is gone"]
 
 
-async def test_many_wishes_to_run_are_one_run(drive):
+async def test_runs_that_are_scheduled_in_one_pass_are_one_run(drive):
     one = drive(Worker())
-    one.progress.kick()
-    one.progress.kick()
+    one.progress.schedule_run()
+    one.progress.schedule_run()
     await asyncio.sleep(0)
     assert one.worker.num_armed == 1
 
 
 async def test_a_worker_that_has_ended_is_never_touched_again(drive):
     one = drive(Worker(work=5))
-    one.progress.kick()
+    one.progress.schedule_run()
     one.progress.end()
     await asyncio.sleep(0)
     assert (one.worker.work, one.worker.num_armed) == (5, 0)
 
 
-async def test_who_is_in_a_hurry_looks_for_messages_before_it_sleeps(drive):
-    one = drive(Worker(), looks=True)
+async def test_a_waiter_that_may_spin_looks_for_messages_before_it_sleeps(drive):
+    one = drive(Worker(), may_spin=True)
     one.progress.run()
     assert one.worker.num_armed == 0  # the loop's other work has its turn first
     one.progress.adaptive_spin.limit_s = 0.0

@@ -25,7 +25,6 @@ from waiting import until
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
 from jaxpp_async.transport import shared_memory
-from jaxpp_async.transport.adaptive_spin import SHORTEST_S, AdaptiveSpin
 from jaxpp_async.transport.base import memory_of, seal, unseal
 from jaxpp_async.transport.network import Network
 from jaxpp_async.transport.shared_memory import SharedBlock
@@ -165,7 +164,7 @@ def own_abstract_sockets() -> set[str]:
 
 @pytest.mark.skipif(not shares_memory(), reason="needs shared memory")
 async def test_strangers_datagrams_to_the_socket_that_wakes_a_worker_end_nothing():
-    """An empty one from any local user once ended driver and actors: UCX takes it for an end of file."""
+    """An empty one, from any user of the machine, ended the mesh: UCX takes it for an end of file."""
     before = own_abstract_sockets()
     a, b = UCXTransport(0, network=Network(())), UCXTransport(1, network=Network(()))
     await join(a, b)
@@ -180,43 +179,6 @@ async def test_strangers_datagrams_to_the_socket_that_wakes_a_worker_end_nothing
             await asyncio.sleep(0)
             await transfer(a, b, LARGE if i % 5 == 0 else 8, i)
     await within(a.aclose(), b.aclose())
-
-
-LONGEST_S = 200e-6
-
-
-@pytest.mark.parametrize(
-    ("waits_us", "limit_us"),
-    [
-        ([], 200),
-        ([50] * 3, 200),
-        ([1000], 100),
-        ([1000] * 3, 25),
-        ([1000] * 8, 0),
-        ([1000] * 8 + [50], 20),  # looking would have helped
-        ([1000] * 8 + [50] * 9, 200),
-        ([1000, 50] * 4, 200),
-    ],
-)
-def test_an_adaptive_spin_follows_the_waits(waits_us, limit_us):
-    adaptive_spin, now_s = AdaptiveSpin(LONGEST_S), 7.0
-    for wait_us in waits_us:
-        adaptive_spin.should_spin(now_s)
-        now_s += wait_us * 1e-6
-        adaptive_spin.record_message(now_s)
-    assert adaptive_spin.limit_s == pytest.approx(limit_us * 1e-6)
-    assert adaptive_spin.limit_s == 0 or SHORTEST_S <= adaptive_spin.limit_s <= LONGEST_S
-
-
-def test_an_adaptive_spin_ends_with_its_wait():
-    adaptive_spin = AdaptiveSpin(LONGEST_S)
-    assert adaptive_spin.should_spin(1.0) and adaptive_spin.should_spin(1.0 + LONGEST_S / 2)
-    assert not adaptive_spin.should_spin(1.0 + 2 * LONGEST_S)
-    adaptive_spin.cancel_wait()
-    assert adaptive_spin.should_spin(2.0)
-    adaptive_spin.record_message(2.0)
-    adaptive_spin.record_message(9.0)  # nobody waited
-    assert adaptive_spin.limit_s == LONGEST_S
 
 
 WORKER_ADDRESS = bytes(range(217))
@@ -395,7 +357,7 @@ async def test_a_peer_killed_in_the_middle_of_a_large_transfer(make_transport):
         assert np.array_equal(sent, got)
 
 
-# ---------------------------------------------------------------- direct messages
+# ---------------------------------------------------------------- one copy
 
 
 class BlockReceives(UCXTransport):
@@ -454,7 +416,7 @@ async def test_large_messages_are_written_by_their_sender(make_transport, monkey
 
 async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(make_transport, monkeypatch):
     pieces = write_count(monkeypatch)
-    for case in ("buffer", "boot", "key", "UCX_TLS", "unreachable block", "full board"):
+    for case in ("buffer", "boot", "key", "UCX_TLS", "unreachable block", "full mailbox"):
         a, b = await make_transport(0), await make_transport(1)
         got = SharedBlock(LARGE)
         with monkeypatch.context() as patch:
@@ -466,13 +428,13 @@ async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(m
                 patch.setattr(b._one_copy._mailbox, "ticket", b._one_copy._mailbox.ticket[:-1] + b"?")
             elif case == "UCX_TLS":
                 patch.setenv("UCX_TLS", "tcp,self")
-            elif case == "full board":
+            elif case == "full mailbox":
                 patch.setattr(a._one_copy._mailbox, "_free", [])
             elif case == "unreachable block":
                 assert got.ticket is not None
                 got.ticket = got.ticket._replace(key=bytes(16))
             await join(a, b)
-            if case == "full board":  # an offer needs no row of it
+            if case == "full mailbox":  # an offer needs no row of the mailbox
                 patch.setattr(b._one_copy.receiver, "_ring", None)
             await within(
                 b.recv(got.array if case == "buffer" else got, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
@@ -547,7 +509,7 @@ async def test_one_side_alone_sees_the_other(make_transport, monkeypatch, blind)
 
 
 async def test_short_receives_let_every_sender_go(make_transport):
-    """The header lies nowhere then; each sender counts from one, and one tag goes to several peers."""
+    """The RTS lies nowhere then; each sender counts from one, and one tag goes to several peers."""
     a, b, c = await make_transport(0), await make_transport(1), await make_transport(2)
     for other in (b, c):
         await join(a, other)
@@ -588,8 +550,8 @@ async def test_blocks_of_another_size_are_not_written(make_transport, monkeypatc
     await within(b.abort(0), a.abort(1))
 
 
-@pytest.mark.parametrize("answer", [b"", b"\0", bytes([3]) + bytes(28), bytes([255]) + bytes(28)])
-async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch, answer):
+@pytest.mark.parametrize("cts", [b"", b"\0", bytes([3]) + bytes(28), bytes([255]) + bytes(28)])
+async def test_a_cts_that_makes_no_sense_fails_the_send(make_transport, monkeypatch, cts):
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
     monkeypatch.setattr(b._one_copy.receiver, "_ring", None)  # nothing is offered ahead
@@ -597,8 +559,8 @@ async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch
 
     def post_own_send(link, memory, own_tag, transfer):
         is_cts = memory.size_bytes == one_copy.CTS.size
-        said = one_copy.memory_with(len(answer), answer) if is_cts else memory
-        return post(link, said, own_tag, transfer)
+        sent = one_copy.memory_with(len(cts), cts) if is_cts else memory
+        return post(link, sent, own_tag, transfer)
 
     monkeypatch.setattr(b, "post_own_send", post_own_send)
     receive, send = b.recv(SharedBlock(LARGE), 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
@@ -607,16 +569,16 @@ async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch
     await within(b.abort(0), asyncio.gather(receive, return_exceptions=True))
 
 
-@pytest.mark.parametrize("end", [b"", b"\0", b"\3", b"\1\1", bytes(61)])
-async def test_ends_without_a_sense_fail_the_receive(make_transport, monkeypatch, end):
+@pytest.mark.parametrize("fin", [b"", b"\0", b"\3", b"\1\1", bytes(61)])
+async def test_a_fin_that_makes_no_sense_fails_the_receive(make_transport, monkeypatch, fin):
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
     monkeypatch.setattr(b._one_copy.receiver, "_ring", None)  # nothing is offered ahead
     post = a._one_copy.sender._carrier.post_own_send
 
     def post_own_send(link, memory, own_tag, transfer):
-        said = memory if memory.size_bytes != 1 else memory_of(np.frombuffer(end, np.uint8), writable=False)
-        return post(link, said, own_tag, transfer)
+        sent = memory if memory.size_bytes != 1 else memory_of(np.frombuffer(fin, np.uint8), writable=False)
+        return post(link, sent, own_tag, transfer)
 
     monkeypatch.setattr(a, "post_own_send", post_own_send)
     block = SharedBlock(LARGE)
