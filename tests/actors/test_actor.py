@@ -31,9 +31,11 @@ class Harness:
 
     Attributes:
         options: of every `Actor`; tests of devices that compute on their own set `open_devices`.
+        transport_type: of every actor; the same tests set one that takes those devices' memory.
     """
 
     options: ClassVar[dict[str, Any]] = {}
+    transport_type: ClassVar[type[MemoryTransport]] = MemoryTransport
 
     def __init__(self, num_actors, network):
         self.network = network
@@ -53,7 +55,7 @@ class Harness:
         ]
 
     def _transport(self, actor):
-        self.transports[actor] = MemoryTransport(self.network, actor)
+        self.transports[actor] = self.transport_type(self.network, actor)
         return self.transports[actor]
 
     def _replied(self, message):

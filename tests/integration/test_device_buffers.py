@@ -13,7 +13,7 @@ import checkpoint_faults
 import jax
 import numpy as np
 import pytest
-from fake_device import FakeDevices
+from fake_device import FakeDevices, FakeDeviceTransport
 from waiting import until
 
 import jaxpp_async as jpp
@@ -72,6 +72,7 @@ class LateDevices(list):
 def late_devices(monkeypatch):
     late_devices = LateDevices()
     monkeypatch.setattr(Harness, "options", {"open_devices": late_devices})
+    monkeypatch.setattr(Harness, "transport_type", FakeDeviceTransport)
     return late_devices
 
 
@@ -376,7 +377,11 @@ async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_earl
 async def test_a_mesh_whose_device_refuses_a_copy_says_so_and_closes(monkeypatch):
     monkeypatch.setattr(FakeDevices, "refuses", None)
     params, batch = problem()
-    launcher = InlineLauncher(actor="fake_device:DeviceActor")
+    network = MemoryNetwork()
+    launcher = InlineLauncher(
+        actor="fake_device:DeviceActor",
+        make_transport=lambda kind, process_id: FakeDeviceTransport(network, process_id),
+    )
     async with jpp.RemoteMesh(2, launcher=launcher, spmd_mesh={"data": 2}, platform="cpu") as mesh:
         run = mesh.distributed(train_step(jpp.Std1F1B(2)))
         await run.compile(params, batch)

@@ -20,6 +20,7 @@ import jax
 from jaxpp_async.actors.actor import Actor
 from jaxpp_async.actors.cuda import DeviceCopy
 from jaxpp_async.protocol.messages import Hardware
+from jaxpp_async.transport.memory import MemoryTransport
 
 LONGEST_S = 0.002
 
@@ -103,3 +104,13 @@ class DeviceActor(Actor):
 
     def __init__(self, process_id: int, **seams: Any):
         super().__init__(process_id, open_devices=open_fake_devices, **seams)
+
+
+class FakeDeviceTransport(MemoryTransport):
+    """A transport that takes the memory of fake devices, which is the host's."""
+
+    def post_send(self, memory, peer, tag, done):
+        return super().post_send(memory._replace(on_device=False), peer, tag, done)
+
+    def post_recv(self, memory, peer, tag, done):
+        return super().post_recv(memory._replace(on_device=False), peer, tag, done)
