@@ -12,12 +12,13 @@ import pytest
 import jaxpp_async as jpp
 from jaxpp_async.actors import server
 from jaxpp_async.actors.server import failed_reply
+from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest
 from jaxpp_async.errors import MeshError
 from jaxpp_async.protocol import codec
 from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.log_forwarding import as_message
-from tests.controller.test_request_log import Desk
+from tests.controller.test_request_log import Requests
 
 LONE = "name-\udcff"
 """No text that UTF-8 can hold: a file's name with a byte 0xff, as Python has it."""
@@ -32,27 +33,26 @@ BAD = {
 @pytest.mark.parametrize("said", BAD)
 @pytest.mark.parametrize("is_open", [True, False])
 async def test_what_cannot_be_encoded_is_neither_sent_nor_remembered(said, is_open):
-    desk = Desk()
-    desk.request_log = RequestLog(desk.links, lambda: None, remembers=True, max_frame_bytes=100_000)  # type: ignore[arg-type]
-    desk.step()
-    desk.finish(0)
+    requests = Requests()
+    options = ControllerOptions(max_restarts=1, max_frame_bytes=100_000)
+    requests.request_log = log = RequestLog(requests.links, lambda: None, options)  # type: ignore[arg-type]
+    requests.step()
+    requests.finish(0)
     if not is_open:  # during a restart
-        desk.request_log.hold_back()
-    asked = [len(link.asked) for link in desk.links.values()]
+        log.hold_back()
+    asked = [len(link.asked) for link in requests.links.values()]
     for _ in range(3):
         with pytest.raises(MeshError, match=rf"^Abort (cannot be sent: .*)?{said}"):
-            desk.request_log.send(0, BAD[said], m.Done)
-        reply_handler, number = PendingRequest(m.Done), desk.request_log.number
+            log.send(0, BAD[said], m.Done)
+        reply_handler, number = PendingRequest(m.Done), log.number
         with pytest.raises(MeshError):  # all of them, or none
-            desk.request_log.post(
+            log.post(
                 SentRequest(1, m.Inspect(number()), reply_handler),
                 SentRequest(0, BAD[said](number()), reply_handler),
             )
-    assert [len(link.asked) for link in desk.links.values()] == asked
-    assert (
-        not desk.request_log._open and len(desk.request_log._sent) == 2 and desk.request_log.size_bytes == 0
-    )
-    assert desk.again() == ["Step"]
+    assert [len(link.asked) for link in requests.links.values()] == asked
+    assert not log._open and len(log._sent) == 2 and log.size_bytes == 0
+    assert requests.again() == ["Step"]
 
 
 def test_an_encoder_goes_on_behind_what_it_could_not_encode():
@@ -129,9 +129,9 @@ async def test_a_reply_that_cannot_be_sent_is_told_as_a_failure(caplog):
             codec.Encoder(1000).encode(message)
             sent.append(message)
 
-    desk = server._RequestDispatcher()
-    desk.connection = Connection()  # type: ignore[assignment]
-    desk.reply(m.Inspected(7, {LONE: 1}))
-    desk.reply(m.Log(10**30, "", "", None))
+    dispatcher = server._RequestDispatcher()
+    dispatcher.connection = Connection()  # type: ignore[assignment]
+    dispatcher.reply(m.Inspected(7, {LONE: 1}))
+    dispatcher.reply(m.Log(10**30, "", "", None))
     assert [(type(message), message.request) for message in sent] == [(m.Failed, 7)]
     assert "surrogates" in sent[0].message
