@@ -904,7 +904,7 @@ OPTIONS = [
         "'kubernetes' is none of 'local', 'inline', 'ssh', 'slurm', 'ray', nor",
     ),
     ({"launcher": 3}, MeshError, "launcher 3 is none of .*, nor a Launcher: it has no listen_host, tra"),
-    ({"transport": "tcp"}, MeshError, "'tcp' does not work between processes; .* 'ucx'"),
+    ({"transport": "pigeon"}, MeshError, "'pigeon' does not work between processes; .* 'ucx'"),
     (
         {"transport": "ucx", "launcher": "inline"},
         MeshError,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hmac
 import random
 import struct
 import tracemalloc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,6 +49,20 @@ REQUESTS = [
         None,
         None,
     ),
+    m.Configure(
+        1,
+        (("data", 2),),
+        ("auto",),
+        "cuda",
+        {},
+        "/cache",
+        None,
+        None,
+        "nccl",
+        1,
+        m.Cluster("n1:4711", ("n1", "n2"), 1),
+        "10.0.0.2",
+    ),
     m.Admit(1, (b"\0address", b"")),
     m.Connect(1, 0, {-1: b"\0address", 0: b"", 7: b"a"}),
     m.OfferLinks(1, 2),
@@ -83,7 +99,7 @@ REPLIES = [
         b"address",
         ("cpu:0", "cpu:1"),
         {"jax": "0.10"},
-        m.Hardware("NVIDIA H100", 2, 80 << 30, "13.0", "13.1"),
+        m.Hardware("NVIDIA H100", 2, 80 << 30, "13.0", "13.1", ("GPU-1", "GPU-2"), 0.45, "2.32.3", True),
     ),
     m.Connected(1, {0: ("cuda_ipc", "posix"), 7: ()}),
     m.LinksOffered(1, b"address", (b"id", b"")),
@@ -95,9 +111,10 @@ REPLIES = [
     m.Reserved(5, 4711),
     m.ReplicaTaken(6, (m.ReplicaArray(7, AVAL, (24,)),)),
     m.Inspected(5, {"live_arrays": 3}),
-    m.Reported(5, 7, 1, 12, "#12 run", False, 3, (m.OpenTransfer("receive", 2, 1, 4, 64, True, True),)),
+    m.Reported(5, 7, 1, 12, "#12 run", True, 3, (m.OpenTransfer("receive", 2, 1, 4, 64, True, True),), 3.25),
     m.Reported(5, None),
     m.Failed(None, "ValueError", "boom", "Traceback", None, "run x"),
+    m.Failed(4, "ValueError", "boom", "Traceback", 2**40, None),
     m.Log(20, "jaxpp_async", "hello", 3, {"a": (1, "b", {"c": None})}),
 ]
 
@@ -116,6 +133,13 @@ def greet(actor: Wire, controller: Wire) -> tuple[Wire, Wire]:
     return actor, controller
 
 
+def vars_of(message: Any) -> Iterator[Any]:
+    """Yield what is in a message's fields, and in their tuples."""
+    for field in dataclasses.fields(message):
+        value = getattr(message, field.name)
+        yield from value if isinstance(value, tuple) else (value,)
+
+
 def frame(wire: Wire, message: Any) -> bytes:
     return b"".join(wire.encode(message))
 
@@ -127,12 +151,31 @@ def frame(wire: Wire, message: Any) -> bytes:
 def test_every_message_round_trips_exactly(message):
     actor, controller = greet(*pair())
     sender, receiver = (controller, actor) if message in REQUESTS else (actor, controller)
-    assert receiver.feed(frame(sender, message)) == [message]
+    (received,) = receiver.feed(frame(sender, message))
+    assert received == message
+    assert repr(received) == repr(message), "fields that do not count for equality travel too"
 
 
 def test_every_message_is_tried_above():
     assert {type(x).__name__ for x in REQUESTS} == set(TO_ACTOR)
     assert {type(x).__name__ for x in REPLIES} == set(TO_CONTROLLER)
+
+
+def test_every_field_with_a_default_is_tried_with_another_value():
+    examples = REQUESTS + REPLIES
+    parts = [x for message in examples for x in vars_of(message) if dataclasses.is_dataclass(x)]
+    untried = {
+        f"{type(x).__name__}.{field.name}"
+        for x in examples + parts
+        for field in dataclasses.fields(x)
+        if field.default is not dataclasses.MISSING
+        and all(
+            getattr(other, field.name) == field.default
+            for other in examples + parts
+            if type(other) is type(x)
+        )
+    }
+    assert not untried, f"{untried}: a field that travels as its default is not seen to travel"
 
 
 @pytest.mark.parametrize(
