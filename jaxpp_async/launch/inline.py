@@ -50,7 +50,7 @@ class InlineLauncher:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """The names of the transports that work between actors of one process; the first one is the default."""
+        """The names of the transports that work between actors in one process; the first is the default."""
         return transport_names(within_process=True)
 
     def make_transport(self, kind: str, network: Network) -> Transport:

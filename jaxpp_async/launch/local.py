@@ -75,7 +75,7 @@ class LocalLauncher:
         return _LocalHandle(actor)
 
     async def aclose(self) -> None:
-        """Kill the processes that still run, and release threads and file descriptors; see `Launcher.aclose`."""
+        """Kill the processes that still run, and release threads and descriptors; see `Launcher.aclose`."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             await asyncio.wrap_future(supervisor.close())

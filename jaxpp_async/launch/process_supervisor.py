@@ -1,8 +1,8 @@
-"""Spawn, supervise and reap child processes on one thread of their own, apart from the event loop.
+"""Spawn, supervise and reap child processes on a thread of their own, independently of the event loop.
 
-The thread starts the processes, gives them signs of life, reads their output and notices their deaths. A user
-may block the event loop, so none of this depends on it. The thread lives as long as its processes, because
-`PR_SET_PDEATHSIG` follows the thread that spawned a process.
+The thread starts the processes, writes signs of life to them, reads their output and detects their deaths.
+None of this depends on the event loop, because a user may block it. The thread runs as long as its processes,
+because `PR_SET_PDEATHSIG` ends a process when the thread that spawned it ends.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _REAP_POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Says how a process ended.
+    """A report of how a process ended.
 
     Args:
-        returncode: as in `subprocess`: negative for a signal.
+        returncode: the exit status as in `subprocess`; a negative one is the number of a signal.
         output_tail: the last lines that the process printed.
     """
 
@@ -45,11 +45,12 @@ class Death:
 
 @dataclass(slots=True)
 class OutputLines:
-    """Cuts the text that a process prints into lines.
+    """A splitter that turns the bytes which a process prints into lines, forwards each line and keeps the
+    last ones.
 
     Args:
-        forward: called with each line.
-        noise: lines that contain this are dropped; empty: none.
+        forward: a function that is called with each line.
+        noise: a text; lines that contain it are dropped. An empty text drops nothing.
 
     Attributes:
         tail: the last lines.
@@ -64,11 +65,11 @@ class OutputLines:
     )
 
     def feed(self, data: bytes, *, final: bool = False) -> None:
-        """Take bytes, in pieces of any size.
+        """Process output bytes, which come in pieces of any size.
 
         Args:
             data: the bytes.
-            final: the output has ended: what is left is a line as well.
+            final: whether the output has ended, so that an unfinished line counts as a line too.
         """
         lines = (self._rest + self._decoder.decode(data, final)).split("\n")
         self._rest = lines.pop()
@@ -83,13 +84,13 @@ class OutputLines:
 
 
 def print_to_stderr(line: str) -> None:
-    """Print a line of an actor's output where it goes by default."""
+    """Print a line of an actor's output to stderr, which is the default way to forward it."""
     with contextlib.suppress(OSError, ValueError):  # stderr is closed; `output_tail` still has the line
         print(line, file=sys.stderr, flush=True)
 
 
 class SupervisedProcess:
-    """One process of a supervisor. Every method may be called from any thread."""
+    """A child process that a `ProcessSupervisor` started. Every method may be called from any thread."""
 
     def __init__(self, popen: subprocess.Popen[bytes], forward: Callable[[str], None], noise: str = ""):
         self.pid = popen.pid
@@ -99,11 +100,13 @@ class SupervisedProcess:
         self._lock = threading.Lock()  # between signalling and reaping: a reaped pid may be another process's
 
     def output_tail(self) -> tuple[str, ...]:
-        """Give the last lines that the process printed."""
+        """Return the last lines that the process printed."""
         return tuple(self._output.tail)
 
     def signal_group(self, signum: int) -> None:
-        """Signal the process and all that it started. Does nothing if the process is dead."""
+        """Send a signal to the process and to the processes of its group, which it started. Does nothing if
+        the process is dead.
+        """
         with self._lock:
             if self._popen.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -111,10 +114,10 @@ class SupervisedProcess:
 
 
 class ProcessSupervisor:
-    """Owns child processes, on a thread of its own.
+    """A thread that starts, feeds, watches and reaps child processes.
 
     Args:
-        beat_s: seconds between two signs of life on each stdin.
+        beat_s: the number of seconds between two signs of life, each one byte, on the stdin of every process.
     """
 
     def __init__(self, beat_s: float):
@@ -147,11 +150,15 @@ class ProcessSupervisor:
 
         Args:
             command: the argument vector.
-            env: its whole environment.
-            first_line: configuration and secret, one line.
-            forward: called on the supervisor's thread with each line of its stdout and stderr.
-            noise: as in `OutputLines`.
-            descriptors: that it inherits, under the same numbers.
+            env: the whole environment of the process.
+            first_line: the first line of its stdin, which holds configuration and secret.
+            forward: a function that is called on the supervisor's thread with each line of the process's
+                stdout and stderr.
+            noise: a text; lines of output that contain it are dropped.
+            descriptors: file descriptors that the process inherits, under the same numbers.
+
+        Returns:
+            A future of the started process; it fails with OSError if the process could not be started.
         """
         spawned: concurrent.futures.Future[SupervisedProcess] = concurrent.futures.Future()
 
@@ -169,18 +176,18 @@ class ProcessSupervisor:
         return spawned
 
     def write(self, process: SupervisedProcess, data: bytes) -> None:
-        """Write to a process's stdin, in order, between two signs of life. Does not wait; any thread may call
-        this.
+        """Queue bytes for a process's stdin, in order and without waiting. Any thread may call this.
 
-        Data that a process has not read when it ends is dropped.
+        Signs of life never split the bytes of one call. Data that the process has not read when it ends is
+        dropped.
         """
         self._do(lambda: self._write(process, data))
 
     def close(self) -> concurrent.futures.Future[None]:
-        """Kill what is left and end the thread.
+        """Kill the processes that still run and end the thread.
 
         Returns:
-            A future that is done when every process is reaped and every descriptor given back.
+            A future that completes when every process is reaped and every file descriptor is closed.
         """
         atexit.unregister(self._at_exit)
         if not self._finished.done():
@@ -287,7 +294,14 @@ class ProcessSupervisor:
             self._flush(process, was_idle)
 
     def _flush(self, process: SupervisedProcess, was_idle: bool) -> None:
-        """Write as much as the pipe takes; the selector reports when it takes more."""
+        """Write as many unsent bytes to a process's stdin as the pipe accepts; the selector calls this again
+        when the pipe accepts more.
+
+        Args:
+            process: the process.
+            was_idle: whether there were no unsent bytes before, so that the selector does not watch the pipe
+                yet.
+        """
         stdin = process._popen.stdin
         assert stdin is not None
         try:
@@ -310,7 +324,9 @@ class ProcessSupervisor:
                 stdin.write(b".")
 
     def _on_output(self, process: SupervisedProcess) -> None:
-        """Read what is there. At end of file, stop watching stdout; the pidfd reports the death."""
+        """Read the output that a process has printed. At end of file, stop watching its stdout; its death is
+        detected separately.
+        """
         stdout = process._popen.stdout
         assert stdout is not None
         data = stdout.read(1 << 16)
@@ -327,8 +343,8 @@ class ProcessSupervisor:
                 self._reap(process)
 
     def _reap(self, process: SupervisedProcess) -> None:
-        """Collect a process that has ended: kill what it started, read its last output, then take its exit
-        status.
+        """Finish a process that has ended: kill the rest of its process group, read its last output, and
+        collect its exit status.
         """
         popen = process._popen
         assert popen.stdin is not None and popen.stdout is not None
