@@ -136,7 +136,8 @@ class RemoteLauncher:
         return host.settings.over(self._settings).devices
 
     async def prepare(self) -> None:
-        """Find the address on which the controller listens for the actors; call this before `listen_host`.
+        """Find the address on which the controller listens for the actors, so that `listen_host` does not
+        have to look it up.
 
         Raises:
             MeshError: no single address of this machine works for all hosts.
