@@ -1,7 +1,9 @@
-"""Gather the facts about this host that the doctor judges: files, devices, and what short child programs say.
+"""Gather the facts about this host that the doctor judges, from files, devices, and the output of short child
+programs.
 
 The folder of the compilation cache is made, as an actor would make it; nothing else is changed. UCX and JAX
-are started in child processes: either may end its process, and neither may be started in this one yet.
+are started in child processes, because either may crash the process that starts it, and because neither may
+be loaded in this process before the doctor has set its environment.
 """
 
 from __future__ import annotations
@@ -49,10 +51,10 @@ _SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 
 
 async def gather(platform: str) -> HostFacts:
-    """Gather all facts about this host.
+    """Gather all facts about this host that the doctor judges.
 
     Args:
-        platform: the platform that JAX is to start on.
+        platform: the platform on which JAX is to start, `"cpu"` or `"cuda"`.
     """
     ucx, jax = await asyncio.gather(
         run_child("jaxpp_async.doctor.probe_programs", "ucx"),
@@ -85,7 +87,9 @@ async def gather(platform: str) -> HostFacts:
 
 
 def find_packages() -> dict[str, str]:
-    """Return the version of each distribution of `PACKAGES` that is installed."""
+    """Return the version of each distribution of `PACKAGES` that is installed, by the name of the
+    distribution.
+    """
     found: dict[str, str] = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -94,10 +98,14 @@ def find_packages() -> dict[str, str]:
 
 
 async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
-    """Run one of the doctor's short programs.
+    """Run one of the doctor's short programs, and stop it after `CHILD_S` seconds.
+
+    Args:
+        module: the dotted name of the program's module.
+        arguments: the command-line arguments for the program.
 
     Returns:
-        The JSON object of its last line, or, in words, why there is none.
+        The JSON object in the last line that the program printed, or a sentence that says why there is none.
     """
     process = await asyncio.create_subprocess_exec(
         *command_here(module, *arguments),
@@ -125,10 +133,10 @@ async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
 
 
 def find_gpus() -> tuple[Driver | None, tuple[Gpu, ...], str]:
-    """Ask NVML for the driver and its GPUs.
+    """Find the NVIDIA driver and the GPUs of this host with NVIDIA's management library (NVML).
 
     Returns:
-        The driver, or None; its GPUs; and why there is no driver, empty if there is one.
+        The driver, or None if none answers; its GPUs; and the reason why none answers, empty if one does.
     """
     try:
         with gpu_inventory.library() as nvml:
@@ -162,7 +170,9 @@ def _describe_gpu(nvml: Any, index: int) -> Gpu:
 
 
 def _has_peer_memory() -> bool:
-    """Return whether RDMA devices may read GPU memory: by nvidia_peermem, or open kernel modules."""
+    """Return whether RDMA devices may read GPU memory, by nvidia_peermem or by the driver's open kernel
+    modules.
+    """
     if os.path.isdir("/sys/module/nvidia_peermem"):
         return True
     with contextlib.suppress(OSError):
@@ -178,7 +188,7 @@ def _to_text(value: str | bytes) -> str:
 
 
 def read_ib_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[IbPort, ...]:
-    """Read the ports of RDMA devices from the kernel's files."""
+    """Read the ports of RDMA devices (InfiniBand, RoCE) from the kernel's files under `root`."""
     found: list[IbPort] = []
     for folder in sorted(root.glob("*/ports/*")):
         rate = re.match(r"[\d.]+", _read_line(folder / "rate"))
@@ -195,7 +205,7 @@ def read_ib_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[IbPort, .
 
 
 def read_interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, ...]:
-    """Read the network interfaces from the kernel's files."""
+    """Read the network interfaces, their states and speeds from the kernel's files under `root`."""
     found: list[Interface] = []
     for folder in sorted(root.glob("*")):
         speed = _read_line(folder / "speed")  # unreadable, or -1, where the kernel does not know

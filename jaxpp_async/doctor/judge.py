@@ -1,6 +1,8 @@
-"""Judge an examination: say what is well, what is not, and what to do.
+"""Judge an examination: turn the facts about a run and its hosts into findings about what is well, what is
+not, and what to do about it.
 
-An error means that the asked run would not work; a warning, that it would work less well than it could.
+An error means that the run which the user asked for would not work; a warning, that it would work less well
+than it could.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def judge(found: Examination) -> list[Finding]:
 
 
 def would_work(findings: Sequence[Finding]) -> bool:
-    """Return whether the asked run would work."""
+    """Return whether the run that the user asked for would work, which means that no finding is an error."""
     return not any(finding.level == "error" for finding in findings)
 
 
@@ -58,7 +60,12 @@ def would_work(findings: Sequence[Finding]) -> bool:
 
 
 def judge_host(report: HostReport, asked: Asked) -> Iterator[Finding]:
-    """Judge one host that is to run actors."""
+    """Judge one host that is to run actors, and yield the findings.
+
+    Args:
+        report: all that is known about the host.
+        asked: the run that the user wants to start.
+    """
     name, facts = report.name, report.facts
     if facts is None:
         trouble = report.trouble
@@ -143,7 +150,9 @@ def _judge_settings(name: str, facts: HostFacts) -> Iterator[Finding]:
 
 
 def judge_together(found: Examination) -> Iterator[Finding]:
-    """Judge what hosts have to have in common, and how they reach each other."""
+    """Judge what hosts must have in common, and how they connect to each other and to this machine, and yield
+    the findings.
+    """
     yield from _judge_versions(found)
     yield from judge_gpu.judge_gpus_together(found)
     yield from _judge_clocks(found)
@@ -220,7 +229,12 @@ def _judge_slots(found: Examination) -> Iterator[Finding]:
 
 
 def _judge_load(found: Examination, slots: ProcessSlots) -> Iterator[Finding]:
-    """Compare the processes that are asked of this machine with its CPUs."""
+    """Compare the number of processes that the run would start on this machine with the number of its CPUs.
+
+    Args:
+        found: the examination of a run on this machine alone.
+        slots: the number and size of the processes.
+    """
     facts, num_processes, per_actor = found.here.facts, sum(slots.num_processes), slots.per_actor
     if facts is None:
         return
@@ -240,7 +254,9 @@ def _format_count(number: int, what: str) -> str:
 
 
 def _judge_driving_machine(found: Examination) -> Iterator[Finding]:
-    """Judge this machine where it only drives the run: it traces, and takes part in the data plane."""
+    """Judge this machine if it runs no actors but drives the run, which means that it traces the program and
+    takes part in the data plane.
+    """
     if found.is_local:
         return
     name, facts = found.here.name, found.here.facts

@@ -1,4 +1,6 @@
-"""Judge the network: UCX, InfiniBand, connections to this machine, and the links that were measured."""
+"""Judge the network: UCX, InfiniBand, the hosts' connections to this machine, and the links that were
+measured.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,13 @@ _RDMA = ("rc", "dc", "ud")
 
 
 def judge_ucx(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
-    """Judge UCX on one host: it starts, and has the transports that the run needs."""
+    """Judge whether UCX starts on one host and has the transports that the run needs, and yield the findings.
+
+    Args:
+        name: the name of the host.
+        facts: the facts about the host.
+        asked: the run that the user wants to start.
+    """
     package = next((f"{p} {v}" for p, v in facts.packages.items() if p.startswith("ucxx-cu")), "")
     if facts.ucx is None:
         install = facts.install(extra_of(asked.platform, facts.cuda))
@@ -67,7 +75,7 @@ def _prefers_system(facts: HostFacts) -> bool:
 
 
 def _suggest_for_start(facts: HostFacts) -> str:
-    """Say what to do where UCX does not start."""
+    """Return the advice what to do on a host on which UCX does not start."""
     if "network device" in facts.ucx_error:
         return "correct interface= (or UCX_NET_DEVICES): name one of these"
     if _prefers_system(facts):
@@ -76,7 +84,12 @@ def _suggest_for_start(facts: HostFacts) -> str:
 
 
 def _describe_ucx(ucx: Ucx, package: str) -> str:
-    """Describe a UCX, such as `UCX 1.21.0 (ucxx-cu13 0.52.0); eth0: tcp; memory: posix, cma`."""
+    """Describe a UCX library, such as `UCX 1.21.0 (ucxx-cu13 0.52.0); eth0: tcp; memory: posix, cma`.
+
+    Args:
+        ucx: the facts about the library.
+        package: the name and version of the ucxx package that loads it; empty if that is not known.
+    """
     by_device: dict[str, list[str]] = {}
     for resource in ucx.resources:
         if resource.transport != "self":
@@ -107,7 +120,13 @@ def _suggest_ucx_with_cuda(facts: HostFacts) -> str:
 
 
 def _suggest_ucx_tls(facts: HostFacts, needed: str = "tcp") -> str:
-    """Return the remedy where `UCX_TLS` leaves transports out; empty if it is not set."""
+    """Return the advice what to do about missing transports if `UCX_TLS` excludes them; empty if that
+    variable is not set.
+
+    Args:
+        facts: the facts about the host.
+        needed: the name of the transport to add to the variable.
+    """
     given = facts.settings.get("UCX_TLS", "")
     return f"UCX_TLS={given} leaves them out: add {needed}, or unset it" if given else ""
 
@@ -116,7 +135,13 @@ def _suggest_ucx_tls(facts: HostFacts, needed: str = "tcp") -> str:
 
 
 def judge_infiniband(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
-    """Judge the RDMA ports of one host, and whether UCX can use them."""
+    """Judge the RDMA ports of one host, and whether UCX can use them, and yield the findings.
+
+    Args:
+        name: the name of the host.
+        facts: the facts about the host.
+        asked: the run that the user wants to start.
+    """
     if not facts.ib_ports:
         yield ok("infiniband", name, "no InfiniBand or RoCE device")
         return
@@ -176,7 +201,7 @@ def _explain_missing_rc(facts: HostFacts) -> tuple[str, str]:
 
 
 def judge_control(found: Examination) -> Iterator[Finding]:
-    """Judge whether actors would reach this machine."""
+    """Judge whether actors on each host could connect to this machine, and yield the findings."""
     if found.control_error:
         remedy = "choose an address with control_address="
         yield error("control", found.here.name, found.control_error, remedy)
@@ -194,7 +219,12 @@ def judge_control(found: Examination) -> Iterator[Finding]:
 
 
 def judge_link(link: LinkReport, found: Examination) -> Finding:
-    """Judge what was measured between two hosts, or report why nothing was."""
+    """Judge the measured latency and rate of a link between two hosts, or report why nothing was measured.
+
+    Args:
+        link: the report of the link.
+        found: the examination, which has the rates of the hosts' RDMA ports for comparison.
+    """
     is_one = link.first == link.second
     who = link.first if is_one else f"{link.first} to {link.second}"
     if link.error:
@@ -216,10 +246,13 @@ def judge_link(link: LinkReport, found: Examination) -> Finding:
 
 
 def _find_fastest_port_rate(link: LinkReport, found: Examination) -> float:
-    """Return the rate of the fastest RDMA port of the slower of two hosts, in bytes per second.
+    """Return the rate in bytes per second that a link could have over RDMA.
+
+    It is the rate of the fastest active RDMA port of each of the two hosts, or rather the lower of the two
+    rates.
 
     Returns:
-        0 where a host has no active port, or both are the same host.
+        The rate; 0 if a host has no active port, or if both ends of the link are on the same host.
     """
     if link.first == link.second:
         return 0.0
