@@ -70,7 +70,7 @@ class ExaminationPlan:
 
 
 async def examine(plan: ExaminationPlan, reach: Reach | None, say: Callable[[str], None]) -> Examination:
-    """Find out everything about the plan's hosts that the doctor judges.
+    """Find out all facts about the plan's hosts that the doctor judges.
 
     Args:
         plan: the run and its hosts.
@@ -114,8 +114,8 @@ class _Target:
 
 
 class CallbackListener:
-    """A listener that checks whether hosts can connect to this machine as actors would; each host proves by a
-    token which one it is.
+    """A server on this machine that checks whether hosts can connect to it as actors would; each host proves
+    by a token which one it is.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class CallbackListener:
                 has_come = self._expected.get((await reader.readline()).strip())
             if has_come is not None:
                 has_come.set()
-        except (OSError, ValueError):  # late, cut off, or an endless line: none of our hosts
+        except (OSError, ValueError):  # a late, cut or endless line is from none of our hosts
             return
         finally:
             writer.close()
@@ -416,10 +416,10 @@ class HostLink(HostProgram[protocol.Record]):
         await self._wait(self._records.get(), timeout_s)
 
     async def ask(self, order: protocol.Order, expected: type[T], timeout_s: float) -> T:
-        """Send an order to the program on the host, and return its answer.
+        """Send an order to the program on the host, wait for its answer and return it.
 
-        A caller must wait for each answer before the next order. After an answer that came too late or not at
-        all, every further order fails.
+        A caller must wait for each answer before it sends the next order. If one answer does not come in
+        time, every further order fails, because a late answer would be mistaken for that of the next order.
 
         Args:
             order: the order.
@@ -430,7 +430,7 @@ class HostLink(HostProgram[protocol.Record]):
             HostError: the host could not carry out the order, or did not answer as expected.
         """
         assert self._stream is not None
-        if self._silence:  # a late answer would be taken for that of this order
+        if self._silence:  # a late answer would be mistaken for that of this order
             raise HostError(self._silence)
         self._stream.write(protocol.write_order(order))
         try:

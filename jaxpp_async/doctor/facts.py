@@ -1,5 +1,5 @@
-"""Define the doctor's plain data: the run that the user asked for, the facts about hosts and their links, and
-the findings.
+"""Define the plain data of the doctor, the command that checks whether a run would work: the run that the
+user asked for, the facts about hosts and their links, and the findings.
 
 `find_process_slots` deduces from an examination how many processes each host gets.
 """
@@ -261,7 +261,8 @@ class LinkReport:
 
     Args:
         first: the name of one host.
-        second: the name of the other host; the same name if the link is between two processes of one host.
+        second: the name of the other host, or again that of the first one if the link is between two of its
+            processes.
         transport: the data plane that was measured, `"ucx"` or `"tcp"`.
         latency_s: half a round trip of 8 bytes, in seconds.
         bytes_per_s: the rate of large messages in one direction.
@@ -333,7 +334,7 @@ def find_process_slots(found: Examination) -> ProcessSlots:
     asked, each = found.asked, found.asked.processes_per_actor or 1
     if found.is_local:  # a slot is an actor on this machine: the user has named no hosts
         return ProcessSlots((found.here.slots * each,), each, asked.devices_per_actor // each)
-    # Placing does not look at names.
+    # The names do not matter to the placement.
     hosts = [Host(f"host{index}", report.slots) for index, report in enumerate(found.hosts)]
     num_actors = asked.num_actors or max(1, _count_actors_that_fit(hosts, asked))
     slots_each = 1

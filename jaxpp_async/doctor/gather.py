@@ -1,9 +1,8 @@
-"""Gather the facts about this host that the doctor judges, from files, devices, and the output of short child
-programs.
+"""Gather the facts about this host that the doctor (the command that checks whether a run would work) judges.
 
-The folder of the compilation cache is made, as an actor would make it; nothing else is changed. UCX and JAX
-are started in child processes, because either may crash the process that starts it, and because neither may
-be loaded in this process before the doctor has set its environment.
+They come from files, devices, and the output of short child programs. The folder of the compilation cache is
+made, as an actor would make it; nothing else is changed. UCX and JAX are started in child processes, because
+either may end the process that starts it, and because this process must not have started them yet.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
             output, errors = await process.communicate()
     except TimeoutError:
         return f"did not start within {CHILD_S:g} s"
-    finally:  # also where this is cancelled: no child outlives it
+    finally:  # also after a cancellation: do not leave the child running
         if process.returncode is None:
             process.kill()
             await process.wait()
@@ -140,7 +139,7 @@ def find_gpus() -> tuple[Driver | None, tuple[Gpu, ...], str]:
     """
     try:
         with gpu_inventory.library() as nvml:
-            cuda: int = nvml.nvmlSystemGetCudaDriverVersion_v2()  # 13000 is 13.0
+            cuda: int = nvml.nvmlSystemGetCudaDriverVersion_v2()  # 13000 means 13.0
             version = _to_text(nvml.nvmlSystemGetDriverVersion())
             driver = Driver(version, (cuda // 1000, cuda % 1000 // 10), _has_peer_memory())
             return driver, tuple(_describe_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount())), ""
@@ -156,7 +155,7 @@ def _describe_gpu(nvml: Any, index: int) -> Gpu:
         nvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
     }
     mig = False
-    with contextlib.suppress(nvml.NVMLError):  # most GPUs cannot be cut
+    with contextlib.suppress(nvml.NVMLError):  # most GPUs have no MIG
         mig = bool(nvml.nvmlDeviceGetMigMode(handle)[0])
     return Gpu(
         index=index,
@@ -209,7 +208,7 @@ def read_interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, ...
     found: list[Interface] = []
     for folder in sorted(root.glob("*")):
         speed = _read_line(folder / "speed")  # unreadable, or -1, where the kernel does not know
-        # Loopback says "unknown" though it is up.
+        # The state of loopback is "unknown" though it is up.
         is_up = _read_line(folder / "operstate") in ("up", "unknown")
         found.append(Interface(folder.name, is_up, int(speed) if speed.isdigit() else 0))
     return tuple(found)

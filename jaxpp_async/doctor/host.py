@@ -1,9 +1,10 @@
-"""The doctor's program on a host, `python -m jaxpp_async.doctor.host`, which runs over ssh or srun, or as a
-child process of the doctor for this machine.
+"""The program that the doctor (the command that checks whether a run would work) runs on every host: `python
+-m jaxpp_async.doctor.host`.
 
-The program reads orders from stdin and writes records to stdout (`doctor.protocol`). It ends at the end of
-its stdin, or when its stdin is silent for longer than the lease. It starts without JAX and UCX, so that it
-can report that they are missing.
+It runs over ssh or srun, or as a child process of the doctor for the doctor's own machine. The program reads
+orders from stdin and writes records to stdout (`doctor.protocol`). It ends at the end of its stdin, or when
+its stdin is silent for longer than the lease. It starts without JAX and UCX, so that it can report that they
+are missing.
 
 `ProbeEnd` measures latency and bandwidth between two such programs, with the transport that actors use and in
 host memory; it does not start JAX.
@@ -34,14 +35,16 @@ _READ_BYTES = 1 << 16
 
 
 class ProbeServer:
-    """The part of the program that carries out the doctor's orders, one after the other."""
+    """The part of the doctor's program on a host that carries out the doctor's orders, one after the
+    other.
+    """
 
     def __init__(self) -> None:
         self._end: ProbeEnd | None = None
 
     async def answer(self, order: protocol.Order) -> protocol.Record:
-        """Carry out one order and return the answer, which is `ProbeFailed` if the order could not be carried
-        out.
+        """Carry out one order of the doctor and return the answer, which is `ProbeFailed` if the order could
+        not be carried out.
         """
         try:
             return await self._carry_out(order)
@@ -143,7 +146,7 @@ async def _answer_orders(orders: asyncio.Queue[protocol.Order]) -> None:
 
 
 def main() -> None:
-    """Run the program on uvloop, the event loop that actors use."""
+    """Run the doctor's program on a host, on uvloop, the event loop that actors use."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -168,7 +171,7 @@ _LARGE_TAGS = tuple(make_tag(0, PROGRAM_CHANNEL, 16 + lane) for lane in range(WI
 
 
 class ProbeEnd:
-    """One end of a link to be measured, with a new transport for each measurement.
+    """One end of a link whose latency and bandwidth are measured, with a new transport for each measurement.
 
     Args:
         peer_id: the number by which the other end refers to this one.
@@ -179,7 +182,7 @@ class ProbeEnd:
 
     @property
     def address(self) -> bytes:
-        """The transport's address, which the other end passes to its `measure`."""
+        """The address of this end's transport, which the other end passes to its `measure`."""
         return self._transport.address
 
     async def measure(self, peer: int, address: bytes, *, leads: bool) -> tuple[float, float]:
@@ -224,16 +227,13 @@ class ProbeEnd:
 
     async def _send_large(self, peer: int) -> float:
         """Send rounds of large messages for about `SECONDS` seconds, after a first round that warms up and is
-        not counted.
-
-        Returns:
-            The rate in bytes per second.
+        not counted, and return the rate in bytes per second.
         """
         buffers = [np.ones(LARGE_BYTES, np.uint8) for _ in range(WINDOW)]
         ready = np.zeros(8, np.uint8)
         num_rounds, began_s, passed_s = 0, 0.0, 0.0
         while num_rounds < MOST_ROUNDS and passed_s < SECONDS:
-            await self._transport.send(np.ones(1, np.uint8), peer, _COUNT)  # one: another round follows
+            await self._transport.send(np.ones(1, np.uint8), peer, _COUNT)  # 1: another round follows
             sends = zip(buffers, _LARGE_TAGS, strict=True)
             await asyncio.gather(*(self._transport.send(buffer, peer, tag) for buffer, tag in sends))
             await self._transport.recv(ready, peer, _READY)  # the whole round has arrived

@@ -1,8 +1,8 @@
-"""Judge an examination: turn the facts about a run and its hosts into findings about what is well, what is
-not, and what to do about it.
+"""Turn the facts that the doctor (the command that checks whether a run would work) found about a run and its
+hosts into findings: what is well, what is not, and what to do about it.
 
-An error means that the run which the user asked for would not work; a warning, that it would work less well
-than it could.
+A finding is an error if the run that the user asked for would not work, and a warning if it would work less
+well than it could.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def would_work(findings: Sequence[Finding]) -> bool:
 
 
 def judge_host(report: HostReport, asked: Asked) -> Iterator[Finding]:
-    """Judge one host that is to run actors, and yield the findings.
+    """Yield the findings (statements with a verdict and a remedy) about one host that is to run actors.
 
     Args:
         report: all that is known about the host.
@@ -120,7 +120,7 @@ def _judge_packages(name: str, facts: HostFacts, asked: Asked) -> Iterator[Findi
 def _judge_cache(name: str, facts: HostFacts) -> Iterator[Finding]:
     if facts.jax is None or not facts.jax.cache_error:
         return
-    what, _, remedy = facts.jax.cache_error.partition("; ")  # in the words of an actor
+    what, _, remedy = facts.jax.cache_error.partition("; ")  # the text of an actor's error
     yield error("jax", name, what, f"{remedy}; or set JAX_COMPILATION_CACHE_DIR there, which the doctor sees")
 
 
@@ -141,7 +141,7 @@ def _judge_memory(name: str, facts: HostFacts) -> Iterator[Finding]:
 def _judge_settings(name: str, facts: HostFacts) -> Iterator[Finding]:
     shown = [
         f"{k}={v}" for k, v in facts.settings.items() if k != "JAX_PLATFORMS"
-    ]  # the doctor sets that one
+    ]  # the doctor itself sets JAX_PLATFORMS
     if shown:
         yield note("memory", name, f"set there: {', '.join(shown)}", "")
 
@@ -150,8 +150,8 @@ def _judge_settings(name: str, facts: HostFacts) -> Iterator[Finding]:
 
 
 def judge_together(found: Examination) -> Iterator[Finding]:
-    """Judge what hosts must have in common, and how they connect to each other and to this machine, and yield
-    the findings.
+    """Yield the findings (statements with a verdict and a remedy) about all hosts together: what they must
+    have in common, and how they connect to each other and to this machine.
     """
     yield from _judge_versions(found)
     yield from judge_gpu.judge_gpus_together(found)
@@ -213,7 +213,7 @@ def _judge_clocks(found: Examination) -> Iterator[Finding]:
 def _judge_slots(found: Examination) -> Iterator[Finding]:
     try:
         processes = find_process_slots(found)
-    except MeshError as trouble:  # in the words of the launcher
+    except MeshError as trouble:  # the text of the launcher's error
         what, _, remedy = str(trouble).partition("; ")
         yield error("hosts", ALL, what, remedy)
         return
@@ -229,7 +229,8 @@ def _judge_slots(found: Examination) -> Iterator[Finding]:
 
 
 def _judge_load(found: Examination, slots: ProcessSlots) -> Iterator[Finding]:
-    """Compare the number of processes that the run would start on this machine with the number of its CPUs.
+    """Yield the finding that compares the number of processes that the run would start on this machine with
+    the number of its CPUs.
 
     Args:
         found: the examination of a run on this machine alone.
@@ -254,8 +255,10 @@ def _format_count(number: int, what: str) -> str:
 
 
 def _judge_driving_machine(found: Examination) -> Iterator[Finding]:
-    """Judge this machine if it runs no actors but drives the run, which means that it traces the program and
-    takes part in the data plane.
+    """Yield the findings about this machine if it runs no actors but drives the run.
+
+    It then traces the program and takes part in the data plane, so that it needs fewer things than a host of
+    actors.
     """
     if found.is_local:
         return

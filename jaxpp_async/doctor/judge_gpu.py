@@ -44,7 +44,8 @@ _GIB = 1 << 30
 
 
 def judge_gpus(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
-    """Judge the GPUs of one host, and the packages that are installed for them, and yield the findings.
+    """Yield the findings (statements with a verdict and a remedy) about the GPUs of one host, and about the
+    packages that are installed for them.
 
     Args:
         report: all that is known about the host.
@@ -76,7 +77,9 @@ def explains_jax(facts: HostFacts, asked: Asked) -> bool:
 
 
 def judge_gpus_together(found: Examination) -> Iterator[Finding]:
-    """Judge what hosts must have in common for a run on GPUs, and yield the findings."""
+    """Yield the findings (statements with a verdict and a remedy) about what all hosts must have in common
+    for a run on GPUs.
+    """
     asked = found.asked
     if asked.transport == "nccl" and asked.platform == "cpu":
         yield error(
@@ -165,7 +168,7 @@ def _judge_gpu(name: str, gpu: Gpu, driver: str) -> Iterator[Finding]:
 
 
 def judge_process_slots(found: Examination, slots: ProcessSlots) -> Iterator[Finding]:
-    """Judge whether the processes that each host gets find enough GPUs on it, and yield the findings.
+    """Yield the findings about whether the processes that each host gets have enough GPUs on it.
 
     Args:
         found: the examination.
@@ -203,7 +206,7 @@ def _judge_processes(
         elif found.asked.slots_are_processes and report.names_gpus:
             yield error("gpu", report.name, f"{what} of devices=, which the launcher refuses", remedy)
         elif found.asked.slots_are_processes and needed == there:
-            # Each task of Slurm takes the GPUs that it sees for its own.
+            # Each task of Slurm assumes that the GPUs that it sees are its own.
             yield error(
                 "gpu", report.name, f"{what}, each with 0.9 of its memory, which the mesh refuses", remedy
             )
@@ -287,8 +290,14 @@ def _suggest_fewer(fits: int, slots: ProcessSlots, found: Examination) -> str:
 
 
 def _judge_jax(name: str, facts: HostFacts) -> Iterator[Finding]:
-    """Judge the packages for JAX on CUDA: whether they are installed, for one version of CUDA only, which the
-    driver supports, and match the installed JAX and ucxx.
+    """Yield the findings about the packages for JAX on CUDA.
+
+    They must be installed, for one version of CUDA only, which the driver supports, and match the installed
+    JAX and ucxx.
+
+    Args:
+        name: the name of the host.
+        facts: the facts about the host.
     """
     plugins = {p: v for p, v in facts.packages.items() if re.fullmatch(r"jax-cuda\d+-plugin", p)}
     majors = _find_cuda_majors(facts, r"jax-cuda(\d+)-plugin")
@@ -416,9 +425,9 @@ def _group_by_value(by_name: Mapping[str, object]) -> dict[object, list[str]]:
 
 
 def _first_numbers(version: str) -> tuple[str, ...]:
-    """Return the first three numbers of a version.
+    """Return the first three numbers of a version, by which JAX's CUDA plugin is compared with jaxlib.
 
-    Only these have to agree between JAX and its CUDA plugin, because a repaired plugin gets a fourth number.
+    A repaired plugin may differ from JAX after these numbers.
     """
     return tuple(version.split(".")[:3])
 

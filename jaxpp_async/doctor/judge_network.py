@@ -1,5 +1,5 @@
-"""Judge the network: UCX, InfiniBand, the hosts' connections to this machine, and the links that were
-measured.
+"""Make the doctor's findings about the network: UCX, InfiniBand, the hosts' connections to this machine, and
+the links that were measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _RDMA = ("rc", "dc", "ud")
 
 
 def judge_ucx(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
-    """Judge whether UCX starts on one host and has the transports that the run needs, and yield the findings.
+    """Yield the findings (statements with a verdict and a remedy) about UCX on one host: whether it starts,
+    and has the transports that the run needs.
 
     Args:
         name: the name of the host.
@@ -75,7 +76,7 @@ def _prefers_system(facts: HostFacts) -> bool:
 
 
 def _suggest_for_start(facts: HostFacts) -> str:
-    """Return the advice what to do on a host on which UCX does not start."""
+    """Return advice on what to do about a UCX that does not start."""
     if "network device" in facts.ucx_error:
         return "correct interface= (or UCX_NET_DEVICES): name one of these"
     if _prefers_system(facts):
@@ -95,7 +96,7 @@ def _describe_ucx(ucx: Ucx, package: str) -> str:
         if resource.transport != "self":
             by_device.setdefault(resource.device, []).append(resource.transport)
     devices = "".join(f"; {device}: {', '.join(transports)}" for device, transports in by_device.items())
-    # The path of pip's UCX says nothing new.
+    # The path of a UCX from pip tells the user nothing new.
     place = "" if WHEEL in ucx.library or not ucx.library else f" of {ucx.library}"
     return f"UCX {ucx.version}{place} ({package or 'ucxx'}){devices}"
 
@@ -120,8 +121,8 @@ def _suggest_ucx_with_cuda(facts: HostFacts) -> str:
 
 
 def _suggest_ucx_tls(facts: HostFacts, needed: str = "tcp") -> str:
-    """Return the advice what to do about missing transports if `UCX_TLS` excludes them; empty if that
-    variable is not set.
+    """Return advice on what to do if the variable `UCX_TLS` excludes needed transports; empty if the variable
+    is not set.
 
     Args:
         facts: the facts about the host.
@@ -135,7 +136,7 @@ def _suggest_ucx_tls(facts: HostFacts, needed: str = "tcp") -> str:
 
 
 def judge_infiniband(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
-    """Judge the RDMA ports of one host, and whether UCX can use them, and yield the findings.
+    """Yield the findings about the RDMA ports of one host, and about whether UCX can use them.
 
     Args:
         name: the name of the host.
@@ -201,7 +202,7 @@ def _explain_missing_rc(facts: HostFacts) -> tuple[str, str]:
 
 
 def judge_control(found: Examination) -> Iterator[Finding]:
-    """Judge whether actors on each host could connect to this machine, and yield the findings."""
+    """Yield a finding for each host on whether actors on it could connect to this machine."""
     if found.control_error:
         remedy = "choose an address with control_address="
         yield error("control", found.here.name, found.control_error, remedy)
@@ -219,7 +220,8 @@ def judge_control(found: Examination) -> Iterator[Finding]:
 
 
 def judge_link(link: LinkReport, found: Examination) -> Finding:
-    """Judge the measured latency and rate of a link between two hosts, or report why nothing was measured.
+    """Return the finding about the measured latency and rate of a link between two hosts, or about why
+    nothing was measured.
 
     Args:
         link: the report of the link.
@@ -246,13 +248,10 @@ def judge_link(link: LinkReport, found: Examination) -> Finding:
 
 
 def _find_fastest_port_rate(link: LinkReport, found: Examination) -> float:
-    """Return the rate in bytes per second that a link could have over RDMA.
+    """Return the rate in bytes per second that a link could have over RDMA; 0 if that is not known.
 
-    It is the rate of the fastest active RDMA port of each of the two hosts, or rather the lower of the two
-    rates.
-
-    Returns:
-        The rate; 0 if a host has no active port, or if both ends of the link are on the same host.
+    It is the lower one of two rates: for each of the two hosts, the rate of its fastest active RDMA port. It
+    is not known if a host has no active port, or if both ends of the link are on the same host.
     """
     if link.first == link.second:
         return 0.0

@@ -26,11 +26,14 @@ def probe_jax(platform: str) -> dict[str, object] | str:
         The fields of `facts.JaxStart` by name, or the error with which JAX did not start.
     """
     os.environ["JAX_PLATFORMS"] = platform
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # somebody's run may need the memory
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # another run may need the memory
     try:
         import jax
 
-        from jaxpp_async.jax_bridge.compilation_cache import DEFAULT, make_cache  # it needs JAX
+        from jaxpp_async.jax_bridge.compilation_cache import (
+            DEFAULT,
+            make_cache,
+        )  # this needs JAX
 
         devices = jax.devices(platform)
     except (ImportError, RuntimeError) as error:
@@ -57,7 +60,10 @@ def probe_ucx() -> dict[str, object] | str:
         A dictionary with UCX's version, the path of the loaded library and its transports; or the error with
         which UCX did not start.
     """
-    from jaxpp_async.transport.ucx.context import open_context, resources  # JAX's probe does without
+    from jaxpp_async.transport.ucx.context import (
+        open_context,
+        resources,
+    )  # JAX's probe does not need it
 
     try:
         context = open_context(None)

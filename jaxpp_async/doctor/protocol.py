@@ -1,4 +1,5 @@
-"""Define the messages that the doctor and its program on a host exchange as lines of JSON.
+"""Define the messages that the doctor (the command that checks whether a run would work) and its program on a
+host exchange as lines of JSON.
 
 The doctor sends orders, and the program answers each of them with a record. `protocol.line_protocol` writes
 and reads the lines.
@@ -22,7 +23,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class AskFacts:
-    """An order to a host to gather its facts, which includes a start of JAX on this platform. The answer is
+    """An order to a host to gather its facts, for which JAX is started on the given platform. The answer is
     `Facts`.
     """
 
@@ -36,7 +37,14 @@ class AskClock:
 
 @dataclass(frozen=True, slots=True)
 class CallBack:
-    """An order to a host to connect to the doctor's machine and send the token. The answer is `Completed`."""
+    """An order to a host to connect to the doctor's machine, as an actor would, and to send a token. The
+    answer is `Completed`.
+
+    Args:
+        host: the address of the doctor's machine.
+        port: the TCP port on which the doctor listens.
+        token: the text to send, by which the doctor recognizes the host.
+    """
 
     host: str
     port: int
@@ -115,7 +123,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailed:
-    """The answer to an order that could not be carried out, with the reason."""
+    """The answer to an order that could not be carried out, with the reason in words."""
 
     error: str
 

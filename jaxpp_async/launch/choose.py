@@ -123,7 +123,7 @@ def _spread(options: LaunchOptions, launcher: Any, num_actors: int) -> int:
         MeshError: the hosts have too few slots, or too few devices in `devices=`, for the actors.
     """
     each = options.processes_per_actor or 1
-    if not isinstance(launcher, RemoteLauncher) or not launcher.hosts:  # Ray chooses its hosts later
+    if not isinstance(launcher, RemoteLauncher) or not launcher.hosts:  # Ray chooses hosts later
         return each
     if not launcher.slots_are_processes:
         found = spread(launcher.hosts, num_actors, options.num_devices, options.processes_per_actor)

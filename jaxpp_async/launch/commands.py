@@ -61,7 +61,7 @@ def script_folder() -> bytes | None:
     main = sys.modules.get("__main__")
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if file is None:
-        with contextlib.suppress(OSError):  # it is no more
+        with contextlib.suppress(OSError):  # the folder was deleted
             return None if sys.flags.safe_path else os.getcwdb()
         return None
     folder = os.path.dirname(os.path.realpath(os.fsencode(file)))

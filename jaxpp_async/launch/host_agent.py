@@ -43,11 +43,12 @@ _END_S = 2.0
 
 
 class HostAgent:
-    """Runs the actors of one host. `obey` and `end` are called from one thread.
+    """The state of the host agent, which runs the actors of one host. `obey` and `end` are called from one
+    thread.
 
     Args:
-        lease: the time after which the agent, and each actor, ends itself if the driver gives no sign of
-            life.
+        lease: the time after which the agent, and each actor, ends itself if it hears nothing from the
+            driver.
     """
 
     def __init__(self, lease: Lease):
@@ -60,8 +61,8 @@ class HostAgent:
         self._writer.start()
 
     def say(self, record: kp.Record) -> None:
-        """Queue a record for the launcher, without waiting. While nobody reads the records, lines that actors
-        printed are dropped.
+        """Queue a record for the launcher, without waiting. If too many records are queued because nobody
+        reads them, lines that actors printed are dropped.
         """
         if self._records.qsize() < _MAX_WAITING or not isinstance(record, kp.OutputLine):
             self._records.put(kp.write_record(record))
@@ -76,16 +77,16 @@ class HostAgent:
             self._actors[order.key].process.signal_group(order.signum)
 
     def expire(self) -> None:
-        """Send the launcher the message that the driver's own silence ended the actors, in case the driver
-        resumes later.
+        """Report that the actors end because the driver (the user's process) was silent for longer than the
+        lease, in case the driver resumes later.
         """
         self._is_expired = True
         for key in tuple(self._actors):
             self._forward(key, self._lease.last_words)
 
     def end(self) -> None:
-        """Kill every actor and all processes that it started, and send the records that are still queued."""
-        with contextlib.suppress(TimeoutError):  # a process that cannot be killed is left to the kernel
+        """Kill every actor and all processes that it started, and write the records that are still queued."""
+        with contextlib.suppress(TimeoutError):  # some process does not die: exit nevertheless
             self._supervisor.close().result(_END_S)
         kill_descendants(_END_S)
         self._records.put(None)
@@ -93,7 +94,7 @@ class HostAgent:
 
     def _start(self, order: kp.StartActor) -> None:
         key = order.key
-        # The driver's folder, if it exists here: a setup hook then imports what it imports locally.
+        # Work in the driver's folder, if it exists on this host: a setup hook then imports the same modules.
         with contextlib.suppress(OSError):
             os.chdir(order.folder)
         try:
@@ -123,12 +124,14 @@ class HostAgent:
             try:
                 while record:
                     record = record[os.write(1, record) :]
-            except OSError:  # nobody reads any more, which stdin shows too
+            except OSError:  # nobody reads any more; stdin ends as well
                 return
 
 
 def main() -> None:
-    """Run the agent until a `Close` order, a signal, or the loss of the driver ends it, then exit."""
+    """Run the host agent until a `Close` order, a signal, or the loss of the driver (the user's process) ends
+    it, then exit.
+    """
     lease = Lease(float(sys.argv[1])) if len(sys.argv) == 2 else Lease()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -177,7 +180,7 @@ def obey_orders(host_agent: HostAgent, descriptor: int, lease: Lease) -> ExitCod
         for line in lines:
             try:
                 order = kp.read_order(line)
-            except ValueError as error:  # the line itself may hold the secret and is not printed
+            except ValueError as error:  # the line may contain the secret: do not print it
                 print(
                     f"python -m jaxpp_async.launch.host_agent is run by a mesh, not by hand: {error}",
                     file=sys.stderr,
@@ -192,7 +195,7 @@ def obey_orders(host_agent: HostAgent, descriptor: int, lease: Lease) -> ExitCod
 
 
 def hello() -> kp.AgentHello:
-    """Make the agent's greeting, which describes this process and the versions of the packages that are
+    """Make the host agent's greeting, which describes this process and the versions of the packages that are
     installed on this host.
     """
     versions: dict[str, str | None] = {"jaxpp-async": jaxpp_async.__version__}

@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Stream(Protocol):
     """A connection that carries bytes to the stdin of a program on a host.
 
-    A thread of its own sends the program a sign of life every few seconds.
+    A thread of its own sends the program a sign of life (one byte) every few seconds.
     """
 
     def write(self, data: bytes) -> None:
@@ -67,7 +67,11 @@ class NotUpError(Exception):
 
 
 class Reach(Protocol):
-    """A way to run programs on hosts, such as ssh."""
+    """A way to run programs on hosts, such as ssh.
+
+    Launchers use it to start host agents, the programs that start actors on other hosts, and the doctor uses
+    it to start its own program.
+    """
 
     agent_per_process: bool
     """Whether every process has a host agent, and so a stream, of its own; else there is one for each host.
@@ -92,7 +96,7 @@ class Reach(Protocol):
         """Start a program on the placement's host and return a stream connected to it.
 
         Args:
-            placement: the process that needs the program, and its host.
+            placement: the process of the mesh for which the program is started, and its host.
             host_agent: the program's argument vector.
             on_line: a function that is called with each line of the program's stdout, and with error messages
                 of the connection (such as ssh); any thread may call it.
@@ -153,7 +157,7 @@ class HostProgram(Generic[R]):
             return
 
     def attach(self, stream: Stream) -> None:
-        """Begin to use a stream that is connected to the program. Called once, before any wait for the
+        """Begin to use a stream that is connected to the program. Call this once, before any wait for the
         program.
         """
         self._stream = stream
@@ -224,15 +228,16 @@ class HostProgram(Generic[R]):
         raise NotImplementedError
 
     def _take_text(self, line: str) -> None:
-        """Handle a line that is no record. By default it is kept, to explain later why the program did not
-        start.
+        """Handle a line of the program's output that is plain text and no record (a message to this process).
+
+        By default the line is kept, to explain later why the program did not start.
         """
         if line.strip():
             self._said.append(line)
             del self._said[:-TAIL_LINES]
 
     def _take_end(self, end: Death) -> None:
-        """Handle the end of the stream; subclasses override this."""
+        """Handle the end of the stream to the program; subclasses override this."""
 
 
 # ---------------------------------------------------------------- host agents
@@ -250,12 +255,12 @@ class _Actor:
 
 
 class HostAgentClient(HostProgram[kp.Record]):
-    """A client that controls one host agent, which starts and ends the actors of its host.
+    """A client that controls one host agent, the program that starts and ends the actors of its host.
 
     Args:
         name: the name of the agent's host, for messages.
-        forward: a function that is called with each line of output that is no record, once the agent has
-            started.
+        forward: a function that is called with each line of output that is no message of the agent, once the
+            agent has started.
         login_mark: a line of output that shows that the host has accepted the login; None if there is no such
             line.
 
@@ -354,7 +359,7 @@ class HostAgentClient(HostProgram[kp.Record]):
         for actor in self._actors.values():
             if not actor.started.done():
                 actor.started.set_exception(OSError(f"the connection to {self.name} has ended"))
-                actor.started.exception()  # code that awaits it still gets it
+                actor.started.exception()  # mark it as retrieved; code that awaits it still gets it
             if not actor.dead.done():
                 last_words = (*actor.tail, f"the connection to {self.name} has ended", *said[-3:])
                 expired = end.returncode == ExitCode.LEASE_EXPIRED

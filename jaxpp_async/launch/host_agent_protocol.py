@@ -72,7 +72,7 @@ class AgentHello:
 
 @dataclass(frozen=True, slots=True)
 class ActorStarted:
-    """The record with which a host agent reports that an actor process exists."""
+    """The record with which a host agent reports that it has started an actor process."""
 
     key: str
     pid: int

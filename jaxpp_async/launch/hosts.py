@@ -255,7 +255,7 @@ def defaults(settings: Settings) -> dict[str, str]:
     Args:
         settings: the settings of the process.
     """
-    counted = {ORDER: "PCI_BUS_ID"} if settings.devices is not None else {}  # as NVIDIA's tools count
+    counted = {ORDER: "PCI_BUS_ID"} if settings.devices is not None else {}  # NVIDIA's tools' order
     return {**DEFAULTS, **counted}
 
 
@@ -268,13 +268,13 @@ def environment(settings: Settings, placement: ProcessPlacement, platform: str) 
         placement: the host of the process, and which of that host's processes it is.
         platform: the JAX platform, `"cpu"` or `"cuda"`.
     """
-    env = {"JAX_PLATFORMS": platform, "PYTHONUNBUFFERED": "1"}  # output is seen even if it is killed next
+    env = {"JAX_PLATFORMS": platform, "PYTHONUNBUFFERED": "1"}  # no output is lost in a kill
     if settings.interface is not None:
         env["UCX_NET_DEVICES"] = settings.interface
     if settings.ports is not None:
         env["UCX_TCP_PORT_RANGE"] = f"{settings.ports[0]}-{settings.ports[1]}"
     if settings.devices is not None:
-        env[VISIBLE] = ",".join(settings.devices)  # divided on the host: `ActorRequest`
+        env[VISIBLE] = ",".join(settings.devices)  # `ActorRequest` divides them on the host
     return env | dict(settings.env)
 
 

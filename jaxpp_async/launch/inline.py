@@ -45,7 +45,7 @@ class InlineLauncher:
     ):
         self._actor = actor
         self._make_transport = make_transport or self._make_own_transport
-        self._shared: dict[str, Any] = {}  # by the transports of one mesh
+        self._shared: dict[str, Any] = {}  # state that the transports of one mesh share
         self._handles: list[_InlineHandle] = []
 
     @property
@@ -63,7 +63,7 @@ class InlineLauncher:
         """
         here, there = socket.socketpair()
         adopt(here)
-        # The actor shares this process's JAX, which it does not configure, and its devices with other actors.
+        # An inline actor does not configure JAX, and shares JAX and its devices with other actors.
         make_actor = functools.partial(load_actor_class(self._actor), inline=True)
         serving = serve(
             Identity(spec.process_id, spec.incarnation),
@@ -77,9 +77,9 @@ class InlineLauncher:
         task = loop.create_task(serving, name=name, context=name_actor(spec.process_id))
         handle = _InlineHandle(task)
         self._handles.append(handle)
-        # A task that was cancelled keeps its frames alive, and with them its actor.
+        # Drop the task when it ends: a cancelled task keeps its frames alive, and with them its actor.
         task.add_done_callback(lambda _: self._forget(handle))
-        # A task that is cancelled before it takes the socket leaves it open.
+        # Close the socket here too: a task that is cancelled before it has started does not close it.
         task.add_done_callback(lambda _: there.close())
         return handle
 

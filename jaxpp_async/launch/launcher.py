@@ -72,7 +72,7 @@ class LaunchSpec:
             actor: the actor class as `module:name`.
             lease_s: the number of seconds of silence on its stdin after which the process ends itself.
         """
-        assert self.controller is not None  # the launcher has a `listen_host`
+        assert self.controller is not None  # it is None only for launchers without a `listen_host`
         return {
             "process_id": self.process_id,
             "incarnation": self.incarnation,
@@ -122,8 +122,8 @@ class ActorHandle(Protocol):
         ...
 
     def progress(self) -> Position | None:
-        """Return the last position in its program that the process reported, also after its death; None if
-        the position is not known.
+        """Return the last position in its program that the process reported, also after its death; None if no
+        position is known.
         """
         ...
 

@@ -70,7 +70,7 @@ class LaunchOptions:
         """The names of the options that the user set and that not every launcher uses."""
         default = {f.name: f.default for f in fields(self)}
         names = [name for name in _OF_SOME if getattr(self, name) != default[name]]
-        return tuple(name for name in names if name != "ssh_options" or self.ssh_options)  # it may be []
+        return tuple(name for name in names if name != "ssh_options" or self.ssh_options)  # [] counts as ()
 
     def settings(self) -> Settings:
         """Make the settings that apply to every host.
@@ -97,7 +97,7 @@ class LaunchOptions:
         if settings.cpus is not None:
             check_cpus(settings.cpus)
         check_devices(settings.interface)
-        path = self.env.get("PATH", os.environ.get("PATH"))  # actors are looked up in it as they start
+        path = self.env.get("PATH", os.environ.get("PATH"))  # where actors' interpreters are looked up
         if self.python is not None and not shutil.which(
             self.python, path=path if isinstance(path, str) else None
         ):

@@ -1,8 +1,8 @@
 """Spawn, supervise and reap child processes on a thread of their own, independently of the event loop.
 
-The thread starts the processes, writes signs of life to them, reads their output and detects their deaths.
-None of this depends on the event loop, because a user may block it. The thread runs as long as its processes,
-because `PR_SET_PDEATHSIG` ends a process when the thread that spawned it ends.
+The thread starts the processes, writes signs of life (single bytes) to them, reads their output and detects
+their deaths. None of this depends on the event loop, because a user may block it. The thread runs as long as
+its processes, because `PR_SET_PDEATHSIG` ends a process when the thread that spawned it ends.
 """
 
 from __future__ import annotations
@@ -96,16 +96,16 @@ class SupervisedProcess:
         self.pid = popen.pid
         self.dead: concurrent.futures.Future[Death] = concurrent.futures.Future()
         self._popen, self._output = popen, OutputLines(forward, noise)
-        self._unsent = bytearray()  # of `ProcessSupervisor.write`; for the supervisor's thread alone
-        self._lock = threading.Lock()  # between signalling and reaping: a reaped pid may be another process's
+        self._unsent = bytearray()  # by `ProcessSupervisor.write`; only the supervisor's thread uses it
+        self._lock = threading.Lock()  # never signal a pid after its reaping: it may be another process's
 
     def output_tail(self) -> tuple[str, ...]:
         """Return the last lines that the process printed."""
         return tuple(self._output.tail)
 
     def signal_group(self, signum: int) -> None:
-        """Send a signal to the process and to the processes of its group, which it started. Does nothing if
-        the process is dead.
+        """Send a signal to the process and to the rest of its process group. Does nothing if the process is
+        dead.
         """
         with self._lock:
             if self._popen.returncode is None:
@@ -124,7 +124,7 @@ class ProcessSupervisor:
         self._beat_s = beat_s
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._processes: set[SupervisedProcess] = set()
-        self._descriptors: dict[SupervisedProcess, int] = {}  # pidfds, where the kernel has them
+        self._descriptors: dict[SupervisedProcess, int] = {}  # pidfds, if the kernel supports them
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         keep_from_children(self._wake_read, self._wake_write)
@@ -133,7 +133,7 @@ class ProcessSupervisor:
         self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="jaxpp-async process supervisor", daemon=True)
         self._thread.start()
-        # The actors of a mesh that nobody closed end with the interpreter, this thread before stderr does.
+        # If nobody closes the mesh, its actors end at exit, and this thread ends before stderr is closed.
         atexit.register(self._at_exit)
 
     def spawn(
@@ -199,7 +199,7 @@ class ProcessSupervisor:
     def _do(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
         with contextlib.suppress(BlockingIOError, OSError):
-            # A full pipe: the thread is awake anyway. A closed one: it has finished.
+            # If the pipe is full, the thread will wake anyway. If it is closed, the thread has finished.
             os.write(self._wake_write, b"\0")
 
     def _at_exit(self) -> None:
@@ -215,7 +215,7 @@ class ProcessSupervisor:
             if len(self._descriptors) < len(self._processes):
                 timeout_s = min(timeout_s, _REAP_POLL_S)
             for key, _ in self._selector.select(max(0.0, timeout_s)):
-                # An event before this one may have reaped the process: its descriptors are closed or reused.
+                # Skip the event if an earlier one has reaped the process and closed its descriptors.
                 if self._selector.get_map().get(key.fd) is key:
                     key.data()
             if len(self._descriptors) < len(self._processes):
@@ -227,7 +227,7 @@ class ProcessSupervisor:
         os.close(self._wake_read)
         os.close(self._wake_write)
         self._finished.set_result(None)
-        self._run_commands()  # commands that came too late are refused
+        self._run_commands()  # refuses commands that came too late
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -348,7 +348,7 @@ class ProcessSupervisor:
         """
         popen = process._popen
         assert popen.stdin is not None and popen.stdout is not None
-        process.signal_group(signal.SIGKILL)  # while the dead leader still reserves the group's id
+        process.signal_group(signal.SIGKILL)  # before `wait` frees the group's id for reuse
         while data := popen.stdout.read(1 << 16):
             process._output.feed(data)
         process._output.feed(b"", final=True)

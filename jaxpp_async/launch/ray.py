@@ -97,7 +97,7 @@ class RayReach:
         reserved.
 
         Returns:
-            The hosts that have bundles, each with its number of bundles as its slots.
+            The hosts on which Ray placed bundles, each with its number of bundles as its number of slots.
 
         Raises:
             InstallError: Ray is not installed.
@@ -157,7 +157,7 @@ class RayReach:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle
             ),
-            # One thread for each group: reading waits, and writes keep their order.
+            # One thread for each group: reads block, and writes must keep their order.
             concurrency_groups={"read": 1, "write": 1},
             max_restarts=0,
         )(HostAgentRunner)
@@ -235,7 +235,7 @@ class _RayStream:
         try:
             returncode = self._read()
         except Exception as error:
-            # Ray's errors have no common base; any of them is the end.
+            # Ray's errors have no common base class; any of them ends the stream.
             if not self._is_closing:
                 for line in f"{type(error).__module__}.{type(error).__name__}: {error}".splitlines():
                     self._lines.feed(line.encode() + b"\n")
@@ -290,7 +290,7 @@ class RayLauncher(RemoteLauncher):
         try:
             self.hosts = await asyncio.to_thread(self._ray_reach.place, self._num_processes)
             await super().prepare()
-        except BaseException:  # also a cancellation: nobody else gives the bundles back
+        except BaseException:  # also a cancellation: nobody else releases the bundles
             await self._reach.aclose()
             raise
 

@@ -63,7 +63,7 @@ def ssh_command(
     options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
     port = ["-p", str(host.port)] if host.port else []
     user = ["-l", host.user] if host.user else []
-    # The mark distinguishes a login that fails from a Python that fails. `exec`, since the shell would keep
+    # The mark tells a failed login from a failed Python. Without `exec`, the shell would keep
     # the agent's stdin open.
     there = f"echo {LOGIN_MARK}; exec {shlex.join(host_agent)}"
     return [program, *ssh_options, "-T", *options, *port, *user, "--", host.name, there]
@@ -96,7 +96,7 @@ class SSHReach(CommandReach):
     async def _resolve(self, host: Host) -> str:
         port = ["-p", str(host.port)] if host.port else []
         command = [self._program, *self._ssh_options, *port, "-G", "--", host.name]
-        with contextlib.suppress(OSError, TimeoutError):  # then the host's name has to do
+        with contextlib.suppress(OSError, TimeoutError):  # if ssh fails, use the given name
             async with asyncio.timeout(_RESOLVE_S):
                 process = await asyncio.create_subprocess_exec(
                     *command,
