@@ -30,10 +30,7 @@ def probe_jax(platform: str) -> dict[str, object] | str:
     try:
         import jax
 
-        from jaxpp_async.jax_bridge.compilation_cache import (
-            DEFAULT,
-            make_cache,
-        )  # this needs JAX
+        from jaxpp_async.jax_bridge.compilation_cache import DEFAULT, make_cache  # this needs JAX
 
         devices = jax.devices(platform)
     except (ImportError, RuntimeError) as error:
@@ -60,10 +57,7 @@ def probe_ucx() -> dict[str, object] | str:
         A dictionary with UCX's version, the path of the loaded library and its transports; or the error with
         which UCX did not start.
     """
-    from jaxpp_async.transport.ucx.context import (
-        open_context,
-        resources,
-    )  # JAX's probe does not need it
+    from jaxpp_async.transport.ucx.context import open_context, resources  # JAX's probe does not need it
 
     try:
         context = open_context(None)
