@@ -403,20 +403,26 @@ class Finding:
 
 
 def ok(section: str, host: str, what: str) -> Finding:
-    """Make a finding about something that is as it should be."""
+    """Make a `Finding` of the level "ok", about something that is as it should be."""
     return Finding("ok", section, host, what)
 
 
 def note(section: str, host: str, what: str, remedy: str) -> Finding:
-    """Make a finding that is useful to know and does not affect the run."""
+    """Make a `Finding` of the level "note", about something that is useful to know and does not affect the
+    run.
+    """
     return Finding("note", section, host, what, remedy)
 
 
 def warning(section: str, host: str, what: str, remedy: str) -> Finding:
-    """Make a finding about something with which a run works, but not as well as it could."""
+    """Make a `Finding` of the level "warning", about something with which a run works, but not as well as it
+    could.
+    """
     return Finding("warning", section, host, what, remedy)
 
 
 def error(section: str, host: str, what: str, remedy: str) -> Finding:
-    """Make a finding about something with which the run that the user asked for does not work."""
+    """Make a `Finding` of the level "error", about something with which the run that the user asked for does
+    not work.
+    """
     return Finding("error", section, host, what, remedy)

@@ -104,7 +104,9 @@ def send_record(record: protocol.Record) -> None:
 
 
 async def serve() -> None:
-    """Answer the doctor's orders from stdin until stdin ends, or is silent for longer than the lease."""
+    """Carry out the doctor's orders from stdin and write the answers to stdout, until stdin ends or is silent
+    for longer than the lease.
+    """
     orders: asyncio.Queue[protocol.Order] = asyncio.Queue()
     work = asyncio.get_running_loop().create_task(_answer_orders(orders), name="answer the doctor")
     reader = asyncio.StreamReader()

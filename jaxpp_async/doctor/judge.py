@@ -42,7 +42,7 @@ _SHOWN = ("jaxpp-async", "jax", "jaxlib", "numpy")
 
 
 def judge(found: Examination) -> list[Finding]:
-    """Return all findings about an examination, ordered by section and host."""
+    """Return all findings of the doctor about an examination, ordered by section and host."""
     findings = list(_judge_driving_machine(found))
     for report in found.hosts:
         findings += judge_host(report, found.asked)

@@ -1,4 +1,6 @@
-"""Judge the GPUs of hosts: their drivers, the packages for CUDA, NCCL, and which processes share a GPU."""
+"""Make the doctor's findings about the GPUs of hosts: their drivers, the packages for CUDA, NCCL, and which
+processes share a GPU.
+"""
 
 from __future__ import annotations
 
@@ -255,10 +257,10 @@ def _find_refusal(
 
 
 def _report_unknown_gpu(report: HostReport, facts: HostFacts, name: str) -> Finding:
-    """Make the finding about a name in `CUDA_VISIBLE_DEVICES` that is the name of no GPU.
+    """Make the finding about a name in `CUDA_VISIBLE_DEVICES` that is not the name of any GPU.
 
-    CUDA silently stops reading the list at such a name. It is an error if the user gave the list for this
-    run, because the mesh then refuses it, and otherwise a warning.
+    CUDA silently stops reading the list at such a name. The finding is an error if the user gave the list for
+    this run, because the mesh then refuses the name, and otherwise a warning.
 
     Args:
         report: all that is known about the host.
@@ -277,7 +279,7 @@ def _report_unknown_gpu(report: HostReport, facts: HostFacts, name: str) -> Find
 
 
 def _suggest_fewer(fits: int, slots: ProcessSlots, found: Examination) -> str:
-    """Return the advice how to start no more than `fits` processes on a host."""
+    """Return advice on how to start no more than `fits` processes on a host."""
     if found.is_local:
         most = max(1, fits // slots.per_actor)
         return f"start at most {most} actor{'s' * (most != 1)}"

@@ -101,7 +101,7 @@ class ClockIs:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The answer to `OpenEnd`, with the address of the end of the data plane as base64."""
+    """The answer to `OpenEnd`, with the address, as base64, of the end of the data plane that was opened."""
 
     address: str
 

@@ -28,8 +28,10 @@ def command_here(module: str, *arguments: str) -> list[str]:
 
 
 def command_there(python: str, module: str, *arguments: str) -> list[str]:
-    """Return the argument vector that runs a module of this package with another interpreter, which may be on
-    another host and imports the copy of the package that it has itself.
+    """Return the argument vector that runs a module of this package with another interpreter, on this host or
+    another one.
+
+    The interpreter imports its own copy of the package.
 
     Args:
         python: the path of the interpreter.

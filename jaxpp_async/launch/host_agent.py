@@ -61,8 +61,8 @@ class HostAgent:
         self._writer.start()
 
     def say(self, record: kp.Record) -> None:
-        """Queue a record for the launcher, without waiting. If too many records are queued because nobody
-        reads them, lines that actors printed are dropped.
+        """Queue a record (a message to the launcher), without waiting. If too many records are queued because
+        nobody reads them, lines that actors printed are dropped.
         """
         if self._records.qsize() < _MAX_WAITING or not isinstance(record, kp.OutputLine):
             self._records.put(kp.write_record(record))
@@ -154,8 +154,8 @@ def main() -> None:
 
 
 def obey_orders(host_agent: HostAgent, descriptor: int, lease: Lease) -> ExitCode:
-    """Read orders from a file descriptor and carry them out, until an order says to end, the input is wrong
-    or ends, or the lease expires.
+    """Read the launcher's orders from a file descriptor and carry them out, until an order says to end, the
+    input ends or is not valid, or the lease expires.
 
     Args:
         host_agent: the agent that carries out the orders.

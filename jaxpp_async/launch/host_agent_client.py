@@ -67,7 +67,7 @@ class NotUpError(Exception):
 
 
 class Reach(Protocol):
-    """A way to run programs on hosts, such as ssh.
+    """The interface of the ways to run programs on hosts, such as ssh.
 
     Launchers use it to start host agents, the programs that start actors on other hosts, and the doctor uses
     it to start its own program.
@@ -87,7 +87,9 @@ class Reach(Protocol):
     """How long the programs that it runs go on without a sign of life; the launcher sets it."""
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
-        """Return, for each host, the name or address by which to find the network route to it."""
+        """Return, for each host, the name or address by which to look up the network route to it; the name
+        that the user gave may be an alias.
+        """
         ...
 
     async def open(
@@ -146,11 +148,11 @@ class HostProgram(Generic[R]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the stream to the program was opened and has ended."""
+        """Whether the stream to the program was opened and has since ended."""
         return self._over is not None and self._over.done()
 
     def on_line(self, line: str) -> None:
-        """Handle one line of the program's output on the event loop. Any thread may call this."""
+        """Have the event loop handle one line of the program's output. Any thread may call this."""
         try:
             self._loop.call_soon_threadsafe(self._take, line)
         except RuntimeError:  # the loop has closed
@@ -245,7 +247,15 @@ class HostProgram(Generic[R]):
 
 @dataclass(slots=True)
 class _Actor:
-    """The launcher's view of an actor process that a host agent was told to start."""
+    """The launcher's record of an actor process that a host agent was told to start.
+
+    Attributes:
+        started: a future of the process id, which fails with OSError if the process could not be started.
+        dead: a future of the report of how the process ended.
+        forward: a function that is called with each line that the process prints.
+        tail: the last lines that the process printed.
+        position: the process's last position in its program, which is known once it has ended.
+    """
 
     started: asyncio.Future[int]
     dead: asyncio.Future[Death]

@@ -82,9 +82,10 @@ class Settings:
             raise MeshError(f"ports is {self.ports}; give the first and the last TCP port, from 1 to 65535")
 
     def over(self, base: Settings) -> Settings:
-        """Return these settings, with the values of `base` where these have none.
+        """Merge these settings with `base`: where a value in these settings is None, the result has the value
+        of `base`.
 
-        Variables of both environments apply; for a variable that both set, the value in these settings wins.
+        The environments are joined; for a variable that both set, the value in these settings wins.
         """
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         return replace(base, **(given | {"env": {**base.env, **self.env}}))
@@ -249,7 +250,7 @@ DEFAULTS = MappingProxyType(
 
 
 def defaults(settings: Settings) -> dict[str, str]:
-    """Return the variables that an actor's process has unless its host's environment sets them
+    """Return the environment variables that an actor's process has unless its host's environment sets them
     (`ActorRequest.defaults`).
 
     Args:
@@ -260,8 +261,8 @@ def defaults(settings: Settings) -> dict[str, str]:
 
 
 def environment(settings: Settings, placement: ProcessPlacement, platform: str) -> dict[str, str]:
-    """Return the variables that an actor's process gets in addition to its host's environment, and that
-    override it.
+    """Return the environment variables that an actor's process gets in addition to its host's environment,
+    and that override it.
 
     Args:
         settings: the settings of the process; its `env` overrides the other variables.

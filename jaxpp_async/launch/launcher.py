@@ -129,8 +129,9 @@ class ActorHandle(Protocol):
 
 
 class Launcher(Protocol):
-    """A way to start actors. One launcher serves one mesh at a time, and may serve another mesh after
-    `aclose`.
+    """The interface of the objects that start the actors of a mesh.
+
+    One launcher serves one mesh at a time, and may serve another mesh after `aclose`.
     """
 
     @property

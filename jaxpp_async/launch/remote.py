@@ -132,7 +132,9 @@ class RemoteLauncher:
         return self._control_address or control_address([host.name for host in self.hosts])
 
     def devices_on(self, host: Host) -> tuple[str, ...] | None:
-        """Return the GPUs that `devices=` gives to the actors of a host; None if the option was not given."""
+        """Return the names of the GPUs that `devices=` gives to the actors of a host, in the form of
+        `CUDA_VISIBLE_DEVICES`; None if the option was not given.
+        """
         return host.settings.over(self._settings).devices
 
     async def prepare(self) -> None:
@@ -156,7 +158,7 @@ class RemoteLauncher:
         return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
-        """Start one process on its host, and first the host's agent if it does not run yet; see
+        """Start one process of an actor on its host, and first the host's agent if it does not run yet; see
         `Launcher.start`.
 
         Raises:
