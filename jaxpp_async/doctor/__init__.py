@@ -1,5 +1,5 @@
-"""The doctor is a command that says whether a run on some hosts would work, and what is missing on them. It
-is started by `jaxpp_async.cli`.
+"""The doctor is the command `python -m jaxpp_async doctor`, which says whether a run on some hosts would
+work, and what is missing on them.
 
 facts             plain data: the run that the user asked for, what was found, findings; processes per host
 protocol          the orders and answers between the doctor and its program on a host
