@@ -259,8 +259,8 @@ class _Examiner:
                 of why there is none.
 
         Returns:
-            The reports, each with the outcome in `calls_back`; and the reason why this machine could not
-            listen for any host, empty if it could.
+            The reports, each with the outcome in `calls_back`; and the reason why this machine has no address
+            on which it could listen for the hosts, empty if it has one.
         """
         assert self._reach is not None
         names, address = await self._reach.resolve([t.host for t, _ in targets]), self._plan.control_address

@@ -80,7 +80,9 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """The first record of the program on a host, which tells that Python and this package have started."""
+    """The first record of the doctor's program on a host, which tells that Python and this package have
+    started.
+    """
 
     version: str
 

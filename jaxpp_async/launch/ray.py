@@ -195,7 +195,8 @@ class RayReach:
 class _RayStream:
     """A `Stream` to a host agent through a Ray actor.
 
-    It has a thread of its own, so that a blocked event loop does not delay the signs of life.
+    It has a thread of its own, so that a blocked event loop does not delay the signs of life without which
+    the agent would end itself.
     """
 
     def __init__(self, ray: Any, actor: Any, on_line: Callable[[str], None], beat_s: float):
@@ -244,8 +245,8 @@ class _RayStream:
         self._over.set()
 
     def _read(self) -> int:
-        """Forward the agent's output and send signs of life until the output ends, and return the agent's
-        exit status.
+        """Forward the agent's output, and send the signs of life without which the agent would end itself,
+        until the output ends; return the agent's exit status.
         """
         reading = self._actor.read.options(concurrency_group="read").remote()
         next_beat_s = time.monotonic() + self._beat_s

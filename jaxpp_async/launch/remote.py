@@ -305,7 +305,9 @@ class CommandReach:
         self._supervisor: ProcessSupervisor | None = None
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
-        """Return the hosts' names; see `Reach.resolve`."""
+        """Return the hosts' names, because nothing else is known about their addresses; see
+        `Reach.resolve`.
+        """
         return [host.name for host in hosts]
 
     async def open(
@@ -336,7 +338,9 @@ class CommandReach:
 
 
 class ProcessStream:
-    """A `Stream` to a host agent through a local process, such as ssh, that a `ProcessSupervisor` started."""
+    """A `Stream` to a program on a host through a local process, such as ssh, that a `ProcessSupervisor`
+    started.
+    """
 
     def __init__(self, supervisor: ProcessSupervisor, process: SupervisedProcess):
         self._supervisor, self._process = supervisor, process
