@@ -1,7 +1,9 @@
-"""Ask all hosts at once, with deadlines, for the facts that the doctor judges, and measure their links.
+"""Ask all hosts in parallel, with deadlines, for the facts that the doctor judges, and measure the links
+between them.
 
-Every host runs the program `doctor.host`, started in the way that a mesh starts its host agents. A host that
-does not answer is a fact like any other.
+The doctor checks whether a run would work before the user starts it. Every host runs the program
+`doctor.host`, which is started in the same way as a mesh starts its host agents. A host that does not answer
+is no error: its report says so.
 """
 
 from __future__ import annotations
@@ -47,14 +49,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ExaminationPlan:
-    """The run to be examined, and how its hosts are reached.
+    """The run to be examined, and its hosts.
 
     Args:
-        asked: the run.
+        asked: the run that the user wants to start.
         hosts: the hosts on which actors would run; None for this machine alone.
         settings: the settings of all hosts; a host's own settings override them.
-        control_address: the option of that name of `RemoteMesh`.
-        measures: whether to measure between hosts.
+        control_address: the option `control_address` of `RemoteMesh`: the address on which this machine would
+            listen for actors. None to choose one automatically.
+        measures: whether to measure the links between hosts.
         timeouts: how long each part of a login may take.
     """
 
@@ -67,15 +70,16 @@ class ExaminationPlan:
 
 
 async def examine(plan: ExaminationPlan, reach: Reach | None, say: Callable[[str], None]) -> Examination:
-    """Find out everything about the plan's hosts.
+    """Find out all facts about the plan's hosts that the doctor judges.
 
     Args:
         plan: the run and its hosts.
-        reach: runs programs on `plan.hosts`; it is closed at the end. None for this machine alone.
+        reach: the object that runs programs on `plan.hosts`; it is closed at the end. None for this machine
+            alone.
         say: a function that is called with a line about each part of the work as it begins.
 
     Returns:
-        All facts; a host that could not be asked has the reason in its report.
+        All facts; for a host that could not be asked, its report has the reason.
     """
     here = CommandReach(lambda placement, command: list(command))
     try:
@@ -88,13 +92,14 @@ async def examine(plan: ExaminationPlan, reach: Reach | None, say: Callable[[str
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A host to ask.
+    """A host to examine, and how to run a program on it.
 
     Args:
+        host: the host.
         name: the host's name for messages.
-        reach: runs programs on the host.
+        reach: the object that runs programs on the host.
         base: the settings of all hosts.
-        platform: the platform that JAX is to start on there.
+        platform: the platform on which JAX is to start on this host.
     """
 
     host: Host
@@ -109,7 +114,9 @@ class _Target:
 
 
 class CallbackListener:
-    """A listener to which hosts connect as actors would; each proves by a token which host it is."""
+    """A server on this machine that checks whether hosts can connect to it as actors would; each host proves
+    by a token which one it is.
+    """
 
     def __init__(self) -> None:
         self._expected: dict[bytes, asyncio.Event] = {}
@@ -117,8 +124,13 @@ class CallbackListener:
     async def request_callback(self, link: HostLink, address: str, port: int) -> str:
         """Have a host connect to an address of this machine.
 
+        Args:
+            link: the connection to the doctor's program on the host.
+            address: the address of this machine.
+            port: the port on which this machine listens.
+
         Returns:
-            Why the host could not connect; empty if it could.
+            The reason why the host could not connect; empty if it could.
         """
         token, has_come = secrets.token_hex(16), asyncio.Event()
         self._expected[token.encode()] = has_come
@@ -133,20 +145,20 @@ class CallbackListener:
         return ""
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read the token of a new connection and close the connection."""
+        """Read the token of a new connection, note which host has connected, and close the connection."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 has_come = self._expected.get((await reader.readline()).strip())
             if has_come is not None:
                 has_come.set()
-        except (OSError, ValueError):  # late, cut off, or an endless line: none of our hosts
+        except (OSError, ValueError):  # a late, cut or endless line is from none of our hosts
             return
         finally:
             writer.close()
 
 
 class _Examiner:
-    """Carry out one examination."""
+    """The state of one examination, which `run` carries out."""
 
     def __init__(self, plan: ExaminationPlan, here: Reach, reach: Reach | None, say: Callable[[str], None]):
         self._plan, self._here, self._reach, self._say = plan, here, reach, say
@@ -178,7 +190,11 @@ class _Examiner:
 
     @contextlib.asynccontextmanager
     async def _link(self, target: _Target) -> AsyncIterator[HostLink | Explanation]:
-        """Start a host's program, and end it with the context; or explain why it did not start."""
+        """Start the doctor's program on a host for the duration of the context.
+
+        The context's value is the connection to the program, or an explanation of why the program did not
+        start.
+        """
         link = HostLink(target.name, login_mark=target.reach.login_mark)
         try:
             yield await self._open(link, target)
@@ -212,7 +228,13 @@ class _Examiner:
         return link
 
     async def _ask(self, target: _Target, link: HostLink | Explanation) -> HostReport:
-        """Ask a host for its clock and its facts."""
+        """Ask a host for its clock and its facts, and return its report.
+
+        Args:
+            target: the host.
+            link: the connection to the doctor's program on the host, or the explanation of why there is none,
+                which then goes into the report.
+        """
         names_gpus = target.settings.devices is not None or VISIBLE in target.settings.env
         report = HostReport(target.name, target.host.slots, names_gpus=names_gpus)
         if isinstance(link, Explanation):
@@ -229,10 +251,16 @@ class _Examiner:
     async def _check_callbacks(
         self, reports: list[HostReport], targets: Sequence[tuple[_Target, HostLink | Explanation]]
     ) -> tuple[list[HostReport], str]:
-        """Have every host connect to the address to which its actors would connect.
+        """Have every host connect to the address of this machine to which its actors would connect.
+
+        Args:
+            reports: the reports of the hosts.
+            targets: the hosts, in the same order, each with the connection to its program or an explanation
+                of why there is none.
 
         Returns:
-            The reports, each with the outcome, and the error that forbids all of it; empty if nothing does.
+            The reports, each with the outcome in `calls_back`; and the reason why this machine has no address
+            on which it could listen for the hosts, empty if it has one.
         """
         assert self._reach is not None
         names, address = await self._reach.resolve([t.host for t, _ in targets]), self._plan.control_address
@@ -263,10 +291,14 @@ class _Examiner:
     async def _measure_pairs(
         self, targets: Sequence[tuple[_Target, HostLink | Explanation]]
     ) -> tuple[LinkReport, ...]:
-        """Measure each host with the next one, one pair after the other.
+        """Measure the link between each host and the next one, one pair after the other.
 
-        Hosts that are adjacent in a pipeline are adjacent in a hostfile. A single host is measured between
-        two of its processes.
+        Only neighbours are measured, because hosts that are adjacent in a hostfile are adjacent in a
+        pipeline. A single host is measured between two of its processes.
+
+        Args:
+            targets: the hosts, each with the connection to its program or an explanation of why there is
+                none.
         """
         if not self._plan.measures:
             return ()
@@ -302,16 +334,25 @@ class _Examiner:
 
 
 def host_command(program: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Return the command that starts a host's program with the variables that the dynamic loader reads.
+    """Return the command that starts the doctor's program on a host, with those variables of `env` that the
+    dynamic loader reads.
 
-    The loader reads them once, as a process starts; the other variables follow later, by `protocol.Prepare`.
+    The loader reads them once, as a process starts. The other variables are sent later, by
+    `protocol.Prepare`.
+
+    Args:
+        program: the program's argument vector.
+        env: the environment variables that the user set for the host.
     """
     loader = [f"{name}={value}" for name, value in env.items() if name.startswith("LD_")]
     return [*(["env", *loader] if loader else []), *program]
 
 
 def _shared_environment(target: _Target, asked: Asked) -> dict[str, str]:
-    """Return the environment that all actors of a host have in common: each has devices of its own."""
+    """Return the environment variables that all actors of a host have in common.
+
+    Differences between actors, such as the devices that each of them gets, are left out.
+    """
     settings = target.settings
     env = {"UCX_TLS": "tcp,self"} if asked.transport == "tcp" else {}
     if settings.devices is not None:
@@ -326,9 +367,10 @@ def _explain_silence(error: HostError) -> Explanation:
 
 
 async def _ask_clock(link: HostLink) -> ClockDifference:
-    """Measure how far a host's clock is ahead, by the shortest of a few questions.
+    """Measure how far a host's clock is ahead of this machine's, by the shortest of a few round trips.
 
-    The answer is taken to be as old as half of the question's round trip, with an error of that half.
+    The answer is assumed to be half a round trip old when it arrives, so half a round trip is also the
+    possible error.
     """
     found: list[ClockDifference] = []
     for _ in range(_CLOCK_QUESTIONS):
@@ -347,15 +389,17 @@ def _may_measure(report: HostReport) -> bool:
 
 
 class HostError(Exception):
-    """The reason why a host did not do what it was asked; the message does not name the host."""
+    """An error with the reason why a host did not carry out an order; the message does not name the host."""
 
 
 class HostLink(HostProgram[protocol.Record]):
-    """A connection to the program `doctor.host` on one host, of which a host may run two.
+    """A connection to the program `doctor.host` on one host.
+
+    A host may run two such programs, with one connection each, to be measured against itself.
 
     Args:
         name: the host's name for messages.
-        login_mark: a line that the host prints once its login has succeeded.
+        login_mark: a line that the host prints once its login has succeeded; None if it prints none.
     """
 
     def __init__(self, name: str, *, login_mark: str | None = None):
@@ -364,21 +408,29 @@ class HostLink(HostProgram[protocol.Record]):
         self._silence = ""
 
     async def wait_up(self, timeout_s: float) -> None:
-        """Wait until Python has started there with the package.
+        """Wait until the program on the host has reported that Python and the package have started.
 
         Raises:
-            NotUpError: Python or the package did not answer.
+            NotUpError: the program did not report within `timeout_s` seconds, or it ended.
         """
         await self._wait(self._records.get(), timeout_s)
 
     async def ask(self, order: protocol.Order, expected: type[T], timeout_s: float) -> T:
-        """Send an order and wait for its answer; a caller waits for each answer before the next order.
+        """Send an order to the program on the host, wait for its answer and return it.
+
+        A caller must wait for each answer before it sends the next order. If one answer does not come in
+        time, every further order fails, because a late answer would be mistaken for that of the next order.
+
+        Args:
+            order: the order.
+            expected: the type of the answer.
+            timeout_s: the number of seconds to wait for the answer.
 
         Raises:
-            HostError: the host could not do it, or did not answer.
+            HostError: the host could not carry out the order, or did not answer as expected.
         """
         assert self._stream is not None
-        if self._silence:  # a late answer would be taken for that of this order
+        if self._silence:  # a late answer would be mistaken for that of this order
             raise HostError(self._silence)
         self._stream.write(protocol.write_order(order))
         try:

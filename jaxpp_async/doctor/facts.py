@@ -1,4 +1,5 @@
-"""Describe, as plain data, the asked run, hosts and their links, and what the doctor says of them.
+"""Define the plain data of the doctor, the command that checks whether a run would work: the run that the
+user asked for, the facts about hosts and their links, and the findings.
 
 `find_process_slots` deduces from an examination how many processes each host gets.
 """
@@ -22,15 +23,16 @@ UNLIMITED = -1
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The run that the user wants to start.
+    """The run that the user wants to start, and that the doctor checks.
 
     Args:
-        platform: the platform of the actors.
+        platform: the JAX platform of the actors.
         transport: the data plane; `"tcp"` is UCX over TCP alone.
-        num_actors: None for as many as the hosts have slots for.
-        devices_per_actor: the number of devices of `spmd_mesh`.
-        processes_per_actor: None for as few as the hosts allow.
-        slots_are_processes: whether a slot is a process (a task of Slurm); else it is a device.
+        num_actors: the number of actors; None for as many as the hosts have slots for.
+        devices_per_actor: the number of devices of one actor, the product of the sizes in `spmd_mesh`.
+        processes_per_actor: the number of processes of one actor; None for as few as the hosts allow.
+        slots_are_processes: whether each slot of a host stands for a process (a task of Slurm); otherwise it
+            stands for a device.
     """
 
     platform: Platform = "cpu"
@@ -43,12 +45,17 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU.
+    """The facts about one GPU of a host.
 
     Args:
-        memory_bytes: its memory. used_bytes: what of it is in use.
-        mode: who may compute on it: all (`"default"`), one process (`"exclusive"`), none (`"prohibited"`).
-        mig: whether it is cut into instances.
+        index: the number of the GPU as NVIDIA's tools count.
+        name: the model of the GPU.
+        uuid: the unique id of the GPU.
+        memory_bytes: the size of its memory.
+        used_bytes: the amount of its memory that is in use.
+        mode: who may compute on it: all processes (`"default"`), one process (`"exclusive"`), none
+            (`"prohibited"`).
+        mig: whether it is divided into instances (MIG).
     """
 
     index: int
@@ -62,10 +69,11 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """The NVIDIA driver.
+    """The facts about the NVIDIA driver of a host.
 
     Args:
-        cuda: the newest CUDA version that it runs, such as (13, 0).
+        version: the version of the driver.
+        cuda: the newest CUDA version that the driver supports, such as (13, 0).
         has_peer_memory: whether RDMA devices may read GPU memory: by `nvidia_peermem`, or by dma-buf with the
             open kernel modules.
     """
@@ -85,11 +93,12 @@ class UcxResource:
 
 @dataclass(frozen=True, slots=True)
 class Ucx:
-    """The UCX that a process on the host loads with the settings of an actor.
+    """The facts about the UCX library that a process on the host loads with the settings of an actor.
 
     Args:
-        library: the path of the file that was loaded.
-        resources: the transports that UCX found.
+        version: the version of UCX.
+        library: the path of the library file that was loaded.
+        resources: the transports that UCX found, each with its device.
     """
 
     version: str
@@ -99,11 +108,13 @@ class Ucx:
 
 @dataclass(frozen=True, slots=True)
 class IbPort:
-    """A port of an RDMA device.
+    """The facts about one port of an RDMA device.
 
     Args:
-        state: `"ACTIVE"`, `"DOWN"`, ...
-        rate_gbits: Gbit/s, as the port reports it.
+        device: the name of the device, such as `"mlx5_0"`.
+        port: the number of the port on the device.
+        state: the state of the port, such as `"ACTIVE"` or `"DOWN"`.
+        rate_gbits: the rate in Gbit/s, as the port reports it.
         link_layer: `"InfiniBand"`, or `"Ethernet"` (RoCE).
     """
 
@@ -119,10 +130,12 @@ class IbPort:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A network interface.
+    """The facts about one network interface of a host.
 
     Args:
-        speed_mbits: Mbit/s; 0 where the kernel does not know.
+        name: the name of the interface, such as `"eth0"`.
+        is_up: whether the interface is in operation.
+        speed_mbits: the speed in Mbit/s; 0 if the kernel does not know it.
     """
 
     name: str
@@ -132,10 +145,14 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class JaxStart:
-    """The devices that JAX found when it was started on the asked platform.
+    """The result of a successful test start of JAX on the platform that the user asked for.
 
     Args:
-        cache_error: why actors on the host refuse their default compilation cache; empty if they accept it.
+        platform: the platform of the devices, as JAX names it.
+        num_devices: the number of devices that JAX found.
+        device_kind: the model of the devices.
+        cache_error: the reason why actors on the host refuse their default compilation cache; empty if they
+            accept it.
     """
 
     platform: str
@@ -146,16 +163,21 @@ class JaxStart:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """One host, as one of its processes sees it.
+    """The facts about one host, as one of its processes sees them.
 
     Args:
+        executable: the path of the Python interpreter.
+        python: the version of Python.
         packages: the version of each installed package that matters, by the name of its distribution.
-        shm_bytes: free bytes in /dev/shm.
-        memlock_bytes: how much memory a process may lock, or `UNLIMITED`.
-        gpu_error, ucx_error, jax_error: why the host has none, in words; empty if nothing was wrong.
-        verbs_devices: how many of /dev/infiniband/uverbs* this process may open.
-        settings: environment variables that steer JAX, UCX, NCCL and CUDA.
-        source: from where pip gets this package on that host (`install_hints.source_here`).
+        num_cpus: the number of CPUs that a process may use.
+        memory_bytes: the size of the host's memory.
+        shm_bytes: the number of free bytes in /dev/shm.
+        memlock_bytes: the number of bytes that a process may lock in memory, or `UNLIMITED`.
+        gpu_error, ucx_error, jax_error: the reason why no driver was found, or why UCX or JAX did not start;
+            empty if nothing was wrong.
+        verbs_devices: the number of devices /dev/infiniband/uverbs* that this process may open.
+        settings: the environment variables that configure JAX, UCX, NCCL and CUDA.
+        source: the pip requirement that installs the same copy of this package (`install_hints.source_here`).
     """
 
     hostname: str
@@ -181,26 +203,27 @@ class HostFacts:
     source: str = "jaxpp-async"
 
     def install(self, extra: str) -> str:
-        """Return the command that installs an extra of this package on the host."""
+        """Return the command that installs an extra of this package, such as `"cuda13"`, on the host."""
         return pip_install(extra, self.executable, self.source)
 
     @property
     def cuda(self) -> tuple[int, int] | None:
-        """The newest CUDA version that the driver runs; None without a driver."""
+        """The newest CUDA version that the host's driver supports, such as (13, 0); None without a driver."""
         return self.driver.cuda if self.driver is not None else None
 
     @property
     def visible_gpus(self) -> Visible:
-        """The GPUs that `CUDA_VISIBLE_DEVICES` leaves, as actors on the host read it."""
+        """The GPUs to which `CUDA_VISIBLE_DEVICES` restricts actors on the host."""
         return read_visible(self.settings.get(VISIBLE), [gpu.uuid for gpu in self.gpus])
 
 
 @dataclass(frozen=True, slots=True)
 class ClockDifference:
-    """How many seconds a host's wall clock is ahead of this machine's.
+    """The number of seconds by which a host's wall clock is ahead of this machine's.
 
     Args:
-        error_s: by how many seconds `ahead_s` may be wrong.
+        ahead_s: the difference in seconds; negative if the host's clock is behind.
+        error_s: the number of seconds by which `ahead_s` may be wrong.
     """
 
     ahead_s: float
@@ -209,15 +232,18 @@ class ClockDifference:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """All that could be found out about one host.
+    """A report of all that could be found out about one host.
 
     Args:
-        name: as the user wrote it.
-        slots: how many slots the hostfile gives it.
-        trouble: why the host could not be asked; None if it could.
-        calls_back: why the host could not connect to this machine; empty if it could, None if nobody tried.
-        names_gpus: whether the run says by `devices=` or `env=` which GPUs its actors get; the facts then
-            have these in `CUDA_VISIBLE_DEVICES`.
+        name: the name of the host as the user wrote it.
+        slots: the number of slots that the hostfile gives the host.
+        facts: the facts about the host; None if it could not be asked.
+        trouble: the reason why the host could not be asked; None if it could.
+        clock: the difference of its clock from this machine's; None if it could not be asked.
+        calls_back: the reason why the host could not connect to this machine; empty if it could, None if that
+            was not tried.
+        names_gpus: whether the user chose by `devices=` or `env=` which GPUs the actors get;
+            `CUDA_VISIBLE_DEVICES` in the facts then has these.
     """
 
     name: str
@@ -231,13 +257,16 @@ class HostReport:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """The link between two hosts, measured over the data plane in host memory.
+    """A report of the link between two hosts, measured over the data plane in host memory.
 
     Args:
+        first: the name of one host.
+        second: the name of the other host, or again that of the first one if the link is between two of its
+            processes.
         transport: the data plane that was measured, `"ucx"` or `"tcp"`.
-        latency_s: half a round trip of 8 bytes.
+        latency_s: half a round trip of 8 bytes, in seconds.
         bytes_per_s: the rate of large messages in one direction.
-        error: why there are no figures; empty if there are.
+        error: the reason why nothing could be measured; empty if the measurement succeeded.
     """
 
     first: str
@@ -250,12 +279,15 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All facts about a run and its hosts.
+    """All facts about a run and its hosts, from which the doctor makes its findings.
 
     Args:
-        here: this machine, which drives the run.
-        hosts: the hosts on which actors would run; for a local run `here` alone.
-        control_error: why no single address of this machine is reachable by all hosts; empty if one is.
+        asked: the run that the user wants to start.
+        here: the report of this machine, which drives the run.
+        hosts: the reports of the hosts on which actors would run; for a local run `here` alone.
+        links: the reports of the links that were measured.
+        control_error: the reason why this machine has no address on which it could listen for all hosts;
+            empty if it has one.
     """
 
     asked: Asked
@@ -266,7 +298,7 @@ class Examination:
 
     @property
     def is_local(self) -> bool:
-        """Whether no other host takes part."""
+        """Whether the run uses this machine alone."""
         return self.hosts == (self.here,)
 
 
@@ -275,13 +307,13 @@ class Examination:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSlots:
-    """How many processes each host gets.
+    """The number of processes that each host gets, and the size of a process.
 
     Args:
-        num_processes: the number of processes on each host.
-        per_actor: the number of processes of an actor.
-        devices_each: the number of devices of a process.
-        slots_each: how many slots of a host a process takes.
+        num_processes: the number of processes on each host, one entry per host.
+        per_actor: the number of processes of each actor.
+        devices_each: the number of devices of each process.
+        slots_each: the number of slots of a host that each process takes.
     """
 
     num_processes: tuple[int, ...]
@@ -291,15 +323,18 @@ class ProcessSlots:
 
 
 def find_process_slots(found: Examination) -> ProcessSlots:
-    """Place the asked number of actors on the hosts, or as many as fit, in the order of the launcher.
+    """Place the actors of the examined run on its hosts as a launcher would, and return how many processes
+    each host gets.
+
+    If the user gave no number of actors, as many as fit are placed.
 
     Raises:
-        MeshError: the actors do not fit.
+        MeshError: the actors do not fit on the hosts.
     """
     asked, each = found.asked, found.asked.processes_per_actor or 1
     if found.is_local:  # a slot is an actor on this machine: the user has named no hosts
         return ProcessSlots((found.here.slots * each,), each, asked.devices_per_actor // each)
-    # Placing does not look at names.
+    # The names do not matter to the placement.
     hosts = [Host(f"host{index}", report.slots) for index, report in enumerate(found.hosts)]
     num_actors = asked.num_actors or max(1, _count_actors_that_fit(hosts, asked))
     slots_each = 1
@@ -312,7 +347,7 @@ def find_process_slots(found: Examination) -> ProcessSlots:
 
 
 def _count_actors_that_fit(hosts: Sequence[Host], asked: Asked) -> int:
-    """Count the actors that fit on the hosts, each of as few processes as possible."""
+    """Return the number of actors that fit on the hosts, each with as few processes as possible."""
     devices, given = asked.devices_per_actor, asked.processes_per_actor
     if asked.slots_are_processes or devices == 1 or all(host.slots == 1 for host in hosts):
         return sum(host.slots for host in hosts) // (given or 1)
@@ -349,13 +384,15 @@ SECTIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of what the doctor says.
+    """One statement of the doctor about a host, a link, or all hosts.
 
     Args:
-        section: a key of `SECTIONS`.
-        host: the name of the host that it is about, or `ALL`, or the two ends of a link.
-        what: the fact.
-        remedy: what to do; empty where there is nothing to do.
+        level: how serious the finding is; with an `"error"`, the run would not work.
+        section: the part of the doctor's output to which the finding belongs, a key of `SECTIONS`.
+        host: the name of the host that the finding is about, or `ALL`, or the names of the two ends of a
+            link.
+        what: the fact that was found.
+        remedy: the advice on what to do; empty if nothing has to be done.
     """
 
     level: Level
@@ -366,20 +403,26 @@ class Finding:
 
 
 def ok(section: str, host: str, what: str) -> Finding:
-    """Make a finding about something that is as it should be."""
+    """Make a `Finding` of the level "ok", about something that is as it should be."""
     return Finding("ok", section, host, what)
 
 
 def note(section: str, host: str, what: str, remedy: str) -> Finding:
-    """Make a finding that is worth knowing and changes nothing."""
+    """Make a `Finding` of the level "note", about something that is useful to know and does not affect the
+    run.
+    """
     return Finding("note", section, host, what, remedy)
 
 
 def warning(section: str, host: str, what: str, remedy: str) -> Finding:
-    """Make a finding with which a run works, but not as well as it could."""
+    """Make a `Finding` of the level "warning", about something with which a run works, but not as well as it
+    could.
+    """
     return Finding("warning", section, host, what, remedy)
 
 
 def error(section: str, host: str, what: str, remedy: str) -> Finding:
-    """Make a finding with which the asked run does not work."""
+    """Make a `Finding` of the level "error", about something with which the run that the user asked for does
+    not work.
+    """
     return Finding("error", section, host, what, remedy)

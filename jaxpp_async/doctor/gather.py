@@ -1,7 +1,8 @@
-"""Gather the facts about this host that the doctor judges: files, devices, and what short child programs say.
+"""Gather the facts about this host that the doctor (the command that checks whether a run would work) judges.
 
-The folder of the compilation cache is made, as an actor would make it; nothing else is changed. UCX and JAX
-are started in child processes: either may end its process, and neither may be started in this one yet.
+They come from files, devices, and the output of short child programs. The folder of the compilation cache is
+made, as an actor would make it; nothing else is changed. UCX and JAX are started in child processes, because
+either may end the process that starts it, and because this process must not have started them yet.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 
 
 async def gather(platform: str) -> HostFacts:
-    """Gather all facts about this host.
+    """Gather all facts about this host that the doctor judges.
 
     Args:
-        platform: the platform that JAX is to start on.
+        platform: the platform on which JAX is to start, `"cpu"` or `"cuda"`.
     """
     ucx, jax = await asyncio.gather(
         run_child("jaxpp_async.doctor.probe_programs", "ucx"),
@@ -85,7 +86,9 @@ async def gather(platform: str) -> HostFacts:
 
 
 def find_packages() -> dict[str, str]:
-    """Return the version of each distribution of `PACKAGES` that is installed."""
+    """Return the version of each distribution of `PACKAGES` that is installed, by the name of the
+    distribution.
+    """
     found: dict[str, str] = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -94,10 +97,14 @@ def find_packages() -> dict[str, str]:
 
 
 async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
-    """Run one of the doctor's short programs.
+    """Run one of the doctor's short programs, and stop it after `CHILD_S` seconds.
+
+    Args:
+        module: the dotted name of the program's module.
+        arguments: the command-line arguments for the program.
 
     Returns:
-        The JSON object of its last line, or, in words, why there is none.
+        The JSON object in the last line that the program printed, or a sentence that says why there is none.
     """
     process = await asyncio.create_subprocess_exec(
         *command_here(module, *arguments),
@@ -109,7 +116,7 @@ async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
             output, errors = await process.communicate()
     except TimeoutError:
         return f"did not start within {CHILD_S:g} s"
-    finally:  # also where this is cancelled: no child outlives it
+    finally:  # also after a cancellation: do not leave the child running
         if process.returncode is None:
             process.kill()
             await process.wait()
@@ -125,14 +132,14 @@ async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
 
 
 def find_gpus() -> tuple[Driver | None, tuple[Gpu, ...], str]:
-    """Ask NVML for the driver and its GPUs.
+    """Find the NVIDIA driver and the GPUs of this host with NVIDIA's management library (NVML).
 
     Returns:
-        The driver, or None; its GPUs; and why there is no driver, empty if there is one.
+        The driver, or None if none answers; its GPUs; and the reason why none answers, empty if one does.
     """
     try:
         with gpu_inventory.library() as nvml:
-            cuda: int = nvml.nvmlSystemGetCudaDriverVersion_v2()  # 13000 is 13.0
+            cuda: int = nvml.nvmlSystemGetCudaDriverVersion_v2()  # 13000 means 13.0
             version = _to_text(nvml.nvmlSystemGetDriverVersion())
             driver = Driver(version, (cuda // 1000, cuda % 1000 // 10), _has_peer_memory())
             return driver, tuple(_describe_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount())), ""
@@ -148,7 +155,7 @@ def _describe_gpu(nvml: Any, index: int) -> Gpu:
         nvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
     }
     mig = False
-    with contextlib.suppress(nvml.NVMLError):  # most GPUs cannot be cut
+    with contextlib.suppress(nvml.NVMLError):  # most GPUs have no MIG
         mig = bool(nvml.nvmlDeviceGetMigMode(handle)[0])
     return Gpu(
         index=index,
@@ -162,7 +169,9 @@ def _describe_gpu(nvml: Any, index: int) -> Gpu:
 
 
 def _has_peer_memory() -> bool:
-    """Return whether RDMA devices may read GPU memory: by nvidia_peermem, or open kernel modules."""
+    """Return whether RDMA devices may read GPU memory, by nvidia_peermem or by the driver's open kernel
+    modules.
+    """
     if os.path.isdir("/sys/module/nvidia_peermem"):
         return True
     with contextlib.suppress(OSError):
@@ -178,7 +187,7 @@ def _to_text(value: str | bytes) -> str:
 
 
 def read_ib_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[IbPort, ...]:
-    """Read the ports of RDMA devices from the kernel's files."""
+    """Read the ports of RDMA devices (InfiniBand, RoCE) from the kernel's files under `root`."""
     found: list[IbPort] = []
     for folder in sorted(root.glob("*/ports/*")):
         rate = re.match(r"[\d.]+", _read_line(folder / "rate"))
@@ -195,11 +204,11 @@ def read_ib_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[IbPort, .
 
 
 def read_interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, ...]:
-    """Read the network interfaces from the kernel's files."""
+    """Read the network interfaces, their states and speeds from the kernel's files under `root`."""
     found: list[Interface] = []
     for folder in sorted(root.glob("*")):
         speed = _read_line(folder / "speed")  # unreadable, or -1, where the kernel does not know
-        # Loopback says "unknown" though it is up.
+        # The state of loopback is "unknown" though it is up.
         is_up = _read_line(folder / "operstate") in ("up", "unknown")
         found.append(Interface(folder.name, is_up, int(speed) if speed.isdigit() else 0))
     return tuple(found)

@@ -1,11 +1,13 @@
-"""Run the doctor's program on a host: `python -m jaxpp_async.doctor.host` over ssh, srun, or here.
+"""The program that the doctor (the command that checks whether a run would work) runs on every host: `python
+-m jaxpp_async.doctor.host`.
 
-The program reads orders from stdin and writes records to stdout (`doctor.protocol`). It ends at the end of
-its stdin, or when its stdin is silent for longer than the lease. It starts without JAX and UCX, so that it
-can report that they are missing.
+It runs over ssh or srun, or as a child process of the doctor for the doctor's own machine. The program reads
+orders from stdin and writes records to stdout (`doctor.protocol`). It ends at the end of its stdin, or when
+its stdin is silent for longer than the lease. It starts without JAX and UCX, so that it can report that they
+are missing.
 
-`ProbeEnd` measures latency and bandwidth between two such programs, over the transport of actors and in host
-memory; it starts no JAX.
+`ProbeEnd` measures latency and bandwidth between two such programs, with the transport that actors use and in
+host memory; it does not start JAX.
 """
 
 from __future__ import annotations
@@ -33,20 +35,24 @@ _READ_BYTES = 1 << 16
 
 
 class ProbeServer:
-    """The server on a host that carries out the doctor's orders, one after the other."""
+    """The part of the doctor's program on a host that carries out the doctor's orders, one after the
+    other.
+    """
 
     def __init__(self) -> None:
         self._end: ProbeEnd | None = None
 
     async def answer(self, order: protocol.Order) -> protocol.Record:
-        """Carry out one order; a failure is answered with `ProbeFailed`."""
+        """Carry out one order of the doctor and return the answer, which is `ProbeFailed` if the order could
+        not be carried out.
+        """
         try:
             return await self._carry_out(order)
         except (JaxppAsyncError, OSError, ValueError) as error:  # TimeoutError is an OSError
             return protocol.ProbeFailed(str(error) or "it took too long")
 
     async def aclose(self) -> None:
-        """Close the end of the data plane that an order has opened."""
+        """Close the end of the data plane that an earlier order has opened, if there is one."""
         end, self._end = self._end, None
         if end is not None:
             await end.aclose()
@@ -92,13 +98,15 @@ async def _connect_back(order: protocol.CallBack) -> protocol.Record:
 
 
 def send_record(record: protocol.Record) -> None:
-    """Write a record to stdout."""
+    """Write a record to stdout, from where the doctor reads it."""
     sys.stdout.buffer.write(protocol.write_record(record))
     sys.stdout.buffer.flush()
 
 
 async def serve() -> None:
-    """Answer orders until stdin ends, or is silent for longer than the lease."""
+    """Carry out the doctor's orders from stdin and write the answers to stdout, until stdin ends or is silent
+    for longer than the lease.
+    """
     orders: asyncio.Queue[protocol.Order] = asyncio.Queue()
     work = asyncio.get_running_loop().create_task(_answer_orders(orders), name="answer the doctor")
     reader = asyncio.StreamReader()
@@ -140,7 +148,7 @@ async def _answer_orders(orders: asyncio.Queue[protocol.Order]) -> None:
 
 
 def main() -> None:
-    """Serve on the event loop that actors use."""
+    """Run the doctor's program on a host, on uvloop, the event loop that actors use."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -165,10 +173,10 @@ _LARGE_TAGS = tuple(make_tag(0, PROGRAM_CHANNEL, 16 + lane) for lane in range(WI
 
 
 class ProbeEnd:
-    """One end of a measured link, opened anew for each measurement.
+    """One end of a link whose latency and bandwidth are measured, with a new transport for each measurement.
 
     Args:
-        peer_id: the number by which the other end knows this one.
+        peer_id: the number by which the other end refers to this one.
     """
 
     def __init__(self, peer_id: int):
@@ -176,7 +184,7 @@ class ProbeEnd:
 
     @property
     def address(self) -> bytes:
-        """The address that the other end's `measure` takes."""
+        """The address of this end's transport, which the other end passes to its `measure`."""
         return self._transport.address
 
     async def measure(self, peer: int, address: bytes, *, leads: bool) -> tuple[float, float]:
@@ -185,14 +193,14 @@ class ProbeEnd:
         Args:
             peer: the other end's number.
             address: the other end's address.
-            leads: whether this end sends and measures; the other one answers.
+            leads: whether this end sends and measures; the other end then replies.
 
         Returns:
             Half a round trip of 8 bytes in seconds, and the rate of large messages in bytes per second; zeros
             on the end that does not lead.
 
         Raises:
-            TransferError, ProtocolError: the ends cannot reach each other.
+            TransferError, ProtocolError: the ends cannot connect to each other, or a transfer fails.
             TimeoutError: an end is too slow, or does not answer.
         """
         async with asyncio.timeout(MEASURE_S):
@@ -202,7 +210,7 @@ class ProbeEnd:
         return (latency_s, bytes_per_s) if leads else (0.0, 0.0)
 
     async def aclose(self) -> None:
-        """Close the transport."""
+        """Close this end's transport."""
         await self._transport.aclose()
 
     async def _measure_latency(self, peer: int, leads: bool) -> float:
@@ -220,16 +228,14 @@ class ProbeEnd:
         return sorted(seconds[WARM_PINGS:])[PINGS // 2] / 2
 
     async def _send_large(self, peer: int) -> float:
-        """Send rounds of large messages for `SECONDS` after a first one that warms up.
-
-        Returns:
-            The rate in bytes per second.
+        """Send rounds of large messages for about `SECONDS` seconds, after a first round that warms up and is
+        not counted, and return the rate in bytes per second.
         """
         buffers = [np.ones(LARGE_BYTES, np.uint8) for _ in range(WINDOW)]
         ready = np.zeros(8, np.uint8)
         num_rounds, began_s, passed_s = 0, 0.0, 0.0
         while num_rounds < MOST_ROUNDS and passed_s < SECONDS:
-            await self._transport.send(np.ones(1, np.uint8), peer, _COUNT)  # one: another round follows
+            await self._transport.send(np.ones(1, np.uint8), peer, _COUNT)  # 1: another round follows
             sends = zip(buffers, _LARGE_TAGS, strict=True)
             await asyncio.gather(*(self._transport.send(buffer, peer, tag) for buffer, tag in sends))
             await self._transport.recv(ready, peer, _READY)  # the whole round has arrived

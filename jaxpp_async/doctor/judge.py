@@ -1,6 +1,8 @@
-"""Judge an examination: say what is well, what is not, and what to do.
+"""Turn the facts that the doctor (the command that checks whether a run would work) found about a run and its
+hosts into findings: what is well, what is not, and what to do about it.
 
-An error means that the asked run would not work; a warning, that it would work less well than it could.
+A finding is an error if the run that the user asked for would not work, and a warning if it would work less
+well than it could.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _SHOWN = ("jaxpp-async", "jax", "jaxlib", "numpy")
 
 
 def judge(found: Examination) -> list[Finding]:
-    """Return all findings about an examination, ordered by section and host."""
+    """Return all findings of the doctor about an examination, ordered by section and host."""
     findings = list(_judge_driving_machine(found))
     for report in found.hosts:
         findings += judge_host(report, found.asked)
@@ -50,7 +52,7 @@ def judge(found: Examination) -> list[Finding]:
 
 
 def would_work(findings: Sequence[Finding]) -> bool:
-    """Return whether the asked run would work."""
+    """Return whether the run that the user asked for would work, which means that no finding is an error."""
     return not any(finding.level == "error" for finding in findings)
 
 
@@ -58,7 +60,12 @@ def would_work(findings: Sequence[Finding]) -> bool:
 
 
 def judge_host(report: HostReport, asked: Asked) -> Iterator[Finding]:
-    """Judge one host that is to run actors."""
+    """Yield the findings (statements with a verdict and a remedy) about one host that is to run actors.
+
+    Args:
+        report: all that is known about the host.
+        asked: the run that the user wants to start.
+    """
     name, facts = report.name, report.facts
     if facts is None:
         trouble = report.trouble
@@ -113,7 +120,7 @@ def _judge_packages(name: str, facts: HostFacts, asked: Asked) -> Iterator[Findi
 def _judge_cache(name: str, facts: HostFacts) -> Iterator[Finding]:
     if facts.jax is None or not facts.jax.cache_error:
         return
-    what, _, remedy = facts.jax.cache_error.partition("; ")  # in the words of an actor
+    what, _, remedy = facts.jax.cache_error.partition("; ")  # the text of an actor's error
     yield error("jax", name, what, f"{remedy}; or set JAX_COMPILATION_CACHE_DIR there, which the doctor sees")
 
 
@@ -134,7 +141,7 @@ def _judge_memory(name: str, facts: HostFacts) -> Iterator[Finding]:
 def _judge_settings(name: str, facts: HostFacts) -> Iterator[Finding]:
     shown = [
         f"{k}={v}" for k, v in facts.settings.items() if k != "JAX_PLATFORMS"
-    ]  # the doctor sets that one
+    ]  # the doctor itself sets JAX_PLATFORMS
     if shown:
         yield note("memory", name, f"set there: {', '.join(shown)}", "")
 
@@ -143,7 +150,9 @@ def _judge_settings(name: str, facts: HostFacts) -> Iterator[Finding]:
 
 
 def judge_together(found: Examination) -> Iterator[Finding]:
-    """Judge what hosts have to have in common, and how they reach each other."""
+    """Yield the findings (statements with a verdict and a remedy) about all hosts together: what they must
+    have in common, and how they connect to each other and to this machine.
+    """
     yield from _judge_versions(found)
     yield from judge_gpu.judge_gpus_together(found)
     yield from _judge_clocks(found)
@@ -204,7 +213,7 @@ def _judge_clocks(found: Examination) -> Iterator[Finding]:
 def _judge_slots(found: Examination) -> Iterator[Finding]:
     try:
         processes = find_process_slots(found)
-    except MeshError as trouble:  # in the words of the launcher
+    except MeshError as trouble:  # the text of the launcher's error
         what, _, remedy = str(trouble).partition("; ")
         yield error("hosts", ALL, what, remedy)
         return
@@ -220,7 +229,13 @@ def _judge_slots(found: Examination) -> Iterator[Finding]:
 
 
 def _judge_load(found: Examination, slots: ProcessSlots) -> Iterator[Finding]:
-    """Compare the processes that are asked of this machine with its CPUs."""
+    """Yield the finding that compares the number of processes that the run would start on this machine with
+    the number of its CPUs.
+
+    Args:
+        found: the examination of a run on this machine alone.
+        slots: the number and size of the processes.
+    """
     facts, num_processes, per_actor = found.here.facts, sum(slots.num_processes), slots.per_actor
     if facts is None:
         return
@@ -240,7 +255,11 @@ def _format_count(number: int, what: str) -> str:
 
 
 def _judge_driving_machine(found: Examination) -> Iterator[Finding]:
-    """Judge this machine where it only drives the run: it traces, and takes part in the data plane."""
+    """Yield the findings about this machine if it runs no actors but drives the run.
+
+    It then traces the program and takes part in the data plane, so that it needs fewer things than a host of
+    actors.
+    """
     if found.is_local:
         return
     name, facts = found.here.name, found.here.facts

@@ -1,4 +1,6 @@
-"""Judge the GPUs of hosts: their drivers, the packages for CUDA, NCCL, and which processes share a GPU."""
+"""Make the doctor's findings about the GPUs of hosts: their drivers, the packages for CUDA, NCCL, and which
+processes share a GPU.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,14 @@ _GIB = 1 << 30
 
 
 def judge_gpus(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
-    """Judge the GPUs of one host, and the packages that are installed for them."""
+    """Yield the findings (statements with a verdict and a remedy) about the GPUs of one host, and about the
+    packages that are installed for them.
+
+    Args:
+        report: all that is known about the host.
+        facts: the facts in that report.
+        asked: the run that the user wants to start.
+    """
     if asked.platform == "cpu":
         what = (
             f"{len(facts.gpus)}, which a run on CPUs leaves alone"
@@ -62,7 +71,7 @@ def judge_gpus(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[F
 
 
 def explains_jax(facts: HostFacts, asked: Asked) -> bool:
-    """Return whether a finding about GPUs already says why JAX does not start."""
+    """Return whether a finding about the host's GPUs or CUDA packages already says why JAX does not start."""
     if asked.platform == "cpu":
         return False
     majors = _find_cuda_majors(facts, r"jax-cuda(\d+)-plugin")
@@ -70,7 +79,9 @@ def explains_jax(facts: HostFacts, asked: Asked) -> bool:
 
 
 def judge_gpus_together(found: Examination) -> Iterator[Finding]:
-    """Judge what hosts have to have in common for a run on GPUs."""
+    """Yield the findings (statements with a verdict and a remedy) about what all hosts must have in common
+    for a run on GPUs.
+    """
     asked = found.asked
     if asked.transport == "nccl" and asked.platform == "cpu":
         yield error(
@@ -159,7 +170,12 @@ def _judge_gpu(name: str, gpu: Gpu, driver: str) -> Iterator[Finding]:
 
 
 def judge_process_slots(found: Examination, slots: ProcessSlots) -> Iterator[Finding]:
-    """Judge whether the processes that each host gets find their GPUs."""
+    """Yield the findings about whether the processes that each host gets have enough GPUs on it.
+
+    Args:
+        found: the examination.
+        slots: the number of processes that each host gets, and the number of devices of each process.
+    """
     if found.asked.platform == "cpu":
         return
     for report, num_processes in zip(found.hosts, slots.num_processes, strict=True):
@@ -192,7 +208,7 @@ def _judge_processes(
         elif found.asked.slots_are_processes and report.names_gpus:
             yield error("gpu", report.name, f"{what} of devices=, which the launcher refuses", remedy)
         elif found.asked.slots_are_processes and needed == there:
-            # Each task of Slurm takes the GPUs that it sees for its own.
+            # Each task of Slurm assumes that the GPUs that it sees are its own.
             yield error(
                 "gpu", report.name, f"{what}, each with 0.9 of its memory, which the mesh refuses", remedy
             )
@@ -210,7 +226,19 @@ def _judge_processes(
 def _find_refusal(
     report: HostReport, facts: HostFacts, num_processes: int, slots: ProcessSlots, asked: Asked
 ) -> Finding | None:
-    """Find why a starting mesh would refuse a host's processes, by the mesh's functions, in their words."""
+    """Return the error with which a starting mesh would refuse a host's processes, or None if it would accept
+    them.
+
+    The check calls the mesh's own functions, so that the finding has the text of the error that they would
+    raise.
+
+    Args:
+        report: all that is known about the host.
+        facts: the facts in that report.
+        num_processes: the number of processes that the host gets.
+        slots: the number of processes of each actor, and of devices of each process.
+        asked: the run that the user wants to start.
+    """
     names, settings, members = facts.visible_gpus.names, facts.settings, list[ProcessDevices]()
     nccl = _find_nccl_version(facts) if asked.transport == "nccl" else ""
     try:
@@ -229,9 +257,15 @@ def _find_refusal(
 
 
 def _report_unknown_gpu(report: HostReport, facts: HostFacts, name: str) -> Finding:
-    """Report a name in `CUDA_VISIBLE_DEVICES` that is no GPU.
+    """Make the finding about a name in `CUDA_VISIBLE_DEVICES` that is not the name of any GPU.
 
-    CUDA silently reads no further there; the mesh refuses the name where the run itself gives it.
+    CUDA silently stops reading the list at such a name. The finding is an error if the user gave the list for
+    this run, because the mesh then refuses the name, and otherwise a warning.
+
+    Args:
+        report: all that is known about the host.
+        facts: the facts in that report.
+        name: the name that is wrong.
     """
     there = f"there {'is' if len(facts.gpus) == 1 else 'are'} {len(facts.gpus)}"
     what = (
@@ -245,7 +279,7 @@ def _report_unknown_gpu(report: HostReport, facts: HostFacts, name: str) -> Find
 
 
 def _suggest_fewer(fits: int, slots: ProcessSlots, found: Examination) -> str:
-    """Say how to have no more than `fits` processes on a host."""
+    """Return advice on how to start no more than `fits` processes on a host."""
     if found.is_local:
         most = max(1, fits // slots.per_actor)
         return f"start at most {most} actor{'s' * (most != 1)}"
@@ -258,7 +292,15 @@ def _suggest_fewer(fits: int, slots: ProcessSlots, found: Examination) -> str:
 
 
 def _judge_jax(name: str, facts: HostFacts) -> Iterator[Finding]:
-    """Judge JAX for CUDA: it is there, for one CUDA, of JAX's version, and no newer than the driver."""
+    """Yield the findings about the packages for JAX on CUDA.
+
+    They must be installed, for one version of CUDA only, which the driver supports, and match the installed
+    JAX and ucxx.
+
+    Args:
+        name: the name of the host.
+        facts: the facts about the host.
+    """
     plugins = {p: v for p, v in facts.packages.items() if re.fullmatch(r"jax-cuda\d+-plugin", p)}
     majors = _find_cuda_majors(facts, r"jax-cuda(\d+)-plugin")
     install = facts.install(extra_of("cuda", facts.cuda))
@@ -346,7 +388,9 @@ def _list_nccl(facts: HostFacts) -> str:
 
 
 def _find_old_nccl(facts: HostFacts) -> str | None:
-    """Find the package that brings an NCCL whose grouped transfers may hang; None without one."""
+    """Return the name of the installed package with a version of NCCL whose grouped transfers may hang; None
+    if there is none.
+    """
     for package, version in facts.packages.items():
         numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
         if package.startswith("nvidia-nccl-") and numbers < NCCL_FROM:
@@ -355,13 +399,18 @@ def _find_old_nccl(facts: HostFacts) -> str | None:
 
 
 def _find_nccl_version(facts: HostFacts) -> str:
-    """Return the version of NCCL itself; empty if it is not installed."""
+    """Return the version of NCCL itself that is installed with pip; empty if it is not installed."""
     found = (version for package, version in facts.packages.items() if package.startswith("nvidia-nccl-"))
     return next(found, "")
 
 
 def _find_cuda_majors(facts: HostFacts, pattern: str) -> set[int]:
-    """Return the major versions of CUDA in the names of packages that match a pattern."""
+    """Return the major versions of CUDA in the names of installed packages.
+
+    Args:
+        facts: the facts about the host.
+        pattern: a regular expression that matches the packages' names and whose first group is the version.
+    """
     return {int(match[1]) for package in facts.packages if (match := re.fullmatch(pattern, package))}
 
 
@@ -378,7 +427,10 @@ def _group_by_value(by_name: Mapping[str, object]) -> dict[object, list[str]]:
 
 
 def _first_numbers(version: str) -> tuple[str, ...]:
-    """Return the first three numbers of a version: a repaired plugin differs from JAX behind these."""
+    """Return the first three numbers of a version, by which JAX's CUDA plugin is compared with jaxlib.
+
+    A repaired plugin may differ from JAX after these numbers.
+    """
     return tuple(version.split(".")[:3])
 
 

@@ -1,4 +1,6 @@
-"""Judge the network: UCX, InfiniBand, connections to this machine, and the links that were measured."""
+"""Make the doctor's findings about the network: UCX, InfiniBand, the hosts' connections to this machine, and
+the links that were measured.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,14 @@ _RDMA = ("rc", "dc", "ud")
 
 
 def judge_ucx(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
-    """Judge UCX on one host: it starts, and has the transports that the run needs."""
+    """Yield the findings (statements with a verdict and a remedy) about UCX on one host: whether it starts,
+    and has the transports that the run needs.
+
+    Args:
+        name: the name of the host.
+        facts: the facts about the host.
+        asked: the run that the user wants to start.
+    """
     package = next((f"{p} {v}" for p, v in facts.packages.items() if p.startswith("ucxx-cu")), "")
     if facts.ucx is None:
         install = facts.install(extra_of(asked.platform, facts.cuda))
@@ -67,7 +76,7 @@ def _prefers_system(facts: HostFacts) -> bool:
 
 
 def _suggest_for_start(facts: HostFacts) -> str:
-    """Say what to do where UCX does not start."""
+    """Return advice on what to do about a UCX that does not start."""
     if "network device" in facts.ucx_error:
         return "correct interface= (or UCX_NET_DEVICES): name one of these"
     if _prefers_system(facts):
@@ -76,13 +85,18 @@ def _suggest_for_start(facts: HostFacts) -> str:
 
 
 def _describe_ucx(ucx: Ucx, package: str) -> str:
-    """Describe a UCX, such as `UCX 1.21.0 (ucxx-cu13 0.52.0); eth0: tcp; memory: posix, cma`."""
+    """Describe a UCX library, such as `UCX 1.21.0 (ucxx-cu13 0.52.0); eth0: tcp; memory: posix, cma`.
+
+    Args:
+        ucx: the facts about the library.
+        package: the name and version of the ucxx package that loads it; empty if that is not known.
+    """
     by_device: dict[str, list[str]] = {}
     for resource in ucx.resources:
         if resource.transport != "self":
             by_device.setdefault(resource.device, []).append(resource.transport)
     devices = "".join(f"; {device}: {', '.join(transports)}" for device, transports in by_device.items())
-    # The path of pip's UCX says nothing new.
+    # The path of a UCX from pip tells the user nothing new.
     place = "" if WHEEL in ucx.library or not ucx.library else f" of {ucx.library}"
     return f"UCX {ucx.version}{place} ({package or 'ucxx'}){devices}"
 
@@ -107,7 +121,13 @@ def _suggest_ucx_with_cuda(facts: HostFacts) -> str:
 
 
 def _suggest_ucx_tls(facts: HostFacts, needed: str = "tcp") -> str:
-    """Return the remedy where `UCX_TLS` leaves transports out; empty if it is not set."""
+    """Return advice on what to do if the variable `UCX_TLS` excludes needed transports; empty if the variable
+    is not set.
+
+    Args:
+        facts: the facts about the host.
+        needed: the name of the transport to add to the variable.
+    """
     given = facts.settings.get("UCX_TLS", "")
     return f"UCX_TLS={given} leaves them out: add {needed}, or unset it" if given else ""
 
@@ -116,7 +136,13 @@ def _suggest_ucx_tls(facts: HostFacts, needed: str = "tcp") -> str:
 
 
 def judge_infiniband(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
-    """Judge the RDMA ports of one host, and whether UCX can use them."""
+    """Yield the findings about the RDMA ports of one host, and about whether UCX can use them.
+
+    Args:
+        name: the name of the host.
+        facts: the facts about the host.
+        asked: the run that the user wants to start.
+    """
     if not facts.ib_ports:
         yield ok("infiniband", name, "no InfiniBand or RoCE device")
         return
@@ -176,7 +202,7 @@ def _explain_missing_rc(facts: HostFacts) -> tuple[str, str]:
 
 
 def judge_control(found: Examination) -> Iterator[Finding]:
-    """Judge whether actors would reach this machine."""
+    """Yield a finding for each host on whether actors on it could connect to this machine."""
     if found.control_error:
         remedy = "choose an address with control_address="
         yield error("control", found.here.name, found.control_error, remedy)
@@ -194,7 +220,13 @@ def judge_control(found: Examination) -> Iterator[Finding]:
 
 
 def judge_link(link: LinkReport, found: Examination) -> Finding:
-    """Judge what was measured between two hosts, or report why nothing was."""
+    """Return the finding about the measured latency and rate of a link between two hosts, or about why
+    nothing was measured.
+
+    Args:
+        link: the report of the link.
+        found: the examination, which has the rates of the hosts' RDMA ports for comparison.
+    """
     is_one = link.first == link.second
     who = link.first if is_one else f"{link.first} to {link.second}"
     if link.error:
@@ -216,10 +248,10 @@ def judge_link(link: LinkReport, found: Examination) -> Finding:
 
 
 def _find_fastest_port_rate(link: LinkReport, found: Examination) -> float:
-    """Return the rate of the fastest RDMA port of the slower of two hosts, in bytes per second.
+    """Return the rate in bytes per second that a link could have over RDMA; 0 if that is not known.
 
-    Returns:
-        0 where a host has no active port, or both are the same host.
+    It is the lower one of two rates: for each of the two hosts, the rate of its fastest active RDMA port. It
+    is not known if a host has no active port, or if both ends of the link are on the same host.
     """
     if link.first == link.second:
         return 0.0

@@ -1,8 +1,9 @@
-"""Start JAX, or UCX, as an actor would: `python -m jaxpp_async.doctor.probe_programs jax|ucx`.
+"""Test whether JAX or UCX starts, as it would in an actor: `python -m jaxpp_async.doctor.probe_programs
+jax|ucx`.
 
-The program prints one line of JSON: what the library found, or a string that says why it did not start.
-`jax PLATFORM` also makes the folder of the compilation cache as an actor would, so that a bad folder is found
-as well.
+The program prints one line of JSON: an object with what the library found, or a string that says why it did
+not start. `jax PLATFORM` also makes the folder of the compilation cache as an actor would, so that an
+unusable folder is found as well.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from jaxpp_async.errors import InstallError, MeshError
 
 
 def probe_jax(platform: str) -> dict[str, object] | str:
-    """Start JAX on a platform and make the compilation cache's folder.
+    """Start JAX on a platform and make the compilation cache's folder, to see whether an actor could.
 
     Args:
-        platform: as `JAX_PLATFORMS` spells it.
+        platform: the name of the platform in `JAX_PLATFORMS`.
 
     Returns:
-        What JAX found, and what is wrong with the cache; or the error with which JAX did not start.
+        The fields of `facts.JaxStart` by name, or the error with which JAX did not start.
     """
     os.environ["JAX_PLATFORMS"] = platform
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # somebody's run may need the memory
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # another run may need the memory
     try:
         import jax
 
-        from jaxpp_async.jax_bridge.compilation_cache import DEFAULT, make_cache  # it needs JAX
+        from jaxpp_async.jax_bridge.compilation_cache import DEFAULT, make_cache  # this needs JAX
 
         devices = jax.devices(platform)
     except (ImportError, RuntimeError) as error:
@@ -50,12 +51,13 @@ def probe_jax(platform: str) -> dict[str, object] | str:
 
 
 def probe_ucx() -> dict[str, object] | str:
-    """Start UCX as an actor does.
+    """Start UCX as an actor does, to see whether it works.
 
     Returns:
-        UCX's version, the loaded library and its resources; or the error with which UCX did not start.
+        A dictionary with UCX's version, the path of the loaded library and its transports; or the error with
+        which UCX did not start.
     """
-    from jaxpp_async.transport.ucx.context import open_context, resources  # JAX's probe does without
+    from jaxpp_async.transport.ucx.context import open_context, resources  # JAX's probe does not need it
 
     try:
         context = open_context(None)
@@ -66,7 +68,9 @@ def probe_ucx() -> dict[str, object] | str:
 
 
 def _loaded_libucp() -> str:
-    """Return the path of the libucp that this process has loaded, "" without one."""
+    """Return the path of the file libucp.so (a library of UCX) that this process has loaded; empty if it has
+    loaded none.
+    """
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/libucp.so" in line:
             return line[line.index("/") :]

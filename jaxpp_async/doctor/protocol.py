@@ -1,6 +1,8 @@
-"""Define the orders and records that the doctor and its program on a host exchange as lines of JSON.
+"""Define the messages that the doctor (the command that checks whether a run would work) and its program on a
+host exchange as lines of JSON.
 
-`protocol.line_protocol` writes and reads the lines.
+The doctor sends orders, and the program answers each of them with a record. `protocol.line_protocol` writes
+and reads the lines.
 """
 
 from __future__ import annotations
@@ -14,26 +16,35 @@ from jaxpp_async.protocol.line_protocol import LineProtocol
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Order a host to set environment variables, before anything else. The answer is `Completed`."""
+    """An order to a host to set environment variables, before any other order. The answer is `Completed`."""
 
     env: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class AskFacts:
-    """Order a host to gather its facts, with JAX on this platform. The answer is `Facts`."""
+    """An order to a host to gather its facts, for which JAX is started on the given platform. The answer is
+    `Facts`.
+    """
 
     platform: str
 
 
 @dataclass(frozen=True, slots=True)
 class AskClock:
-    """Order a host to read its wall clock. The answer is `ClockIs`."""
+    """An order to a host to read its wall clock. The answer is `ClockIs`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallBack:
-    """Order a host to connect to the doctor's machine and send the token. The answer is `Completed`."""
+    """An order to a host to connect to the doctor's machine, as an actor would, and to send a token. The
+    answer is `Completed`.
+
+    Args:
+        host: the address of the doctor's machine.
+        port: the TCP port on which the doctor listens.
+        token: the text to send, by which the doctor recognizes the host.
+    """
 
     host: str
     port: int
@@ -42,14 +53,25 @@ class CallBack:
 
 @dataclass(frozen=True, slots=True)
 class OpenEnd:
-    """Order a host to open an end of the data plane as peer `peer`. The answer is `End`."""
+    """An order to a host to open an end of the data plane for a measurement. The answer is `End`.
+
+    Args:
+        peer: the number of this end; the two ends of a link have the numbers 0 and 1.
+    """
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Order a host to connect its end to another host's and to measure. Both ends answer `Measured`."""
+    """An order to a host to connect its end of the data plane to the other end, and to measure the link. The
+    answer is `Measured`.
+
+    Args:
+        peer: the number of the other end.
+        address: the address of the other end, as base64.
+        leads: whether this end sends and measures, while the other end replies.
+    """
 
     peer: int
     address: str
@@ -58,35 +80,39 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """The first record of a host, which tells that Python and the package have started there."""
+    """The first record of the doctor's program on a host, which tells that Python and this package have
+    started.
+    """
 
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts about a host."""
+    """The answer to `AskFacts`, with the facts about a host."""
 
     facts: HostFacts
 
 
 @dataclass(frozen=True, slots=True)
 class ClockIs:
-    """The wall clock of a host, in seconds since 1970."""
+    """The answer to `AskClock`, with the wall clock of a host in seconds since 1970."""
 
     wall_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The address of an end of the data plane, as base64."""
+    """The answer to `OpenEnd`, with the address, as base64, of the end of the data plane that was opened."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The figures of a `facts.LinkReport`; zeros from the end that did not lead."""
+    """The answer to `Measure`, with the figures of a `facts.LinkReport`; they are zeros from the end that did
+    not lead.
+    """
 
     latency_s: float
     bytes_per_s: float
@@ -99,7 +125,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailed:
-    """The answer to an order that could not be carried out."""
+    """The answer to an order that could not be carried out, with the reason in words."""
 
     error: str
 

@@ -1,4 +1,6 @@
-"""Show an examination and its findings: as tables or lines for a person, as JSON for a program."""
+"""Show what the doctor (the command that checks whether a run would work) found: as tables or lines for a
+person, or as JSON for a program.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ _OTHER_SPELLINGS: Final = (
 
 
 def as_json(found: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the examination and its findings as values that JSON has."""
+    """Return the examination and its findings as a dictionary that `json.dumps` accepts."""
     return {
         "would_work": would_work(findings),
         "findings": [dataclasses.asdict(finding) for finding in findings],
@@ -52,7 +54,9 @@ def as_json(found: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def as_flags(text: str) -> str:
-    """Spell options of `RemoteMesh` as they are typed for the doctor: `--interface` for `interface=`."""
+    """Rewrite a text that names options of `RemoteMesh` so that it names the doctor's command-line flags
+    instead, such as `--interface` for `interface=`.
+    """
 
     def flag(match: re.Match[str]) -> str:
         gap = " " if match[2].isalnum() or match[2] in ("'", '"', "<") else ""
@@ -64,7 +68,9 @@ def as_flags(text: str) -> str:
 
 
 def print_findings(found: Examination, findings: Sequence[Finding], console: Console) -> None:
-    """Print a table for each section, then the verdict; to no terminal, lines of any length."""
+    """Print the findings of each section, then whether the run would work: as tables on a terminal, otherwise
+    as lines of any length.
+    """
     (_print_tables if console.is_terminal else _print_lines)(findings, console)
     console.print(_summarize(found, findings), soft_wrap=True)
 

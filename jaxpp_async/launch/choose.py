@@ -1,8 +1,9 @@
 """Make the launcher that the options of a mesh ask for, from a table of launchers.
 
 To add a launcher, write its module with a `LauncherKind` and add one line to `LAUNCHERS`. Options that
-contradict each other are errors, and so are options that would have no effect: there is never a silent local
-run. This module may read a hostfile and ask Slurm, and it starts nothing.
+contradict each other are errors, and so are options that would have no effect: a mesh never falls back
+silently to a run on this machine. This module may read a hostfile and run Slurm's query commands, and it
+starts no actors.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _METHODS = ("listen_host", "transports", "make_transport", "start", "aclose")
 
 
 def choose_launcher(options: LaunchOptions, num_actors: int) -> tuple[Any, int]:
-    """Make the launcher.
+    """Make the launcher that the options of a mesh ask for.
 
     Args:
-        options: of the mesh.
-        num_actors: number of actors of the mesh.
+        options: the launch options of the mesh.
+        num_actors: the number of actors of the mesh.
 
     Returns:
         The launcher, and the number of processes of each actor.
@@ -55,13 +56,15 @@ def choose_launcher(options: LaunchOptions, num_actors: int) -> tuple[Any, int]:
 
 
 def choose_hosts(options: LaunchOptions) -> tuple[tuple[Host, ...] | None, Reach | None]:
-    """Find the hosts that the launcher would use, and the way to reach them, without starting anything.
+    """Find the hosts that the launcher would use, and the object that runs programs on them, without starting
+    anything.
 
     Returns:
-        Hosts and way; None and None if there is this machine alone.
+        The hosts, and their `Reach`, which runs programs on them; None and None if actors run on this machine
+        alone.
 
     Raises:
-        MeshError: as `choose_launcher`; also for launchers that know their hosts only once they have started
+        MeshError: as `choose_launcher`; also if this launcher knows its hosts only once it has started
             something.
     """
     kind = _checked_kind(options)
@@ -71,8 +74,12 @@ def choose_hosts(options: LaunchOptions) -> tuple[tuple[Host, ...] | None, Reach
 
 
 def _checked_kind(options: LaunchOptions) -> LauncherKind:
-    """Find the kind of launcher that the options ask for, and refuse options for which that
-    kind has no use.
+    """Return the kind of launcher that the options ask for, and refuse options for which that kind has no
+    use.
+
+    Raises:
+        MeshError: an option has no effect with this kind of launcher, or `processes_per_actor` is not
+            possible.
     """
     kind = _kind(options)
     for name in options.given:
@@ -106,13 +113,17 @@ def _kind(options: LaunchOptions) -> LauncherKind:
 
 
 def _spread(options: LaunchOptions, launcher: Any, num_actors: int) -> int:
-    """Have a launcher with hosts place processes by their slots.
+    """Decide how many processes each actor has, and tell a launcher with hosts how many slots each process
+    takes.
 
     Returns:
         The number of processes of each actor.
+
+    Raises:
+        MeshError: the hosts have too few slots, or too few devices in `devices=`, for the actors.
     """
     each = options.processes_per_actor or 1
-    if not isinstance(launcher, RemoteLauncher) or not launcher.hosts:  # Ray chooses its hosts later
+    if not isinstance(launcher, RemoteLauncher) or not launcher.hosts:  # Ray chooses hosts later
         return each
     if not launcher.slots_are_processes:
         found = spread(launcher.hosts, num_actors, options.num_devices, options.processes_per_actor)
@@ -134,8 +145,10 @@ def _spread(options: LaunchOptions, launcher: Any, num_actors: int) -> int:
 
 
 def _check_ports(options: LaunchOptions, launcher: Any, num_processes: int) -> None:
-    """Refuse a range of ports that has not one port for each process of a host, and with restarts one more
-    for each.
+    """Refuse a range of ports that is too small for the processes of some host.
+
+    Each process of a host needs one port. If the mesh may restart actors, each process needs a second port,
+    since a freed port cannot be used again for a minute.
     """
     settings = options.settings()
     used = [(settings.ports, num_processes, "this machine")]

@@ -1,8 +1,8 @@
 """Make the command lines of this package's own programs, so that they import nothing from the working
 directory.
 
-Every interpreter gets `-P`: its import path is the installed packages and `PYTHONPATH`. The options `-E`,
-`-I` and `-s` of this process are passed on.
+Every interpreter gets the option `-P`, with which it imports only from installed packages and `PYTHONPATH`.
+The options `-E`, `-I` and `-s` of this process are passed on.
 """
 
 from __future__ import annotations
@@ -15,44 +15,55 @@ from jaxpp_async.launch import run_module
 
 
 def command_here(module: str, *arguments: str) -> list[str]:
-    """Make the argument vector that runs a module of this copy of the package on this machine, with this
+    """Return the argument vector that runs a module of this copy of the package on this machine, with this
     process's interpreter.
 
-    The caller makes the environment from `inherited_environment`.
+    The caller makes the environment of the new process from `inherited_environment`.
+
+    Args:
+        module: the dotted name of the module.
+        arguments: the command-line arguments for the module.
     """
     return [sys.executable, *_options(), run_module.__file__, module, *arguments]
 
 
 def command_there(python: str, module: str, *arguments: str) -> list[str]:
-    """Make the argument vector that runs a module of the package that another interpreter, or another host,
-    has.
+    """Return the argument vector that runs a module of this package with another interpreter, on this host or
+    another one.
+
+    The interpreter imports its own copy of the package.
+
+    Args:
+        python: the path of the interpreter.
+        module: the dotted name of the module.
+        arguments: the command-line arguments for the module.
     """
     ignoring = ["-E"] if sys.flags.ignore_environment else []
     return [python, *_options(), *ignoring, "-m", module, *arguments]
 
 
 def inherited_environment() -> dict[str, str]:
-    """Give this process's environment for another process on this machine, without the variables that this
+    """Return this process's environment for another process on this machine, without the variables that this
     process was told to ignore (`-E`).
 
-    Programs here get no `-E` themselves, since a mesh and its user pass settings in Python's variables as
-    well.
+    The other process does not get `-E` itself, because a mesh and its user also pass settings in Python's
+    variables.
     """
     ignored = "PYTHON" if sys.flags.ignore_environment else "\0"
     return {name: value for name, value in os.environ.items() if not name.startswith(ignored)}
 
 
 def script_folder() -> bytes | None:
-    """Find the folder from which this process's script imports its own modules; None if there is none.
+    """Return the folder from which this process's script imports its own modules, or None if there is none.
 
-    With a script it is the script's folder, with `python -m` that of the outermost package. Without a script
-    (a notebook, `python -c`) it is the working directory, unless the interpreter was told to leave that out
-    (`-P`, `-I`).
+    For a script, this is the folder that contains it; for `python -m`, the folder that contains the outermost
+    package. Without a script (a notebook, `python -c`), it is the working directory, unless the interpreter
+    was told to leave that out of the import path (`-P`, `-I`).
     """
     main = sys.modules.get("__main__")
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if file is None:
-        with contextlib.suppress(OSError):  # it is no more
+        with contextlib.suppress(OSError):  # the folder was deleted
             return None if sys.flags.safe_path else os.getcwdb()
         return None
     folder = os.path.dirname(os.path.realpath(os.fsencode(file)))

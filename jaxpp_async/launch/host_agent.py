@@ -1,13 +1,14 @@
-"""Start and end actors on another host; the program `python -m jaxpp_async.launch.host_agent`, which a
-launcher runs there.
+"""The host agent: the program `python -m jaxpp_async.launch.host_agent`, which a launcher runs on another
+host to start and end the actors of that host.
 
-Orders come on stdin, and records leave on stdout (`host_agent_protocol`). The agent starts actors, forwards
-what they print and reports how they end. It ends them when its stdin reaches its end or is silent for longer
-than the lease. Whatever the actors started ends with them, also what left their process group, because the
-agent is the parent of every orphan below it.
+The launcher sends orders to the agent's stdin, and the agent writes records to its stdout
+(`host_agent_protocol`). The agent starts actors, forwards the lines that they print and reports how they end.
+It ends them when its stdin reaches end of file or is silent for longer than the lease. All processes that the
+actors started end with them, also those that left the actors' process groups, because the agent is the
+subreaper of its descendants: the kernel makes it the parent of every orphan among them.
 
-The agent greets before it is sent anything: no secret goes to another program that may have been started
-instead.
+The agent sends a greeting before it receives anything, so that the launcher sends no secret to another
+program that may have been started instead.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ _END_S = 2.0
 
 
 class HostAgent:
-    """Runs the actors of one host. `obey` and `end` are called from one thread.
+    """The state of the host agent, which runs the actors of one host. `obey` and `end` are called from one
+    thread.
 
     Args:
-        lease: how long the agent, and each actor, goes on without a sign of life.
+        lease: the time after which the agent, and each actor, ends itself if it hears nothing from the
+            driver.
     """
 
     def __init__(self, lease: Lease):
@@ -58,26 +61,32 @@ class HostAgent:
         self._writer.start()
 
     def say(self, record: kp.Record) -> None:
-        """Send a record, without waiting. While nobody reads, lines of actors are dropped."""
+        """Queue a record (a message to the launcher), without waiting. If too many records are queued because
+        nobody reads them, lines that actors printed are dropped.
+        """
         if self._records.qsize() < _MAX_WAITING or not isinstance(record, kp.OutputLine):
             self._records.put(kp.write_record(record))
 
     def obey(self, order: kp.Order) -> None:
-        """Carry out one order. The caller handles `Close`."""
+        """Carry out an order to start or to signal an actor. `Close` is not handled by this method but by its
+        caller.
+        """
         if isinstance(order, kp.StartActor):
             self._start(order)
         elif isinstance(order, kp.SignalActor) and order.key in self._actors:
             self._actors[order.key].process.signal_group(order.signum)
 
     def expire(self) -> None:
-        """Report that the driver's own silence ended the actors, in case that the driver goes on later."""
+        """Report that the actors end because the driver (the user's process) was silent for longer than the
+        lease, in case the driver resumes later.
+        """
         self._is_expired = True
         for key in tuple(self._actors):
             self._forward(key, self._lease.last_words)
 
     def end(self) -> None:
-        """Kill every actor and all processes that it started, and send the last records."""
-        with contextlib.suppress(TimeoutError):  # a process that cannot be killed is left to the kernel
+        """Kill every actor and all processes that it started, and write the records that are still queued."""
+        with contextlib.suppress(TimeoutError):  # some process does not die: exit nevertheless
             self._supervisor.close().result(_END_S)
         kill_descendants(_END_S)
         self._records.put(None)
@@ -85,7 +94,7 @@ class HostAgent:
 
     def _start(self, order: kp.StartActor) -> None:
         key = order.key
-        # The driver's folder, if it exists here: a setup hook then imports what it imports locally.
+        # Work in the driver's folder, if it exists on this host: a setup hook then imports the same modules.
         with contextlib.suppress(OSError):
             os.chdir(order.folder)
         try:
@@ -115,12 +124,14 @@ class HostAgent:
             try:
                 while record:
                     record = record[os.write(1, record) :]
-            except OSError:  # nobody reads any more, which stdin shows too
+            except OSError:  # nobody reads any more; stdin ends as well
                 return
 
 
 def main() -> None:
-    """Run the agent until it is told to stop, or until the driver is gone."""
+    """Run the host agent until a `Close` order, a signal, or the loss of the driver (the user's process) ends
+    it, then exit.
+    """
     lease = Lease(float(sys.argv[1])) if len(sys.argv) == 2 else Lease()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -143,7 +154,13 @@ def main() -> None:
 
 
 def obey_orders(host_agent: HostAgent, descriptor: int, lease: Lease) -> ExitCode:
-    """Read orders from `descriptor` and carry them out, until the end.
+    """Read the launcher's orders from a file descriptor and carry them out, until an order says to end, the
+    input ends or is not valid, or the lease expires.
+
+    Args:
+        host_agent: the agent that carries out the orders.
+        descriptor: the file descriptor to read, which is stdin outside tests.
+        lease: the longest time that may pass without input.
 
     Returns:
         The exit code of the agent.
@@ -163,7 +180,7 @@ def obey_orders(host_agent: HostAgent, descriptor: int, lease: Lease) -> ExitCod
         for line in lines:
             try:
                 order = kp.read_order(line)
-            except ValueError as error:  # the line itself may hold the secret and is not printed
+            except ValueError as error:  # the line may contain the secret: do not print it
                 print(
                     f"python -m jaxpp_async.launch.host_agent is run by a mesh, not by hand: {error}",
                     file=sys.stderr,
@@ -178,7 +195,9 @@ def obey_orders(host_agent: HostAgent, descriptor: int, lease: Lease) -> ExitCod
 
 
 def hello() -> kp.AgentHello:
-    """Describe this process, and the packages that are installed here."""
+    """Make the host agent's greeting, which describes this process and the versions of the packages that are
+    installed on this host.
+    """
     versions: dict[str, str | None] = {"jaxpp-async": jaxpp_async.__version__}
     for name in VERSIONED:
         try:
@@ -189,8 +208,12 @@ def hello() -> kp.AgentHello:
 
 
 def kill_descendants(timeout_s: float) -> None:
-    """Kill every process below this one. Orphans become children of this process (a subreaper), so that none
-    is out of reach.
+    """Kill every descendant of this process.
+
+    Orphaned descendants become children of this process (it is a subreaper), so that none of them escapes.
+
+    Args:
+        timeout_s: the number of seconds after which to give up on processes that do not die.
     """
     deadline = time.monotonic() + timeout_s
     while (living := descendants(os.getpid())) and time.monotonic() < deadline:
@@ -204,7 +227,11 @@ def kill_descendants(timeout_s: float) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """List the living processes below `root`, from /proc, without zombies."""
+    """List the process ids of the living descendants of a process, from /proc, without zombies.
+
+    Args:
+        root: the process id of the process, which is not in the list.
+    """
     children: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
@@ -222,7 +249,7 @@ def descendants(root: int) -> list[int]:
 
 
 class _Ended(BaseException):
-    """Raised when a signal asks this process to end."""
+    """An exception that ends this process after a signal asked it to end."""
 
 
 def _on_signal(signum: int, frame: object) -> None:

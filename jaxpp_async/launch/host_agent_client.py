@@ -1,8 +1,8 @@
-"""Talk to a program on a host, such as a host agent, over a stream of bytes, and control the actors that an
-agent starts.
+"""Talk to a program on a host, such as a host agent, over a stream of bytes, and control the actors that a
+host agent starts.
 
-A `Reach` opens the stream: ssh, srun, Ray, or any other way that carries bytes to the program and its lines
-back.
+A `Reach` opens the stream by ssh, by srun, through Ray, or by any other connection that carries bytes to the
+program and lines back from it.
 """
 
 from __future__ import annotations
@@ -27,34 +27,38 @@ T = TypeVar("T")
 
 
 class Stream(Protocol):
-    """Carries bytes to a program's stdin, and gives a sign of life every few seconds from a thread of its
-    own.
+    """A connection that carries bytes to the stdin of a program on a host.
+
+    A thread of its own sends the program a sign of life (one byte) every few seconds.
     """
 
     def write(self, data: bytes) -> None:
-        """Send bytes, in order and without waiting. Does nothing once the stream has ended."""
+        """Send bytes to the program's stdin, in order and without waiting. Does nothing once the stream has
+        ended.
+        """
         ...
 
     def kill(self) -> None:
-        """End the stream at once, and with it the program."""
+        """End the stream immediately, and with it the program."""
         ...
 
     async def wait_over(self) -> Death:
         """Wait until the stream has ended.
 
         Returns:
-            How its process ended, with the last lines that were no records.
+            How the process that carries the stream (such as ssh) ended, with the last lines of its output.
         """
         ...
 
 
 class NotUpError(Exception):
-    """A program on a host did not start, or did not answer.
+    """An error which says that a program on a host did not start, or did not answer in time.
 
     Attributes:
-        said: the lines that came instead.
-        ended: exit status of the stream; None: the program took too long.
-        is_logged_in: the host had accepted the login.
+        said: the lines that the host printed instead of an answer.
+        ended: the exit status of the stream's process; None if that process still runs, so that the program
+            took too long.
+        is_logged_in: whether the host had accepted the login.
     """
 
     def __init__(self, said: tuple[str, ...], ended: int | None, is_logged_in: bool):
@@ -63,7 +67,11 @@ class NotUpError(Exception):
 
 
 class Reach(Protocol):
-    """A way to run a program on a host."""
+    """The interface of the ways to run programs on hosts, such as ssh.
+
+    Launchers use it to start host agents, the programs that start actors on other hosts, and the doctor uses
+    it to start its own program.
+    """
 
     agent_per_process: bool
     """Whether every process has a host agent, and so a stream, of its own; else there is one for each host.
@@ -79,42 +87,55 @@ class Reach(Protocol):
     """How long the programs that it runs go on without a sign of life; the launcher sets it."""
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
-        """Give the names or addresses by which to find the route to the hosts."""
+        """Return, for each host, the name or address by which to look up the network route to it; the name
+        that the user gave may be an alias.
+        """
         ...
 
     async def open(
         self, placement: ProcessPlacement, host_agent: Sequence[str], on_line: Callable[[str], None]
     ) -> Stream:
-        """Run a program on the placement's host.
+        """Start a program on the placement's host and return a stream connected to it.
 
         Args:
-            placement: says which host.
+            placement: the process of the mesh for which the program is started, and its host.
             host_agent: the program's argument vector.
-            on_line: called with each line of the program's stdout, and with errors of the way there; from any
-                thread.
+            on_line: a function that is called with each line of the program's stdout, and with error messages
+                of the connection (such as ssh); any thread may call it.
 
         Raises:
-            OSError: the way there could not be used at all.
+            OSError: the connection could not be started at all.
         """
         ...
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
-        """Explain why the program did not start, if the reason lies in the way there."""
+        """Explain why a program did not start, if the reason lies in the connection to the host (such as ssh)
+        and not in the program; else return None.
+
+        Args:
+            host: the host on which the program did not start.
+            error: the error that waiting for the program raised.
+        """
         ...
 
     async def aclose(self) -> None:
-        """Give everything back."""
+        """Release all that this object has started or reserved."""
         ...
 
 
 class HostProgram(Generic[R]):
-    """This end of one program on a host. A subclass for each kind of program handles its records.
+    """The local end of the connection to one program on a host. A subclass for each kind of program handles
+    its records.
+
+    A record is a message of the program, one per line of its output; other lines are text, such as a login
+    banner.
 
     Args:
-        name: of the host, for messages.
-        read_record: gives the record in a line, None if the line is none; raises ValueError with what is
-            wrong.
-        login_mark: a line that shows that the host has accepted the login; a record shows it too.
+        name: the name of the host, for messages.
+        read_record: a function that returns the record in a line, or None if the line is text. It raises
+            ValueError for a line that begins like a record and is not a valid one.
+        login_mark: a line of output that shows that the host has accepted the login; a record shows that too.
+            None if the connection prints no such line.
     """
 
     def __init__(self, name: str, read_record: Callable[[str], R | None], login_mark: str | None):
@@ -127,34 +148,40 @@ class HostProgram(Generic[R]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the stream was opened and has ended."""
+        """Whether the stream to the program was opened and has since ended."""
         return self._over is not None and self._over.done()
 
     def on_line(self, line: str) -> None:
-        """Take a line of the program's output. Any thread may call this."""
+        """Have the event loop handle one line of the program's output. Any thread may call this."""
         try:
             self._loop.call_soon_threadsafe(self._take, line)
         except RuntimeError:  # the loop has closed
             return
 
     def attach(self, stream: Stream) -> None:
-        """Begin to use a stream."""
+        """Begin to use a stream that is connected to the program. Call this once, before any wait for the
+        program.
+        """
         self._stream = stream
         self._over = self._loop.create_task(self._watch(stream), name=f"watch what runs on {self.name}")
 
     async def wait_login(self, timeout_s: float) -> None:
-        """Wait until the host's login shell, or its equivalent, has answered.
+        """Wait until the host has accepted the login, which the login mark or a record shows.
 
         Raises:
-            NotUpError: it has not.
+            NotUpError: the stream ended, or took longer than `timeout_s` seconds.
         """
         await self._wait(self._logged_in.wait(), timeout_s)
 
     async def _wait(self, wanted: Awaitable[T], timeout_s: float) -> T:
-        """Wait for something that the program does.
+        """Wait for an answer of the program, and return the result of `wanted`.
+
+        Args:
+            wanted: an awaitable that completes when the program has answered.
+            timeout_s: the number of seconds to wait at most.
 
         Raises:
-            NotUpError: the program ended, or took longer.
+            NotUpError: the stream ended first, or the program took longer.
         """
         assert self._over is not None
         task = asyncio.ensure_future(wanted)
@@ -168,8 +195,8 @@ class HostProgram(Generic[R]):
             task.cancel()
 
     async def _end(self, timeout_s: float = 0.0) -> None:
-        """Wait for the program's end, and kill the stream if that takes longer. A second call
-        does nothing.
+        """Wait at most `timeout_s` seconds for the program to end by itself, then kill the stream. A second
+        call does nothing.
         """
         if self._stream is None or self._over is None:
             return
@@ -203,13 +230,16 @@ class HostProgram(Generic[R]):
         raise NotImplementedError
 
     def _take_text(self, line: str) -> None:
-        """Take a line that is no record. By default it is kept, to explain why the program did not start."""
+        """Handle a line of the program's output that is plain text and no record (a message to this process).
+
+        By default the line is kept, to explain later why the program did not start.
+        """
         if line.strip():
             self._said.append(line)
             del self._said[:-TAIL_LINES]
 
     def _take_end(self, end: Death) -> None:
-        """Act on the end of the stream."""
+        """Handle the end of the stream to the program; subclasses override this."""
 
 
 # ---------------------------------------------------------------- host agents
@@ -217,7 +247,15 @@ class HostProgram(Generic[R]):
 
 @dataclass(slots=True)
 class _Actor:
-    """An actor process that an agent was told to start."""
+    """The launcher's record of an actor process that a host agent was told to start.
+
+    Attributes:
+        started: a future of the process id, which fails with OSError if the process could not be started.
+        dead: a future of the report of how the process ended.
+        forward: a function that is called with each line that the process prints.
+        tail: the last lines that the process printed.
+        position: the process's last position in its program, which is known once it has ended.
+    """
 
     started: asyncio.Future[int]
     dead: asyncio.Future[Death]
@@ -227,15 +265,17 @@ class _Actor:
 
 
 class HostAgentClient(HostProgram[kp.Record]):
-    """Controls one host agent.
+    """A client that controls one host agent, the program that starts and ends the actors of its host.
 
     Args:
-        name: of its host, for messages.
-        forward: called with each line that is no record, once the agent has started.
-        login_mark: a line that shows that the host has accepted the login.
+        name: the name of the agent's host, for messages.
+        forward: a function that is called with each line of output that is no message of the agent, once the
+            agent has started.
+        login_mark: a line of output that shows that the host has accepted the login; None if there is no such
+            line.
 
     Attributes:
-        hello: the agent's greeting.
+        hello: a future of the agent's greeting.
     """
 
     def __init__(self, name: str, forward: Callable[[str], None], *, login_mark: str | None = None):
@@ -245,10 +285,10 @@ class HostAgentClient(HostProgram[kp.Record]):
         self._actors: dict[str, _Actor] = {}
 
     async def wait_hello(self, timeout_s: float) -> kp.AgentHello:
-        """Wait until the agent has started.
+        """Wait until the agent has started, and return its greeting.
 
         Raises:
-            NotUpError: it has not.
+            NotUpError: the agent did not start within `timeout_s` seconds, or its stream ended.
         """
         hello = await self._wait(asyncio.shield(self.hello), timeout_s)
         for line in self._said:
@@ -258,16 +298,16 @@ class HostAgentClient(HostProgram[kp.Record]):
     async def start(
         self, key: str, request: ActorRequest, folder: str, forward: Callable[[str], None]
     ) -> HostAgentHandle:
-        """Have the agent start an actor process.
+        """Have the agent start an actor process, and return its handle once the process exists.
 
         Args:
-            key: names the process to the agent.
-            request: describes the process.
-            folder: to work in, where it exists.
-            forward: called with each line that the process prints.
+            key: the name by which the agent and this client refer to the process.
+            request: the description of the process.
+            folder: the working directory for the process, which is used if it exists on the agent's host.
+            forward: a function that is called with each line that the process prints.
 
         Raises:
-            OSError: the process could not be started.
+            OSError: the process could not be started, or the connection to the agent has ended.
         """
         actor = _Actor(self._loop.create_future(), self._loop.create_future(), forward)
         if self.is_over or self._stream is None:
@@ -278,13 +318,18 @@ class HostAgentClient(HostProgram[kp.Record]):
         return HostAgentHandle(self, key, actor, self.hello.result().host, pid)
 
     def signal(self, key: str, signum: int) -> None:
-        """Signal an actor process and all that it started."""
+        """Have the agent send a signal to an actor process and to the processes that it started.
+
+        Args:
+            key: the name that `start` got for the process.
+            signum: the number of the signal.
+        """
         if self._stream is not None:
             self._stream.write(kp.write_order(kp.SignalActor(key, signum)))
 
     async def aclose(self, timeout_s: float) -> None:
-        """Have the agent end what is left of its actors, and then itself. Kill the stream if that takes
-        longer.
+        """Have the agent end the actors that still run, and then itself; kill the stream if that takes longer
+        than `timeout_s` seconds.
         """
         if self._stream is not None:
             self._stream.write(kp.write_order(kp.Close()))
@@ -324,7 +369,7 @@ class HostAgentClient(HostProgram[kp.Record]):
         for actor in self._actors.values():
             if not actor.started.done():
                 actor.started.set_exception(OSError(f"the connection to {self.name} has ended"))
-                actor.started.exception()  # code that awaits it still gets it
+                actor.started.exception()  # mark it as retrieved; code that awaits it still gets it
             if not actor.dead.done():
                 last_words = (*actor.tail, f"the connection to {self.name} has ended", *said[-3:])
                 expired = end.returncode == ExitCode.LEASE_EXPIRED
@@ -333,28 +378,34 @@ class HostAgentClient(HostProgram[kp.Record]):
 
 
 class HostAgentHandle:
-    """An `ActorHandle` on a process of a host agent."""
+    """An `ActorHandle` on an actor process that a host agent started."""
 
     def __init__(self, link: HostAgentClient, key: str, actor: _Actor, host: str, pid: int):
         self._link, self._key, self._actor = link, key, actor
         self.host, self.pid = host, pid
 
     async def wait_dead(self) -> Death:
-        """See `ActorHandle`."""
+        """Wait until the process has died, and return how it died (see `ActorHandle.wait_dead`)."""
         return await asyncio.shield(self._actor.dead)
 
     def terminate(self) -> None:
-        """See `ActorHandle`."""
+        """Have the agent send SIGTERM to the process and to the processes that it started (see
+        `ActorHandle.terminate`).
+        """
         self._link.signal(self._key, 15)
 
     def kill(self) -> None:
-        """See `ActorHandle`."""
+        """Have the agent send SIGKILL to the process and to the processes that it started (see
+        `ActorHandle.kill`).
+        """
         self._link.signal(self._key, 9)
 
     def output_tail(self) -> tuple[str, ...]:
-        """See `ActorHandle`."""
+        """Return the last lines that the process printed (see `ActorHandle.output_tail`)."""
         return tuple(self._actor.tail)
 
     def progress(self) -> Position | None:
-        """See `ActorHandle`; the position is known once the process has died."""
+        """Return the process's last position in its program; None until the process has died, or if the
+        position is not known.
+        """
         return self._actor.position

@@ -1,4 +1,8 @@
-"""Define the messages between a launcher and a host agent, which travel as lines (`line_protocol`)."""
+"""Define the messages between a launcher and a host agent, the program that starts and ends the actors of
+another host.
+
+The launcher sends orders and the agent sends records, each as a line of text (see `protocol.line_protocol`).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,12 @@ carries whole.
 
 @dataclass(frozen=True, slots=True)
 class StartActor:
-    """The order to start an actor process.
+    """An order to a host agent to start an actor process.
 
     Args:
-        key: names the process from here on.
-        request: describes it.
-        folder: to work in, where it exists.
+        key: the name by which later messages refer to the process.
+        request: the description of the process.
+        folder: the working directory for the process, which is used if it exists on the agent's host.
     """
 
     key: str
@@ -33,7 +37,7 @@ class StartActor:
 
 @dataclass(frozen=True, slots=True)
 class SignalActor:
-    """The order to signal an actor process and all that it started."""
+    """An order to a host agent to send a signal to an actor process and to all processes that it started."""
 
     key: str
     signum: int
@@ -45,17 +49,19 @@ class SignalActor:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The order to kill what is left, and end."""
+    """An order to a host agent to kill the actors that still run, and to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentHello:
-    """The record that the agent has started.
+    """The greeting that a host agent sends as its first record, once it has started.
 
     Args:
-        host, pid: of the agent.
-        python: its interpreter.
-        versions: of packages that have to agree; None for missing ones.
+        host: the name of the agent's host.
+        pid: the agent's process id.
+        python: the path of the agent's interpreter.
+        versions: the version of each package that has to agree with the controller's; None for a package that
+            is missing.
     """
 
     host: str
@@ -66,7 +72,7 @@ class AgentHello:
 
 @dataclass(frozen=True, slots=True)
 class ActorStarted:
-    """The record that an actor process exists."""
+    """The record with which a host agent reports that it has started an actor process."""
 
     key: str
     pid: int
@@ -74,7 +80,7 @@ class ActorStarted:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """The record that an actor process could not be started."""
+    """The record with which a host agent reports that an actor process could not be started, and why."""
 
     key: str
     error: str
@@ -82,7 +88,7 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class OutputLine:
-    """The record of a line that an actor printed, or a piece of a long one."""
+    """The record of a line that an actor printed, or of a piece of a line that is too long for one record."""
 
     key: str
     text: str
@@ -90,10 +96,13 @@ class OutputLine:
 
 @dataclass(frozen=True, slots=True)
 class ActorEnded:
-    """The record that an actor process has ended.
+    """The record with which a host agent reports that an actor process has ended.
 
     Args:
-        position: its last position in its program, as the fields of `actor_info.Position`; None: not known.
+        key: the name of the process.
+        returncode: the exit status of the process, negative for a signal.
+        position: the process's last position in its program, as the fields of `actor_info.Position`; None if
+            it is not known.
     """
 
     key: str
@@ -101,7 +110,7 @@ class ActorEnded:
     position: tuple[int, int, int, bool, bool] | None
 
     def progress(self) -> Position | None:
-        """Give its last position in its program."""
+        """Return the process's last position in its program, or None if it is not known."""
         return Position(*self.position) if self.position is not None else None
 
 

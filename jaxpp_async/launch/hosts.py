@@ -1,15 +1,16 @@
-"""Describe the hosts of a mesh, read them from hostfiles, place processes on them, and find addresses between
-them.
+"""Describe the hosts of a mesh, read them from hostfiles, place processes on them, and find addresses by
+which hosts and this machine reach each other.
 
-A hostfile has one host a line:
+A hostfile has one host per line:
 
     # comment
     node1 slots=4 devices=0-3
     node2:4                                  # MPICH's form
     alice@node3 port=2222 python=/opt/venv/bin/python env=OMP_NUM_THREADS=4 cpus=0-15,32-47 interface=ib0
 
-Every mistake is an error that names file and line; there is never a silent local run. Only `load_hostfile`
-and the functions for addresses do I/O. The latter look names up and may block: call them in a thread.
+Every mistake is an error that names file and line; a mesh never falls back silently to a run on this machine.
+Only `load_hostfile` and the functions for addresses do I/O. The functions for addresses look names up and may
+block, so call them in a thread.
 """
 
 from __future__ import annotations
@@ -37,16 +38,18 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of actors, for a whole mesh or for one host (whose own settings win).
+    """The settings of actors' processes, for a whole mesh or for one host. A host's own settings override
+    those of the mesh.
 
     Args:
-        python: the interpreter there; None: the path of this one.
+        python: the path of the interpreter on the host; None for the path of this process's interpreter.
         env: environment variables to add.
-        cpus: CPU numbers that the actors of a host share; None: all that the process may use.
-        devices: values of `CUDA_VISIBLE_DEVICES` that the actors of a host share, in order; None: the
-            variable is left as it is.
-        interface: network device of the data plane, as `UCX_NET_DEVICES` names it (`"eth0"`, `"mlx5_0:1"`).
-        ports: range of TCP ports of the data plane, first and last.
+        cpus: the numbers of the CPUs that the actors of a host share; None for all that the process may use.
+        devices: the GPUs that the actors of a host share, in order, as `CUDA_VISIBLE_DEVICES` names them;
+            None to leave that variable as it is.
+        interface: the network device of the data plane, as `UCX_NET_DEVICES` names it (`"eth0"`,
+            `"mlx5_0:1"`).
+        ports: the first and the last TCP port that the data plane may use.
 
     Raises:
         MeshError: a value is not possible.
@@ -79,8 +82,10 @@ class Settings:
             raise MeshError(f"ports is {self.ports}; give the first and the last TCP port, from 1 to 65535")
 
     def over(self, base: Settings) -> Settings:
-        """Merge these settings, where they are given, with those of `base` elsewhere; environments are
-        joined.
+        """Merge these settings with `base`: where a value in these settings is None, the result has the value
+        of `base`.
+
+        The environments are joined; for a variable that both set, the value in these settings wins.
         """
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         return replace(base, **(given | {"env": {**base.env, **self.env}}))
@@ -91,14 +96,17 @@ class Host:
     """A machine on which actors run.
 
     Args:
-        name: as `ssh` takes it: a host name, an address, or an alias of the user's ssh configuration.
-        slots: number of devices that it takes; with one slot on every host, and under Slurm and Ray, number
-            of processes.
-        user, port: for ssh; None: as ssh is configured.
-        settings: of this host alone.
+        name: the name of the host in the form that `ssh` accepts: a host name, an address, or an alias of the
+            user's ssh configuration.
+        slots: the number of devices of the host that the mesh may use. If every host has one slot, and under
+            Slurm and Ray, it is a number of processes instead.
+        user: the user name for ssh; None for the one that ssh's configuration gives.
+        port: the TCP port for ssh; None for the one that ssh's configuration gives.
+        settings: the settings of this host alone.
 
     Raises:
-        MeshError: the name is none (it might be read as an option), slots are below 1, or the port is none.
+        MeshError: the name is no host name (ssh might read it as an option), `slots` is below 1, or the user
+            name or the port is not valid.
     """
 
     name: str
@@ -123,7 +131,9 @@ class Host:
 
     @property
     def where(self) -> tuple[str, int | None]:
-        """Name and port, which distinguish hosts: two sshds of one machine are two hosts."""
+        """The name and ssh port of the host, by which hosts are distinguished: two ssh servers on one machine
+        count as two hosts.
+        """
         return self.name, self.port
 
     def __str__(self) -> str:
@@ -133,7 +143,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlacement:
-    """Says where one process of an actor runs: as the `index`-th of `count` on its host."""
+    """The place of one process of an actor: it is the `index`-th of `count` processes on its host."""
 
     host: Host
     index: int
@@ -142,11 +152,11 @@ class ProcessPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Says how actors spread over hosts.
+    """The way in which the actors of a mesh are divided into processes on hosts.
 
     Args:
-        per_actor: number of processes of each actor.
-        slots_each: number of slots of one host that a process takes.
+        per_actor: the number of processes of each actor.
+        slots_each: the number of slots of one host that each process takes.
     """
 
     per_actor: int = 1
@@ -154,19 +164,20 @@ class Spread:
 
 
 def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: int | None = None) -> Spread:
-    """Decide of how many processes each actor is: as few as the hosts allow, each on one host.
+    """Decide how many processes each actor has: as few as the hosts allow, where each process runs on one
+    host.
 
-    A slot is a device, so that an actor which fits on no host has one process on each of several hosts. Where
-    every host has one slot, that slot takes a process of any size.
+    A slot is a device, so that an actor which fits on no single host gets one process on each of several
+    hosts. If every host has one slot, that slot takes a process with any number of devices.
 
     Args:
         hosts: all hosts of the mesh.
-        num_actors: number of actors.
-        num_devices: number of devices of one actor.
-        per_actor: the number of processes that was asked for; None: as few as possible.
+        num_actors: the number of actors.
+        num_devices: the number of devices of one actor.
+        per_actor: the number of processes per actor that the user asked for; None for as few as possible.
 
     Raises:
-        MeshError: there are not enough slots, or the devices cannot be divided so.
+        MeshError: there are not enough slots, or the devices cannot be divided in this way.
     """
     if num_devices == 1 or all(host.slots == 1 for host in hosts):
         place(hosts, num_actors * (per_actor or 1), per_actor=per_actor or 1)
@@ -188,19 +199,19 @@ def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: 
 def place(
     hosts: Sequence[Host], num_processes: int, slots_each: int = 1, *, per_actor: int = 1
 ) -> tuple[ProcessPlacement, ...]:
-    """Assign processes to the hosts' slots, in order.
+    """Assign processes to the hosts' slots, in the order of the hosts.
 
     Args:
         hosts: all hosts of the mesh.
-        num_processes: number of processes.
-        slots_each: number of slots of one host that a process takes.
-        per_actor: number of processes of each actor, for the error's text.
+        num_processes: the number of processes.
+        slots_each: the number of slots of one host that each process takes.
+        per_actor: the number of processes of each actor, for the text of the error.
 
     Returns:
-        One entry a process.
+        One placement per process, in the order of the processes' numbers.
 
     Raises:
-        MeshError: there are more processes than slots.
+        MeshError: the processes need more slots than the hosts have.
     """
     slots = sum(host.slots // slots_each for host in hosts)
     if num_processes > slots:
@@ -239,29 +250,37 @@ DEFAULTS = MappingProxyType(
 
 
 def defaults(settings: Settings) -> dict[str, str]:
-    """Make the variables that an actor's process has unless its host's environment sets them:
-    `ActorRequest.defaults`.
+    """Return the environment variables that an actor's process has unless its host's environment sets them
+    (`ActorRequest.defaults`).
+
+    Args:
+        settings: the settings of the process.
     """
-    counted = {ORDER: "PCI_BUS_ID"} if settings.devices is not None else {}  # as NVIDIA's tools count
+    counted = {ORDER: "PCI_BUS_ID"} if settings.devices is not None else {}  # NVIDIA's tools' order
     return {**DEFAULTS, **counted}
 
 
 def environment(settings: Settings, placement: ProcessPlacement, platform: str) -> dict[str, str]:
-    """Make the variables that an actor's process gets in addition to its host's, and in place of them. `env=`
-    wins.
+    """Return the environment variables that an actor's process gets in addition to its host's environment,
+    and that override it.
+
+    Args:
+        settings: the settings of the process; its `env` overrides the other variables.
+        placement: the host of the process, and which of that host's processes it is.
+        platform: the JAX platform, `"cpu"` or `"cuda"`.
     """
-    env = {"JAX_PLATFORMS": platform, "PYTHONUNBUFFERED": "1"}  # output is seen even if it is killed next
+    env = {"JAX_PLATFORMS": platform, "PYTHONUNBUFFERED": "1"}  # no output is lost in a kill
     if settings.interface is not None:
         env["UCX_NET_DEVICES"] = settings.interface
     if settings.ports is not None:
         env["UCX_TCP_PORT_RANGE"] = f"{settings.ports[0]}-{settings.ports[1]}"
     if settings.devices is not None:
-        env[VISIBLE] = ",".join(settings.devices)  # divided on the host: `ActorRequest`
+        env[VISIBLE] = ",".join(settings.devices)  # `ActorRequest` divides them on the host
     return env | dict(settings.env)
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """Read CPU numbers, such as `"0-3,8"`.
+    """Read CPU numbers, such as `"0-3,8"`, without duplicates.
 
     Raises:
         ValueError: the text is no such list.
@@ -276,7 +295,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 def parse_ports(text: str) -> tuple[int, int]:
-    """Read a range of ports, such as `"47000-47100"`.
+    """Read the first and the last port from a range, such as `"47000-47100"`.
 
     Raises:
         ValueError: the text is no such range.
@@ -290,7 +309,7 @@ def parse_ports(text: str) -> tuple[int, int]:
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """Read devices, such as `"0,1"` or `"0-3"`; UUIDs stay as they are.
+    """Read the names of devices, such as `"0,1"` or `"0-3"`; ranges are expanded, and UUIDs stay as they are.
 
     Raises:
         ValueError: a range ends before it begins.
@@ -311,7 +330,7 @@ _MAX_BYTES = 1 << 22
 
 
 def load_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Read a hostfile.
+    """Read the hosts from a hostfile.
 
     Raises:
         MeshError: the file is missing, unreadable, empty or wrong; the error names file and line.
@@ -330,8 +349,8 @@ def parse_hostfile(text: str, name: str = "hostfile") -> tuple[Host, ...]:
     """Read hosts from the text of a hostfile.
 
     Args:
-        text: of the file.
-        name: of the file, for errors.
+        text: the content of the file.
+        name: the name of the file, for errors.
 
     Raises:
         MeshError: a line is wrong; the error names file and line.
@@ -341,14 +360,14 @@ def parse_hostfile(text: str, name: str = "hostfile") -> tuple[Host, ...]:
 
 
 def parse_hosts(given: Sequence[str | Host], name: str = "hosts") -> tuple[Host, ...]:
-    """Read hosts from a list: each a `Host` or a line as in a hostfile.
+    """Read hosts from a list that mixes `Host` objects and strings in the form of a hostfile's lines.
 
     Args:
         given: the list.
-        name: of the list, for errors.
+        name: the name of the list, for errors.
 
     Raises:
-        MeshError: an element is wrong; the error names it.
+        MeshError: an element is wrong; the error names its index.
     """
     found: list[tuple[str, Host | None]] = []
     for index, entry in enumerate(given):
@@ -372,7 +391,15 @@ def _distinct(found: Sequence[tuple[str, Host | None]], name: str) -> tuple[Host
 
 
 def _parse(line: str, at: str) -> Host | None:
-    """Read one line; None if it is empty."""
+    """Read one host from a line of a hostfile; None if the line is empty or a comment.
+
+    Args:
+        line: the line.
+        at: the place of the line, such as `"hosts.txt:3"`, for errors.
+
+    Raises:
+        MeshError: the line is wrong.
+    """
     try:
         words = shlex.split(line, comments=True)
         if not words:
@@ -438,17 +465,19 @@ _ELSEWHERE = "192.0.2.1"  # RFC 5737: nobody has this address, so the default ro
 
 
 def address_towards(host: str) -> str | None:
-    """Find this machine's IPv4 address on the way to `host`; None if there is no way, or no such name.
+    """Return the IPv4 address of this machine from which packets to `host` leave; None if there is no route,
+    or no host of that name.
 
-    Nothing is sent: connecting a datagram socket only asks the routing table.
+    Nothing is sent: connecting a datagram socket only consults the routing table.
     """
     way = _way_to(host)
     return way and way[0]
 
 
 def _way_to(host: str) -> tuple[str, str] | None:
-    """Find our address on the way to a host, and the host's address. Both are equal if the host is this
-    machine.
+    """Return the IPv4 address of this machine from which packets to a host leave, and the host's own address.
+
+    The two are equal if the host is this machine. None if there is no route, or no host of that name.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -459,10 +488,11 @@ def _way_to(host: str) -> tuple[str, str] | None:
 
 
 def addresses_of_hosts(ends: Sequence[tuple[str, str]]) -> list[str]:
-    """Find the addresses by which the hosts of some processes reach each other.
+    """Return, for each of some processes, the address by which the other ones can connect to its host.
 
     Args:
-        ends: for the connection of each process with this one: the process's address, and ours.
+        ends: for each process, the two addresses of its connection with this process: the one of the process,
+            and the one of this machine.
     """
     outside = [own for theirs, own in ends if not is_loopback(theirs)]
     if not outside:
@@ -472,14 +502,16 @@ def addresses_of_hosts(ends: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def control_address(hosts: Sequence[str]) -> str:
-    """Find the one address by which all hosts reach this machine: loopback if all of them are this machine.
+    """Return the one address by which all hosts can connect to this machine: loopback if all of them are this
+    machine.
 
     Args:
-        hosts: names or addresses. Names that cannot be looked up here are left out; reaching these hosts will
-            fail with the reason.
+        hosts: names or addresses of the hosts. Names that cannot be looked up on this machine are ignored;
+            starting actors on these hosts fails later, with the reason.
 
     Raises:
-        MeshError: they reach this machine by different addresses.
+        MeshError: no single address works, because the routes to the hosts leave from different addresses of
+            this machine.
     """
     ways = {host: way for host in hosts if (way := _way_to(host)) is not None}
     if ways and all(ours == theirs or is_loopback(theirs) for ours, theirs in ways.values()):

@@ -1,7 +1,7 @@
 """Run actors inside this process, for notebooks and debugging.
 
-Controller, protocol and actor are the same as with many processes. Only the socket (a pair) and the transport
-(memory) differ.
+Controller, protocol and actor code are the same as with many processes. Only two parts differ: the control
+connection is a socket pair, and the transport passes arrays in memory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class InlineLauncher:
     """A launcher that runs actors as asyncio tasks on the controller's event loop.
 
     Args:
-        actor: `module:name` of the actor class, for tests of the control plane.
-        make_transport: (kind, peer id) to a transport, for tests; default: of the registry.
+        actor: the actor class as `module:name`, for tests of the control plane.
+        make_transport: a function that makes the transport of one peer from the transport's name and the
+            peer's id, for tests; None for the transports of the registry.
     """
 
     listen_host = None
@@ -44,23 +45,25 @@ class InlineLauncher:
     ):
         self._actor = actor
         self._make_transport = make_transport or self._make_own_transport
-        self._shared: dict[str, Any] = {}  # by the transports of one mesh
+        self._shared: dict[str, Any] = {}  # state that the transports of one mesh share
         self._handles: list[_InlineHandle] = []
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """The transports that join actors of one process."""
+        """The names of the transports that work between actors in one process; the first is the default."""
         return transport_names(within_process=True)
 
     def make_transport(self, kind: str, network: Network) -> Transport:
-        """Make the controller's end of the transport."""
+        """Make the controller's own transport; see `Launcher.make_transport`."""
         return self._make_transport(kind, CONTROLLER)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
-        """Start the actor's task; see `Launcher.start`."""
+        """Start an actor as a task on this event loop, and give the controller its end of a socket pair; see
+        `Launcher.start`.
+        """
         here, there = socket.socketpair()
         adopt(here)
-        # The actor shares this process's JAX, which it does not configure, and its devices with other actors.
+        # An inline actor does not configure JAX, and shares JAX and its devices with other actors.
         make_actor = functools.partial(load_actor_class(self._actor), inline=True)
         serving = serve(
             Identity(spec.process_id, spec.incarnation),
@@ -74,9 +77,9 @@ class InlineLauncher:
         task = loop.create_task(serving, name=name, context=name_actor(spec.process_id))
         handle = _InlineHandle(task)
         self._handles.append(handle)
-        # A task that was cancelled keeps its frames alive, and with them its actor.
+        # Drop the task when it ends: a cancelled task keeps its frames alive, and with them its actor.
         task.add_done_callback(lambda _: self._forget(handle))
-        # A task that is cancelled before it takes the socket leaves it open.
+        # Close the socket here too: a task that is cancelled before it has started does not close it.
         task.add_done_callback(lambda _: there.close())
         return handle
 
@@ -85,7 +88,7 @@ class InlineLauncher:
             self._handles.remove(handle)
 
     async def aclose(self) -> None:
-        """See `Launcher.aclose`."""
+        """Cancel the tasks of all actors and wait until they have ended; see `Launcher.aclose`."""
         handles, self._handles, self._shared = self._handles, [], {}
         for handle in handles:
             handle.kill()
@@ -97,7 +100,9 @@ class InlineLauncher:
 
 
 class _InlineHandle:
-    """An `ActorHandle` on a task. `kill` cancels the task, since there is no process to signal."""
+    """An `ActorHandle` on the asyncio task of an actor. `kill` cancels the task, since there is no process to
+    signal.
+    """
 
     def __init__(self, task: asyncio.Task[ExitCode]):
         self._task, self.host, self.pid = task, socket.gethostname(), os.getpid()

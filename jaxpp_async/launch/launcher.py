@@ -1,6 +1,6 @@
 """Define the interface of every launcher: it gets the `LaunchSpec` of a process and returns an `ActorHandle`.
 
-The interface is public: `docs/launching.md` says what a launcher of one's own has to do, and shows one.
+The interface is public: `docs/launching.md` says what a user's own launcher has to do, and shows an example.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ DEFAULT_ACTOR = "jaxpp_async.actors.actor:Actor"
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """All that a launcher needs to start one process of an actor.
+    """A description of one process of an actor, with all that a launcher needs to start it.
 
     Args:
-        process_id: number of the process, counted from 0.
-        num_processes: of the whole mesh, for sharing out cores.
-        incarnation: which life of the process this is, counted from 0.
-        secret: the mesh's 32 bytes.
-        controller: host and port to connect to; None for launchers that hand sockets over
-            (`Launcher.listen_host`).
-        platform: `"cpu"` or `"cuda"`.
+        process_id: the number of the process in the mesh, counted from 0.
+        num_processes: the number of processes of the whole mesh, by which launchers share out CPU cores.
+        incarnation: which life of the process this is, counted from 0; each restart adds one.
+        secret: the mesh's shared secret, 32 bytes, with which processes prove that they belong to it.
+        controller: the host and port of the controller, to which the process connects; None for launchers
+            that give the controller a connected socket instead (`Launcher.listen_host`).
+        platform: the JAX platform of the process, `"cpu"` or `"cuda"`.
         env: environment variables to add.
-        max_frame_bytes: the longest control frame.
-        processes_per_actor: the processes of one actor have consecutive numbers, and should be near each
-            other.
-        gpus: number of GPUs that the process needs; 0: none.
-        defaults: environment variables that apply where neither the host's environment nor `env` has them.
+        max_frame_bytes: the size in bytes of the longest message on the control connection.
+        processes_per_actor: the number of processes of each actor. The processes of one actor have
+            consecutive numbers, and should run on the same host or on neighbouring ones.
+        gpus: the number of GPUs that the process needs; 0 if it needs none.
+        defaults: environment variables that apply where neither the host's environment nor `env` sets them.
     """
 
     process_id: ProcessId
@@ -56,22 +56,23 @@ class LaunchSpec:
 
     @property
     def process_rank(self) -> ProcessRank:
-        """The process's place in its actor. Its text names the process to users."""
+        """The process's position in its actor, whose string form names the process in messages to users."""
         return ProcessRank(self.process_id, self.processes_per_actor)
 
     def config(self, *, actor: str = DEFAULT_ACTOR, lease_s: float = LEASE_S) -> dict[str, Any]:
         """Make the configuration that `python -m jaxpp_async.actors` reads as JSON from the first line of its
         stdin.
 
-        The configuration holds the secret, so it may travel over pipes and authenticated channels only. A
-        launcher may add `parent_pid` (the process then ends with the thread that spawned it), `cores` (CPU
-        numbers to run on) and `progress_page`.
+        The configuration contains the secret, so it may travel over pipes and authenticated channels only. A
+        launcher may add three entries: `parent_pid`, so that the process ends with the thread that spawned
+        it; `cores`, the numbers of the CPUs to run on; and `progress_page`, the file descriptor of the shared
+        memory page where the process writes its progress.
 
         Args:
-            actor: `module:name` of the actor class.
-            lease_s: seconds of silence on its stdin after which the process ends itself.
+            actor: the actor class as `module:name`.
+            lease_s: the number of seconds of silence on its stdin after which the process ends itself.
         """
-        assert self.controller is not None  # the launcher has a `listen_host`
+        assert self.controller is not None  # it is None only for launchers without a `listen_host`
         return {
             "process_id": self.process_id,
             "incarnation": self.incarnation,
@@ -85,68 +86,92 @@ class LaunchSpec:
 
 
 class ActorHandle(Protocol):
-    """Controls one started process of an actor."""
+    """A handle on one started process of an actor, which controls the process and reports how it ended."""
 
     @property
     def host(self) -> str:
-        """Name of the machine on which it runs."""
+        """The name of the machine on which the process runs."""
         ...
 
     @property
     def pid(self) -> int:
-        """Its process id there."""
+        """The process id of the process on its machine."""
         ...
 
     async def wait_dead(self) -> Death:
-        """Wait until the process has ended. May be awaited any number of times, and cancelled."""
+        """Wait until the process has ended, and return how it ended.
+
+        May be awaited any number of times; cancelling the wait does not affect the process.
+        """
         ...
 
     def terminate(self) -> None:
-        """Ask the process, and what it started, to end (SIGTERM). Does nothing if it is dead."""
+        """Send SIGTERM to the process and to the processes that it started. Does nothing if the process is
+        dead.
+        """
         ...
 
     def kill(self) -> None:
-        """End the process, and what it started (SIGKILL). Does nothing if it is dead."""
+        """Send SIGKILL to the process and to the processes that it started. Does nothing if the process is
+        dead.
+        """
         ...
 
     def output_tail(self) -> tuple[str, ...]:
-        """Give the last lines that the process printed."""
+        """Return the last lines that the process printed."""
         ...
 
     def progress(self) -> Position | None:
-        """Give its last position in its program, also after its death; None if the position is not known."""
+        """Return the last position in its program that the process reported, also after its death; None if no
+        position is known.
+        """
         ...
 
 
 class Launcher(Protocol):
-    """Starts actors. One launcher serves one mesh at a time, and may serve another after `aclose`."""
+    """The interface of the objects that start the actors of a mesh.
+
+    One launcher serves one mesh at a time, and may serve another mesh after `aclose`.
+    """
 
     @property
     def listen_host(self) -> str | None:
-        """The interface on which the controller must listen; None if sockets are handed over instead."""
+        """The address on which the controller must listen for its actors; None if the launcher gives the
+        controller connected sockets instead.
+        """
         ...
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """The transports that its actors can use; the first one is the default."""
+        """The names of the transports that the launcher's actors can use; the first one is the default."""
         ...
 
     def make_transport(self, kind: str, network: Network) -> Transport:
-        """Make the controller's own transport, which listens on that network."""
+        """Make the controller's own transport, which carries arrays between the controller and the actors.
+
+        Args:
+            kind: the name of the transport, one of `transports`.
+            network: the addresses on which the transport listens.
+        """
         ...
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
-        """Start one process; returns when the process exists, before it has connected.
+        """Start one process of an actor, and return its handle once the process exists, before it has
+        connected to the controller.
 
         Args:
-            spec: describes the process.
-            adopt: takes a connected socket, from launchers that need no listening controller.
+            spec: the description of the process.
+            adopt: a function that gives a connected socket to the controller; only launchers without a
+                `listen_host` call it.
 
         Raises:
-            OSError, LaunchError, HandshakeError: it could not be started; the message says where and why.
+            OSError, LaunchError, HandshakeError: the process could not be started; the message says on which
+                host and why.
         """
         ...
 
     async def aclose(self) -> None:
-        """Kill what is left and give back threads and descriptors. A second call does nothing."""
+        """Kill the processes that still run, and release threads and file descriptors. A second call does
+        nothing.
+        """
         ...

@@ -24,12 +24,14 @@ class LocalLauncher:
     """A launcher that starts the processes of actors on this machine.
 
     Args:
-        pin_cores: share this process's CPU cores out among the actors.
-        python: the interpreter; default: this one.
-        settings: devices, CPUs and network of the actors.
-        actor: `module:name` of the actor class, for tests of the control plane.
-        forward: called with each line that an actor prints, prefixed; default: prints to `sys.stderr`.
-        lease_s: how long an actor goes on without a sign of life on its stdin, in seconds.
+        pin_cores: whether to bind each process to its share of this process's CPU cores.
+        python: the interpreter that runs the actors; None for the one of `settings`, or else this process's
+            own.
+        settings: the devices, CPUs and network of the actors.
+        actor: the actor class as `module:name`, for tests of the control plane.
+        forward: a function that is called with each line that an actor prints, prefixed with the actor's
+            name; None to print the lines to `sys.stderr`.
+        lease_s: the number of seconds of silence on its stdin after which an actor ends itself.
     """
 
     listen_host = "127.0.0.1"
@@ -53,15 +55,15 @@ class LocalLauncher:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """The transports that join processes."""
+        """The names of the transports that work between processes; the first one is the default."""
         return transport_names(within_process=False)
 
     def make_transport(self, kind: str, network: Network) -> Transport:
-        """Make the controller's end of the transport."""
+        """Make the controller's own transport; see `Launcher.make_transport`."""
         return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
-        """Spawn `python -m jaxpp_async.actors`; see `Launcher.start`."""
+        """Start one process of an actor by `python -m jaxpp_async.actors`; see `Launcher.start`."""
         if self._supervisor is None:
             self._supervisor = ProcessSupervisor(self._lease.beat_s)
         prefix = f"[{spec.process_rank}] "
@@ -73,7 +75,7 @@ class LocalLauncher:
         return _LocalHandle(actor)
 
     async def aclose(self) -> None:
-        """See `Launcher.aclose`."""
+        """Kill the processes that still run, and release threads and descriptors; see `Launcher.aclose`."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             await asyncio.wrap_future(supervisor.close())
@@ -97,7 +99,7 @@ class LocalLauncher:
 
 
 class _LocalHandle:
-    """An `ActorHandle` on a process of the process supervisor."""
+    """An `ActorHandle` on a process that this process's `ProcessSupervisor` started."""
 
     def __init__(self, actor: ActorProcess):
         self._process, self.host, self.pid = actor.process, socket.gethostname(), actor.process.pid

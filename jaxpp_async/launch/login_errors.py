@@ -1,5 +1,5 @@
-"""Explain from what a host, a shell or ssh printed what went wrong on the way to a host, and what to do about
-it.
+"""Explain, from the output of ssh, a login shell or Python, why a program on a host could not be started, and
+what to do about it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ SSH_FAILED: Final = 255
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A cause and a remedy, such as `what="refused the connection on port 22"`, `remedy="check that sshd runs
-    there"`.
+    """A cause and a remedy, for the error message about a host.
+
+    For example, `what="refused the connection on port 22"` and `remedy="check that sshd runs there"`.
     """
 
     what: str
@@ -28,13 +29,13 @@ class Explanation:
 def explain_ssh(
     host: Host, said: Sequence[str], ended: int | None, *, is_logged_in: bool
 ) -> Explanation | None:
-    """Explain why ssh did not reach a login; None if it did.
+    """Explain why ssh did not log in to a host; None if it did, so that the reason must be another one.
 
     Args:
         host: the host.
-        said: all lines that came before an answer of our program.
-        ended: exit status of ssh; None: ssh had not ended yet.
-        is_logged_in: the login shell has run our command.
+        said: all lines that were printed before the program on the host answered.
+        ended: the exit status of ssh; None if ssh had not ended yet.
+        is_logged_in: whether the login shell on the host has run the command.
     """
     if is_logged_in:
         return None
@@ -115,13 +116,13 @@ _SSH: Final = (
 
 
 def explain_python(host: Host, python: str, said: Sequence[str], ended: int | None) -> Explanation:
-    """Explain why Python, or the package there, did not start.
+    """Explain why the interpreter on a host, or this package in it, did not start.
 
     Args:
         host: the host.
-        python: the interpreter that was asked for.
-        said: the lines that came instead of the program's greeting.
-        ended: its exit status; None: it had not ended yet.
+        python: the path of the interpreter.
+        said: the lines that were printed instead of the program's greeting.
+        ended: the exit status of the program, negative for a signal; None if it had not ended yet.
     """
     text = "\n".join(said)
     if ended is None:
@@ -163,5 +164,5 @@ def _by_hand(host: Host) -> str:
 
 
 def _known_as(host: Host) -> str:
-    """Give the name under which known_hosts lists the host."""
+    """Return the name under which ssh's known_hosts file lists the host."""
     return f"[{host.name}]:{host.port}" if host.port not in (None, 22) else host.name

@@ -1,5 +1,5 @@
-"""Hold the options of `RemoteMesh` that say where and how actors start, and describe what a kind of launcher
-makes of them.
+"""Hold the options of `RemoteMesh` that say where and how actors start, and describe each kind of launcher:
+which options it uses and how to make it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ _OF_SOME = ("hosts", "ssh_options", *sorted(OF_HOSTS))
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """The options of `RemoteMesh` that say where and how actors start; `RemoteMesh` documents those that are
-    not listed here.
+    """The options of `RemoteMesh` that say where and how actors start.
+
+    `RemoteMesh` documents the options that are not listed below.
 
     Args:
-        processes_per_actor: number of processes of each actor; None: as few as the hosts allow.
-        num_devices: number of devices of one actor.
-        platform: of the devices: `"cpu"` or `"cuda"`.
-        lease_s: how long actors go on without a sign of life from this process, in seconds.
-        max_restarts: of the mesh; after a restart, ports cannot be used again for a minute.
-        env: variables that actors get. They matter here for where programs are found; other code checks them
-            and passes them on.
+        processes_per_actor: the number of processes of each actor; None for as few as the hosts allow.
+        num_devices: the number of devices of one actor.
+        platform: the JAX platform of the devices, `"cpu"` or `"cuda"`.
+        lease_s: the number of seconds after which actors end themselves if they hear nothing from this
+            process.
+        max_restarts: the number of restarts that the mesh allows. With restarts a host needs more ports,
+            since a freed port cannot be used again for a minute.
+        env: the environment variables that actors get. This object uses only their `PATH`, to find programs;
+            other code checks the variables and passes them on.
     """
 
     launcher: Any = None
@@ -59,21 +62,21 @@ class LaunchOptions:
 
     @property
     def gpus_per_actor(self) -> int:
-        """Number of GPUs that a cluster which hands out devices has to reserve for an actor."""
+        """The number of GPUs that a cluster which assigns devices has to reserve for one actor; 0 on CPUs."""
         return self.num_devices if self.platform == "cuda" else 0
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of the given options that some launchers do not use."""
+        """The names of the options that the user set and that not every launcher uses."""
         default = {f.name: f.default for f in fields(self)}
         names = [name for name in _OF_SOME if getattr(self, name) != default[name]]
-        return tuple(name for name in names if name != "ssh_options" or self.ssh_options)  # it may be []
+        return tuple(name for name in names if name != "ssh_options" or self.ssh_options)  # [] counts as ()
 
     def settings(self) -> Settings:
-        """Make the settings that hold for every host.
+        """Make the settings that apply to every host.
 
         Raises:
-            MeshError: a value is not possible.
+            MeshError: an option has a value that is not possible.
         """
         return Settings(
             python=self.python,
@@ -84,16 +87,17 @@ class LaunchOptions:
         )
 
     def settings_here(self) -> Settings:
-        """Make the settings of actors on this machine, after a check that the machine has what they name.
+        """Make the settings of actors on this machine, after a check that the machine has the CPUs, network
+        device and interpreter that they name.
 
         Raises:
-            MeshError: a value is not possible, or this machine does not have it.
+            MeshError: a value is not possible, or this machine does not have what it names.
         """
         settings = self.settings()
         if settings.cpus is not None:
             check_cpus(settings.cpus)
         check_devices(settings.interface)
-        path = self.env.get("PATH", os.environ.get("PATH"))  # actors are looked up in it as they start
+        path = self.env.get("PATH", os.environ.get("PATH"))  # where actors' interpreters are looked up
         if self.python is not None and not shutil.which(
             self.python, path=path if isinstance(path, str) else None
         ):
@@ -103,7 +107,7 @@ class LaunchOptions:
         return settings
 
     def of_remote(self) -> dict[str, Any]:
-        """Give the options of `RemoteLauncher`."""
+        """Return the keyword arguments for `RemoteLauncher` that follow from these options."""
         return {
             "settings": self.settings(),
             "control_address": self.control_address,
@@ -113,16 +117,20 @@ class LaunchOptions:
 
 @dataclass(frozen=True, slots=True)
 class LauncherKind:
-    """Describes one kind of launcher. The launcher's module makes one, and `choose.LAUNCHERS` has a line for
-    it.
+    """A description of one kind of launcher: how to make it, and which options it uses.
+
+    Each launcher's module defines one, and `choose.LAUNCHERS` lists them all.
 
     Args:
-        make: called with the options and the number of processes; makes the launcher.
-        phrase: names the launcher in errors, such as `"launcher='local', whose actors run on this machine"`.
-        uses: names of the options (of those in `LaunchOptions.given`) that it uses; others are errors.
-        find_hosts: finds the hosts and the way to reach them without starting anything. It returns (None,
-            None) for this machine. None: such a launcher knows its hosts only once it has started something.
-        splits_actors: whether an actor may be of several processes.
+        make: a function that makes the launcher from the options and the number of processes of the mesh.
+        phrase: a phrase that names the launcher in errors, such as `"launcher='local', whose actors run on
+            this machine"`.
+        uses: the names of the options in `LaunchOptions.given` that the launcher uses; giving any other one
+            of them is an error.
+        find_hosts: a function that returns the hosts and the `Reach` that runs programs on them, without
+            starting anything; it returns (None, None) for this machine alone. None if such a launcher knows
+            its hosts only once it has started something.
+        splits_actors: whether an actor may consist of several processes.
     """
 
     make: Callable[[LaunchOptions, int], Any]
@@ -133,7 +141,20 @@ class LauncherKind:
 
 
 def _read(name: str, value: Any, parse: Any, convert: Any = None) -> Any:
-    """Read a setting that is given as text or as a sequence."""
+    """Return the value of an option that the user gave as a string or as a sequence.
+
+    Args:
+        name: the name of the option, for errors.
+        value: the value that the user gave; None if the option was not given.
+        parse: a function that reads the value from a string, and raises ValueError if it cannot.
+        convert: a function to apply to each element of a sequence; None to keep the elements as they are.
+
+    Returns:
+        A tuple, or None if the option was not given.
+
+    Raises:
+        MeshError: the value cannot be read.
+    """
     if value is None:
         return None
     try:

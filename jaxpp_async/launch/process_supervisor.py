@@ -1,8 +1,8 @@
-"""Spawn, supervise and reap child processes on one thread of their own, apart from the event loop.
+"""Spawn, supervise and reap child processes on a thread of their own, independently of the event loop.
 
-The thread starts the processes, gives them signs of life, reads their output and notices their deaths. A user
-may block the event loop, so none of this depends on it. The thread lives as long as its processes, because
-`PR_SET_PDEATHSIG` follows the thread that spawned a process.
+The thread starts the processes, writes signs of life (single bytes) to them, reads their output and detects
+their deaths. None of this depends on the event loop, because a user may block it. The thread runs as long as
+its processes, because `PR_SET_PDEATHSIG` ends a process when the thread that spawned it ends.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _REAP_POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Says how a process ended.
+    """A report of how a process ended.
 
     Args:
-        returncode: as in `subprocess`: negative for a signal.
+        returncode: the exit status as in `subprocess`; a negative one is the number of a signal.
         output_tail: the last lines that the process printed.
     """
 
@@ -45,11 +45,12 @@ class Death:
 
 @dataclass(slots=True)
 class OutputLines:
-    """Cuts the text that a process prints into lines.
+    """A splitter that turns the bytes which a process prints into lines, forwards each line and keeps the
+    last ones.
 
     Args:
-        forward: called with each line.
-        noise: lines that contain this are dropped; empty: none.
+        forward: a function that is called with each line.
+        noise: a text; lines that contain it are dropped. An empty text drops nothing.
 
     Attributes:
         tail: the last lines.
@@ -64,11 +65,11 @@ class OutputLines:
     )
 
     def feed(self, data: bytes, *, final: bool = False) -> None:
-        """Take bytes, in pieces of any size.
+        """Process output bytes, which come in pieces of any size.
 
         Args:
             data: the bytes.
-            final: the output has ended: what is left is a line as well.
+            final: whether the output has ended, so that an unfinished line counts as a line too.
         """
         lines = (self._rest + self._decoder.decode(data, final)).split("\n")
         self._rest = lines.pop()
@@ -83,27 +84,29 @@ class OutputLines:
 
 
 def print_to_stderr(line: str) -> None:
-    """Print a line of an actor's output where it goes by default."""
+    """Print a line of an actor's output to stderr, which is the default way to forward it."""
     with contextlib.suppress(OSError, ValueError):  # stderr is closed; `output_tail` still has the line
         print(line, file=sys.stderr, flush=True)
 
 
 class SupervisedProcess:
-    """One process of a supervisor. Every method may be called from any thread."""
+    """A child process that a `ProcessSupervisor` started. Every method may be called from any thread."""
 
     def __init__(self, popen: subprocess.Popen[bytes], forward: Callable[[str], None], noise: str = ""):
         self.pid = popen.pid
         self.dead: concurrent.futures.Future[Death] = concurrent.futures.Future()
         self._popen, self._output = popen, OutputLines(forward, noise)
-        self._unsent = bytearray()  # of `ProcessSupervisor.write`; for the supervisor's thread alone
-        self._lock = threading.Lock()  # between signalling and reaping: a reaped pid may be another process's
+        self._unsent = bytearray()  # by `ProcessSupervisor.write`; only the supervisor's thread uses it
+        self._lock = threading.Lock()  # never signal a pid after its reaping: it may be another process's
 
     def output_tail(self) -> tuple[str, ...]:
-        """Give the last lines that the process printed."""
+        """Return the last lines that the process printed."""
         return tuple(self._output.tail)
 
     def signal_group(self, signum: int) -> None:
-        """Signal the process and all that it started. Does nothing if the process is dead."""
+        """Send a signal to the process and to the rest of its process group. Does nothing if the process is
+        dead.
+        """
         with self._lock:
             if self._popen.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -111,17 +114,17 @@ class SupervisedProcess:
 
 
 class ProcessSupervisor:
-    """Owns child processes, on a thread of its own.
+    """A thread that starts, feeds, watches and reaps child processes.
 
     Args:
-        beat_s: seconds between two signs of life on each stdin.
+        beat_s: the number of seconds between two signs of life, each one byte, on the stdin of every process.
     """
 
     def __init__(self, beat_s: float):
         self._beat_s = beat_s
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._processes: set[SupervisedProcess] = set()
-        self._descriptors: dict[SupervisedProcess, int] = {}  # pidfds, where the kernel has them
+        self._descriptors: dict[SupervisedProcess, int] = {}  # pidfds, if the kernel supports them
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         keep_from_children(self._wake_read, self._wake_write)
@@ -130,7 +133,7 @@ class ProcessSupervisor:
         self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="jaxpp-async process supervisor", daemon=True)
         self._thread.start()
-        # The actors of a mesh that nobody closed end with the interpreter, this thread before stderr does.
+        # If nobody closes the mesh, its actors end at exit, and this thread ends before stderr is closed.
         atexit.register(self._at_exit)
 
     def spawn(
@@ -147,11 +150,15 @@ class ProcessSupervisor:
 
         Args:
             command: the argument vector.
-            env: its whole environment.
-            first_line: configuration and secret, one line.
-            forward: called on the supervisor's thread with each line of its stdout and stderr.
-            noise: as in `OutputLines`.
-            descriptors: that it inherits, under the same numbers.
+            env: the whole environment of the process.
+            first_line: the first line of its stdin, which holds configuration and secret.
+            forward: a function that is called on the supervisor's thread with each line of the process's
+                stdout and stderr.
+            noise: a text; lines of output that contain it are dropped.
+            descriptors: file descriptors that the process inherits, under the same numbers.
+
+        Returns:
+            A future of the started process; it fails with OSError if the process could not be started.
         """
         spawned: concurrent.futures.Future[SupervisedProcess] = concurrent.futures.Future()
 
@@ -169,18 +176,18 @@ class ProcessSupervisor:
         return spawned
 
     def write(self, process: SupervisedProcess, data: bytes) -> None:
-        """Write to a process's stdin, in order, between two signs of life. Does not wait; any thread may call
-        this.
+        """Queue bytes for a process's stdin, in order and without waiting. Any thread may call this.
 
-        Data that a process has not read when it ends is dropped.
+        Signs of life never split the bytes of one call. Data that the process has not read when it ends is
+        dropped.
         """
         self._do(lambda: self._write(process, data))
 
     def close(self) -> concurrent.futures.Future[None]:
-        """Kill what is left and end the thread.
+        """Kill the processes that still run and end the thread.
 
         Returns:
-            A future that is done when every process is reaped and every descriptor given back.
+            A future that completes when every process is reaped and every file descriptor is closed.
         """
         atexit.unregister(self._at_exit)
         if not self._finished.done():
@@ -192,7 +199,7 @@ class ProcessSupervisor:
     def _do(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
         with contextlib.suppress(BlockingIOError, OSError):
-            # A full pipe: the thread is awake anyway. A closed one: it has finished.
+            # If the pipe is full, the thread will wake anyway. If it is closed, the thread has finished.
             os.write(self._wake_write, b"\0")
 
     def _at_exit(self) -> None:
@@ -208,7 +215,7 @@ class ProcessSupervisor:
             if len(self._descriptors) < len(self._processes):
                 timeout_s = min(timeout_s, _REAP_POLL_S)
             for key, _ in self._selector.select(max(0.0, timeout_s)):
-                # An event before this one may have reaped the process: its descriptors are closed or reused.
+                # Skip the event if an earlier one has reaped the process and closed its descriptors.
                 if self._selector.get_map().get(key.fd) is key:
                     key.data()
             if len(self._descriptors) < len(self._processes):
@@ -220,7 +227,7 @@ class ProcessSupervisor:
         os.close(self._wake_read)
         os.close(self._wake_write)
         self._finished.set_result(None)
-        self._run_commands()  # commands that came too late are refused
+        self._run_commands()  # refuses commands that came too late
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -287,7 +294,14 @@ class ProcessSupervisor:
             self._flush(process, was_idle)
 
     def _flush(self, process: SupervisedProcess, was_idle: bool) -> None:
-        """Write as much as the pipe takes; the selector reports when it takes more."""
+        """Write as many unsent bytes to a process's stdin as the pipe accepts; the selector calls this again
+        when the pipe accepts more.
+
+        Args:
+            process: the process.
+            was_idle: whether there were no unsent bytes before, so that the selector does not watch the pipe
+                yet.
+        """
         stdin = process._popen.stdin
         assert stdin is not None
         try:
@@ -310,7 +324,9 @@ class ProcessSupervisor:
                 stdin.write(b".")
 
     def _on_output(self, process: SupervisedProcess) -> None:
-        """Read what is there. At end of file, stop watching stdout; the pidfd reports the death."""
+        """Read the output that a process has printed. At end of file, stop watching its stdout; its death is
+        detected separately.
+        """
         stdout = process._popen.stdout
         assert stdout is not None
         data = stdout.read(1 << 16)
@@ -327,12 +343,12 @@ class ProcessSupervisor:
                 self._reap(process)
 
     def _reap(self, process: SupervisedProcess) -> None:
-        """Collect a process that has ended: kill what it started, read its last output, then take its exit
-        status.
+        """Finish a process that has ended: kill the rest of its process group, read its last output, and
+        collect its exit status.
         """
         popen = process._popen
         assert popen.stdin is not None and popen.stdout is not None
-        process.signal_group(signal.SIGKILL)  # while the dead leader still reserves the group's id
+        process.signal_group(signal.SIGKILL)  # before `wait` frees the group's id for reuse
         while data := popen.stdout.read(1 << 16):
             process._output.feed(data)
         process._output.feed(b"", final=True)

@@ -1,10 +1,11 @@
 """Start actors in a Ray cluster, with one placement group.
 
 Ray starts and supervises one bundle for each process and does nothing else: control channel, data plane and
-arrays remain this package's. A Ray actor runs a host agent as its child and carries bytes: what the driver
-writes goes to the agent's stdin. The mesh's secret is therefore in no argument vector, environment or file,
-but it passes through Ray as an argument of a method call. Whoever can watch the cluster's own traffic may see
-it, unless Ray runs with TLS (docs/launching.md).
+arrays remain this package's. In each bundle a Ray actor runs a host agent (the program that starts this
+package's actors) as its child process, and passes bytes between the driver and the agent's stdin and stdout.
+The mesh's secret is therefore in no argument vector, environment or file, but it passes through Ray as an
+argument of a method call. Whoever can observe the cluster's own traffic may see it, unless Ray runs with TLS
+(docs/launching.md).
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ _NAME = "jaxpp_async"
 
 
 class HostAgentRunner:
-    """Runs a host agent where Ray places it. Ray calls each method in a concurrency group of its own.
+    """The Ray actor class that runs a host agent as a child process on the node that Ray chose. Ray calls
+    each method in a concurrency group of its own.
 
     Args:
-        command: the agent's argument vector; None in the place of the interpreter: that of Ray's own workers.
+        command: the agent's argument vector; None in the place of the interpreter stands for the interpreter
+            of Ray's own workers.
     """
 
     def __init__(self, command: Sequence[str | None]):
@@ -58,10 +61,10 @@ class HostAgentRunner:
             self._process.stdin.flush()
 
     def read(self) -> tuple[bytes, int | None]:
-        """Wait for output.
+        """Wait for output of the agent and return it.
 
         Returns:
-            The bytes and None; at the end no bytes, and the exit status.
+            The bytes of output and None; at the end of the output, no bytes and the agent's exit status.
         """
         assert self._process.stdout is not None
         data = os.read(self._process.stdout.fileno(), _READ_BYTES)
@@ -69,11 +72,12 @@ class HostAgentRunner:
 
 
 class RayReach:
-    """Reaches the nodes on which a placement group has its bundles, one for each process.
+    """A `Reach` that starts host agents on the nodes of a Ray placement group, one bundle and one agent per
+    process.
 
     Args:
-        bundle: resources that Ray reserves for a process.
-        own_python: the user named an interpreter; else the agents run under that of Ray's workers.
+        bundle: the resources that Ray reserves for each process.
+        own_python: whether the user named an interpreter; otherwise agents use that of Ray's workers.
     """
 
     agent_per_process = True
@@ -89,7 +93,11 @@ class RayReach:
         self._streams: list[_RayStream] = []
 
     def place(self, num_processes: int) -> tuple[Host, ...]:
-        """Connect to the cluster and reserve a bundle for each process. Blocks.
+        """Connect to the Ray cluster and reserve a bundle for each process. Blocks until the bundles are
+        reserved.
+
+        Returns:
+            The hosts on which Ray placed bundles, each with its number of bundles as its number of slots.
 
         Raises:
             InstallError: Ray is not installed.
@@ -121,13 +129,15 @@ class RayReach:
         return tuple(Host(host, len(bundles)) for host, bundles in by_host.items())
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
-        """Give the hosts' names, which are addresses."""
+        """Return the hosts' names, which are IP addresses because Ray lists nodes by address."""
         return [host.name for host in hosts]
 
     async def open(
         self, placement: ProcessPlacement, host_agent: Sequence[str], on_line: Callable[[str], None]
     ) -> Stream:
-        """See `Reach`."""
+        """Start a host agent in the placement's bundle and return a stream connected to it (see
+        `Reach.open`).
+        """
         python = host_agent[0] if self._own_python else None
         stream = await asyncio.to_thread(self._open, placement, [python, *host_agent[1:]], on_line)
         self._streams.append(stream)
@@ -147,14 +157,16 @@ class RayReach:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle
             ),
-            # One thread for each group: reading waits, and writes keep their order.
+            # One thread for each group: reads block, and writes must keep their order.
             concurrency_groups={"read": 1, "write": 1},
             max_restarts=0,
         )(HostAgentRunner)
         return _RayStream(self._ray, runner.remote(list(command)), on_line, self.lease.beat_s)
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
-        """See `Reach`."""
+        """Explain why a host agent did not start, if Ray reported an error; else return None (see
+        `Reach.explain`).
+        """
         text = "\n".join(error.said)
         if f"No module named '{_NAME}" in text or "ray.exceptions" not in text:
             return None
@@ -163,7 +175,9 @@ class RayReach:
         )
 
     async def aclose(self) -> None:
-        """End the Ray actors, give the bundles back, and leave the cluster if this object joined it."""
+        """End the Ray actors, release the bundles, and disconnect from the cluster if this object connected
+        to it.
+        """
         streams, self._streams = self._streams, []
         await asyncio.to_thread(self._close, streams)
 
@@ -179,8 +193,10 @@ class RayReach:
 
 
 class _RayStream:
-    """A `Stream` through a Ray actor, on a thread of its own, so that a blocked event loop delays no sign of
-    life.
+    """A `Stream` to a host agent through a Ray actor.
+
+    It has a thread of its own, so that a blocked event loop does not delay the signs of life without which
+    the agent would end itself.
     """
 
     def __init__(self, ray: Any, actor: Any, on_line: Callable[[str], None], beat_s: float):
@@ -194,23 +210,23 @@ class _RayStream:
         self._thread.start()
 
     def write(self, data: bytes) -> None:
-        """See `Stream`."""
+        """Send bytes to the agent's stdin, without waiting; see `Stream.write`."""
         if not self._over.is_set():
             self._actor.write.options(concurrency_group="write").remote(data)
 
     def kill(self) -> None:
-        """See `Stream`."""
+        """Kill the Ray actor, and with it the stream; see `Stream.kill`."""
         if not self._is_closing:
             self._is_closing = True
             self._ray.kill(self._actor, no_restart=True)
 
     def close(self) -> None:
-        """Kill the Ray actor and wait until the thread has ended."""
+        """Kill the Ray actor and wait a few seconds at most until the stream's thread has ended."""
         self.kill()
         self._thread.join(self._beat_s)
 
     async def wait_over(self) -> Death:
-        """See `Stream`."""
+        """Wait until the stream has ended, and return how the agent ended; see `Stream.wait_over`."""
         await asyncio.to_thread(self._over.wait)
         assert self._end is not None
         return self._end
@@ -220,7 +236,7 @@ class _RayStream:
         try:
             returncode = self._read()
         except Exception as error:
-            # Ray's errors have no common base; any of them is the end.
+            # Ray's errors have no common base class; any of them ends the stream.
             if not self._is_closing:
                 for line in f"{type(error).__module__}.{type(error).__name__}: {error}".splitlines():
                     self._lines.feed(line.encode() + b"\n")
@@ -229,7 +245,9 @@ class _RayStream:
         self._over.set()
 
     def _read(self) -> int:
-        """Forward output and give signs of life until the end, and return the exit status."""
+        """Forward the agent's output, and send the signs of life without which the agent would end itself,
+        until the output ends; return the agent's exit status.
+        """
         reading = self._actor.read.options(concurrency_group="read").remote()
         next_beat_s = time.monotonic() + self._beat_s
         while True:
@@ -250,9 +268,9 @@ class RayLauncher(RemoteLauncher):
     """A launcher that starts actors in a Ray cluster.
 
     Args:
-        num_processes: number of bundles to ask for, one for each process.
-        bundle: resources that Ray reserves for each; default: one CPU.
-        options: of `RemoteLauncher`.
+        num_processes: the number of bundles to reserve, one for each process.
+        bundle: the resources that Ray reserves for each process; None for one CPU.
+        options: the keyword arguments of `RemoteLauncher`.
     """
 
     def __init__(self, num_processes: int, *, bundle: Mapping[str, float] | None = None, **options: Any):
@@ -263,16 +281,17 @@ class RayLauncher(RemoteLauncher):
         self._num_processes, self._ray_reach = num_processes, reach
 
     async def prepare(self) -> None:
-        """Reserve the bundles, then find the control address.
+        """Reserve the bundles, then find the address on which the controller listens for the actors.
 
         Raises:
             InstallError: Ray is not installed.
-            MeshError: there is no cluster, or it has not enough free resources.
+            MeshError: there is no cluster, it has not enough free resources, or no single address of this
+                machine works for all hosts.
         """
         try:
             self.hosts = await asyncio.to_thread(self._ray_reach.place, self._num_processes)
             await super().prepare()
-        except BaseException:  # also a cancellation: nobody else gives the bundles back
+        except BaseException:  # also a cancellation: nobody else releases the bundles
             await self._reach.aclose()
             raise
 

@@ -1,9 +1,9 @@
-"""Start actors on other hosts, through a host agent on each.
+"""Start actors on other hosts, through a host agent (a program that starts and ends actors) on each host.
 
-A `Reach` runs the agent there: ssh, srun, Ray, or any command that runs a program elsewhere with its stdin
-and stdout connected. Hosts start in parallel, at most `MAX_HANDSHAKES` at once. A host that does not start is
-a `LaunchError` (with other versions a `HandshakeError`) with host, reason and remedy. The secret goes only to
-agents that have greeted.
+A `Reach` starts the agent by ssh, srun, Ray, or any command that runs a program on another host with its
+stdin and stdout connected. Hosts start in parallel, and at most `MAX_HANDSHAKES` of them log in at a time. If
+a host does not start, a `LaunchError` gives host, reason and remedy; if its versions differ, a
+`HandshakeError` does. The secret goes only to agents that have sent their greeting.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ CLOSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long a host may take, in seconds.
+    """Limits on how long the parts of a host's start may take, in seconds.
 
     Args:
-        login_s: until its shell answers.
-        python_s: from there until Python does.
+        login_s: the time until the login shell on the host answers.
+        python_s: the time from then until the Python program on the host answers.
     """
 
     login_s: float = 12.0
@@ -78,24 +78,26 @@ class Timeouts:
 
 
 class RemoteLauncher:
-    """A launcher that starts actors on other hosts.
+    """A launcher that starts actors on other hosts, through a host agent on each.
 
     Args:
-        reach: the way to the hosts.
-        hosts: their slots are filled in order.
-        settings: of all hosts; a host's own settings win.
-        control_address: name or address to listen on; `"0.0.0.0"`: every interface. None: the address that
-            reaches the hosts (loopback if all are this machine).
-        actor: `module:name` of the actor class, for tests of the control plane.
-        forward: called with each line that an actor or a host prints, prefixed; default: prints to
-            `sys.stderr`.
-        lease_s: how long an actor, and a host agent, goes on without a sign of life, in seconds.
-        timeouts: of hosts.
+        reach: the object that starts host agents, such as by ssh.
+        hosts: the hosts, whose slots are filled in order.
+        settings: the settings of all hosts; a host's own settings override them.
+        control_address: the name or address on which the controller listens; `"0.0.0.0"` for every interface.
+            None for the address by which the hosts can connect to this machine (loopback if all of them are
+            this machine).
+        actor: the actor class as `module:name`, for tests of the control plane.
+        forward: a function that is called with each line that an actor or a host prints, prefixed with its
+            name; None to print the lines to `sys.stderr`.
+        lease_s: the number of seconds after which actors and host agents end themselves if the driver gives
+            no sign of life.
+        timeouts: the limits on how long hosts may take to start.
 
     Attributes:
-        slots_each: number of slots of one host that a process takes; has to be set before the first is
-            started.
-        slots_are_processes: whether a slot is a process instead of a device.
+        slots_each: the number of slots of one host that each process takes; must be set before the first
+            process starts.
+        slots_are_processes: whether each slot of a host stands for a process instead of a device.
     """
 
     def __init__(
@@ -124,18 +126,23 @@ class RemoteLauncher:
 
     @property
     def listen_host(self) -> str | None:
-        """The control address. `prepare` has found it; otherwise it is looked for now, which may block."""
+        """The address on which the controller listens. If neither the user nor `prepare` has set it, it is
+        looked up now, which may block.
+        """
         return self._control_address or control_address([host.name for host in self.hosts])
 
     def devices_on(self, host: Host) -> tuple[str, ...] | None:
-        """Give the value of `devices=` for the actors of a host; None: it was not given."""
+        """Return the names of the GPUs that `devices=` gives to the actors of a host, in the form of
+        `CUDA_VISIBLE_DEVICES`; None if the option was not given.
+        """
         return host.settings.over(self._settings).devices
 
     async def prepare(self) -> None:
-        """Find the control address.
+        """Find the address on which the controller listens for the actors, so that `listen_host` does not
+        have to look it up.
 
         Raises:
-            MeshError: no single address reaches all hosts.
+            MeshError: no single address of this machine works for all hosts.
         """
         if self._control_address is None:
             names = await self._reach.resolve(self.hosts)
@@ -143,19 +150,20 @@ class RemoteLauncher:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """The transports that join processes."""
+        """The names of the transports that work between processes; the first one is the default."""
         return transport_names(within_process=False)
 
     def make_transport(self, kind: str, network: Network) -> Transport:
-        """Make the controller's end of the transport."""
+        """Make the controller's own transport; see `Launcher.make_transport`."""
         return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
-        """Start one process on its host; see `Launcher.start`.
+        """Start one process of an actor on its host, and first the host's agent if it does not run yet; see
+        `Launcher.start`.
 
         Raises:
-            LaunchError: its host, or the actor there, did not start.
-            HandshakeError: the host has other versions.
+            LaunchError: the host agent, or the process, did not start.
+            HandshakeError: the host has other versions of packages than this machine.
         """
         placement = place(self.hosts, spec.num_processes, self.slots_each)[spec.process_id]
         host = placement.host
@@ -173,7 +181,7 @@ class RemoteLauncher:
         return handle
 
     async def aclose(self) -> None:
-        """See `Launcher.aclose`."""
+        """End all actors and host agents, and close the connections to them; see `Launcher.aclose`."""
         tasks, self._links = tuple(self._links.values()), {}
         self._lines.close()
         for task in tasks:
@@ -186,8 +194,9 @@ class RemoteLauncher:
     # ------------------------------------------------------------ host agents
 
     async def _link(self, placement: ProcessPlacement, spec: LaunchSpec) -> HostAgentClient:
-        """Give the client of a process's host agent. The first process that asks starts the agent; one that
-        has ended is replaced.
+        """Return the client of the host agent that is to start a process.
+
+        The first caller starts the agent, and the others wait for it. An agent that has ended is replaced.
         """
         key: Hashable = spec.process_id if self._reach.agent_per_process else placement.host.where
         task = self._links.get(key)
@@ -279,12 +288,12 @@ class RemoteLauncher:
 
 
 class CommandReach:
-    """Reaches hosts by a command that runs a program there with stdin and stdout connected: `docker exec -i`,
-    `kubectl exec -i`.
+    """A `Reach` that starts host agents by a command which runs a program on a host with stdin and stdout
+    connected, such as `docker exec -i` or `kubectl exec -i`.
 
     Args:
-        command: makes the argument vector of a process here, from the placement and the argument vector of
-            the host agent.
+        command: a function that makes the argument vector of the command, which runs on this machine, from
+            the placement and the argument vector of the host agent.
     """
 
     agent_per_process = False
@@ -296,13 +305,17 @@ class CommandReach:
         self._supervisor: ProcessSupervisor | None = None
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
-        """Give the hosts' names; see `Reach`."""
+        """Return the hosts' names, because nothing else is known about their addresses; see
+        `Reach.resolve`.
+        """
         return [host.name for host in hosts]
 
     async def open(
         self, placement: ProcessPlacement, host_agent: Sequence[str], on_line: Callable[[str], None]
     ) -> Stream:
-        """See `Reach`."""
+        """Run the command that starts a host agent, and return a stream connected to the agent; see
+        `Reach.open`.
+        """
         if self._supervisor is None:
             self._supervisor = ProcessSupervisor(self.lease.beat_s)
         command = self._command(placement, host_agent)
@@ -314,33 +327,35 @@ class CommandReach:
         return ProcessStream(self._supervisor, await asyncio.wrap_future(spawned))
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
-        """See `Reach`. Nothing is known about this way."""
+        """Return None, because nothing is known about the command's errors; see `Reach.explain`."""
         return None
 
     async def aclose(self) -> None:
-        """See `Reach`."""
+        """Kill the commands that still run; see `Reach.aclose`."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             await asyncio.wrap_future(supervisor.close())
 
 
 class ProcessStream:
-    """A `Stream` through a process of a process supervisor."""
+    """A `Stream` to a program on a host through a local process, such as ssh, that a `ProcessSupervisor`
+    started.
+    """
 
     def __init__(self, supervisor: ProcessSupervisor, process: SupervisedProcess):
         self._supervisor, self._process = supervisor, process
         self._dead = asyncio.wrap_future(process.dead)
 
     def write(self, data: bytes) -> None:
-        """See `Stream`."""
+        """Write bytes to the stdin of the local process, which passes them on; see `Stream.write`."""
         self._supervisor.write(self._process, data)
 
     def kill(self) -> None:
-        """See `Stream`."""
+        """Kill the local process, and with it the stream; see `Stream.kill`."""
         self._process.signal_group(9)
 
     async def wait_over(self) -> Death:
-        """See `Stream`."""
+        """Wait until the local process has ended, and return how it ended; see `Stream.wait_over`."""
         return await asyncio.shield(self._dead)
 
 
@@ -361,11 +376,12 @@ flickers.
 
 
 class HostLines:
-    """Shows how the launch proceeds, one line for each host: live on a terminal, as log records elsewhere.
-    Used from one thread.
+    """A display of how the launch proceeds, with one line for each host.
+
+    The lines are updated live on a terminal, and written as log records otherwise. Used from one thread.
 
     Args:
-        console: default: stderr.
+        console: the console to write to; None for stderr.
     """
 
     def __init__(self, console: Console | None = None):
@@ -374,7 +390,7 @@ class HostLines:
         self._live: Any = None
 
     def set(self, host: str, text: str) -> None:
-        """Set the state of a host."""
+        """Show a new state of a host, such as "connecting"."""
         self._lines[host] = text
         if not self._console.is_terminal:
             _LOG.info("host %s: %s", host, text)
@@ -385,7 +401,9 @@ class HostLines:
         self._live.update(self.render(), refresh=True)
 
     def render(self) -> Text:
-        """Make the text of all lines; of many hosts, the number in each state."""
+        """Return the text of all lines; with more than `MAX_LINES` hosts, the number of hosts in each state
+        instead.
+        """
         if len(self._lines) <= MAX_LINES:
             width = max(map(len, self._lines), default=0)
             return Text("\n".join(f"{host:<{width}}  {text}" for host, text in self._lines.items()))
@@ -395,7 +413,7 @@ class HostLines:
         return Text("\n".join(f"{count} hosts  {text}" for text, count in counts.items()))
 
     def close(self) -> None:
-        """Leave the last state on the terminal. A second call does nothing."""
+        """End the live display, which leaves the last states on the terminal. A second call does nothing."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()

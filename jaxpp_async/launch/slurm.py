@@ -1,8 +1,8 @@
-"""Start actors on the hosts of the Slurm allocation in which this process runs, by `srun`, one task for each
-process.
+"""Start actors on the hosts of the Slurm allocation in which this process runs, by `srun`, one Slurm task for
+each process.
 
-Slurm says which hosts there are and starts the host agents; `remote` does the rest. When srun's stdin ends,
-so do the agents.
+Slurm says which hosts there are and starts a host agent (the program that starts an actor) in each task; the
+module `remote` does the rest. When srun's stdin ends, the agents end as well.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ _OVERLAP_SINCE = (20, 11)
 def srun_command(
     placement: ProcessPlacement, host_agent: Sequence[str], version: tuple[int, ...]
 ) -> list[str]:
-    """Make the argument vector of the task that runs one process's host agent on the placement's host.
+    """Return the argument vector that runs the host agent of one process as a Slurm task on the placement's
+    host.
 
     Args:
-        placement: says which host.
+        placement: the process and its host.
         host_agent: the agent's argument vector.
-        version: of Slurm. Since 20.11 a step has its resources to itself unless it asks for `--overlap`:
-            otherwise the driver's own step, or another actor's, would block this one for ever.
+        version: the version of Slurm, such as (22, 5, 8). Since 20.11 a step has its resources to itself
+            unless it asks for `--overlap`; without that option the driver's own step, or another actor's,
+            would block this one for ever.
     """
     overlap = ["--overlap"] if version >= _OVERLAP_SINCE else []
     # The step asks for no CPUs and no memory of its own: actors share those of the host among themselves.
@@ -45,10 +47,10 @@ def srun_command(
 
 
 class SlurmReach(CommandReach):
-    """Reaches the hosts of an allocation.
+    """A `Reach` that starts host agents by srun on the hosts of a Slurm allocation, one agent per process.
 
     Args:
-        version: of Slurm.
+        version: the version of Slurm, such as (22, 5, 8).
     """
 
     agent_per_process = True
@@ -57,16 +59,18 @@ class SlurmReach(CommandReach):
         super().__init__(lambda placement, host_agent: srun_command(placement, host_agent, version))
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
-        """See `Reach`."""
+        """Explain why a host agent did not start, if srun printed the reason; else return None (see
+        `Reach.explain`).
+        """
         return explain_srun(error.said, is_late=error.ended is None)
 
 
 def explain_srun(said: Sequence[str], *, is_late: bool) -> Explanation | None:
-    """Explain why srun did not start a task; None if it did.
+    """Explain why srun did not start a task; None if its output shows no such failure.
 
     Args:
-        said: the lines that it printed.
-        is_late: it had not ended yet.
+        said: the lines that srun, and the program that it started, printed.
+        is_late: whether srun was still running when the time for the start was over.
     """
     own = [line for line in said if re.match(r"(srun|slurmstepd): ", line)]
     text = "\n".join(own)
@@ -91,11 +95,11 @@ def explain_srun(said: Sequence[str], *, is_late: bool) -> Explanation | None:
 
 
 def slurm_launcher(env: Mapping[str, str] | None = None, **options: Any) -> RemoteLauncher:
-    """Make a launcher for the allocation in which this process runs.
+    """Make a launcher for the Slurm allocation in which this process runs.
 
     Args:
-        env: has Slurm's variables; default: this process's environment.
-        options: of `RemoteLauncher`.
+        env: the environment with Slurm's variables; None for that of this process.
+        options: the keyword arguments of `RemoteLauncher`.
 
     Raises:
         MeshError: this process is not inside an allocation, or Slurm's commands are missing.
@@ -105,7 +109,10 @@ def slurm_launcher(env: Mapping[str, str] | None = None, **options: Any) -> Remo
 
 
 def slurm_reach(env: Mapping[str, str] | None = None) -> tuple[tuple[Host, ...], SlurmReach]:
-    """Find the hosts of the allocation, and the way to them.
+    """Return the hosts of the Slurm allocation, and the object that runs programs on them.
+
+    Args:
+        env: the environment with Slurm's variables; None for that of this process.
 
     Raises:
         MeshError: this process is not inside an allocation, or Slurm's commands are missing.
@@ -115,7 +122,10 @@ def slurm_reach(env: Mapping[str, str] | None = None) -> tuple[tuple[Host, ...],
 
 
 def allocation(env: Mapping[str, str]) -> tuple[Host, ...]:
-    """Find the hosts of the allocation, with as many slots as tasks were asked for on each.
+    """Return the hosts of the Slurm allocation, each with as many slots as the user asked for tasks on it.
+
+    Args:
+        env: the environment with Slurm's variables.
 
     Raises:
         MeshError: this process is not inside an allocation, or Slurm's commands are missing.
@@ -137,7 +147,7 @@ def allocation(env: Mapping[str, str]) -> tuple[Host, ...]:
 
 
 def parse_tasks_per_node(text: str) -> list[int]:
-    """Read the number of tasks of each node from Slurm's form, such as `"2(x3),1"`.
+    """Read the number of tasks of each node from Slurm's form, such as `"2(x3),1"` for `[2, 2, 2, 1]`.
 
     Raises:
         MeshError: the text is no such list.
@@ -152,13 +162,17 @@ def parse_tasks_per_node(text: str) -> list[int]:
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """Read a version, such as (22, 5, 8) from `"slurm 22.05.8"`; (0,) if the text has none."""
+    """Return the version in a text, such as (22, 5, 8) for `"slurm 22.05.8"`; (0,) if the text has none."""
     match = re.search(r"(\d+(?:\.\d+)+)", text)
     return tuple(map(int, match[1].split("."))) if match else (0,)
 
 
 def _output(*command: str) -> str:
-    """Run one of Slurm's commands, which end at once, and return what it prints."""
+    """Run one of Slurm's short commands and return what it prints to stdout.
+
+    Raises:
+        MeshError: the command is missing, fails, or does not end within `_TOOL_S` seconds.
+    """
     if shutil.which(command[0]) is None:
         raise MeshError(
             f"launcher='slurm' needs Slurm's command {command[0]!r}, which is not in PATH; load its module"

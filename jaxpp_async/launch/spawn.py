@@ -1,7 +1,8 @@
 """Prepare and start the process of one actor on its host, through a process supervisor.
 
-The local launcher does so on this machine, and host agents do elsewhere. A launcher makes an `ActorRequest`,
-which is plain data; the host of the process computes its environment and configuration from it.
+The local launcher calls this module on this machine, and host agents call it on other hosts. A launcher makes
+an `ActorRequest`, which is plain data; the host on which the process starts computes the process's
+environment and configuration from it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _CHATTER = "Expected number of connected peer ranks"
 
 @dataclass(frozen=True, slots=True)
 class ActorProcess:
-    """A started actor process, and the page on which it writes its progress. The code that started it closes
-    the page.
+    """A started actor process, and the shared memory page on which it writes its progress. The code that
+    started the process must close the page.
     """
 
     process: SupervisedProcess
@@ -49,12 +50,15 @@ def spawn_actor(
     """Have a process supervisor start an actor's process.
 
     Args:
-        supervisor: starts and owns the process.
-        request: describes the process.
-        forward: called on the supervisor's thread with each line that the actor prints.
+        supervisor: the supervisor that starts and owns the process.
+        request: the description of the process.
+        forward: a function that is called on the supervisor's thread with each line that the actor prints.
+
+    Returns:
+        A future of the started process; it fails with OSError if the process could not be started.
 
     Raises:
-        MeshError: this host does not have what the actor is to run on.
+        MeshError: this host does not have the CPUs, GPUs or network devices that the actor is to use.
     """
     env = request.environment()
     started: concurrent.futures.Future[ActorProcess] = concurrent.futures.Future()
@@ -88,20 +92,25 @@ def spawn_actor(
 
 @dataclass(frozen=True, slots=True)
 class ActorRequest:
-    """Describes how to start one actor's process. It travels to host agents as JSON, over stdin, since it
-    holds the secret.
+    """A description of how to start one actor's process, which the process's host completes with what only
+    that host knows.
+
+    It travels to host agents as JSON over stdin, since it contains the mesh's secret.
 
     Args:
-        python: the interpreter.
-        env: variables to add to the host's own.
-        config: the first line of the actor's stdin, without what only its host knows.
-        index, count: it is the `index`-th of `count` actors on its host.
-        cpus: CPU numbers that the host's actors share; None: those that the process may use.
-        pin_cores: bind the actor to its share.
-        gpus: number of GPUs that its process needs; 0: none.
-        gpus_are_its_own: the GPUs that its host's environment names belong to this process alone, because a
-            cluster assigned them, and not to all processes there.
-        defaults: variables that apply where neither its host's environment nor `env` has them.
+        python: the path of the interpreter.
+        env: variables to add to the host's environment, which they override.
+        config: the configuration that the actor reads from the first line of its stdin, without the entries
+            that only its host knows.
+        index: which of the host's processes this is, counted from 0.
+        count: the number of the mesh's processes on the host.
+        cpus: the numbers of the CPUs that the host's processes share; None for all that the starting process
+            may use.
+        pin_cores: whether to bind the process to its share of the CPUs.
+        gpus: the number of GPUs that the process needs; 0 if it needs none.
+        gpus_are_its_own: whether the GPUs that the host's environment names belong to this process alone,
+            because a cluster assigned them, and not to all of the mesh's processes on the host.
+        defaults: variables that apply where neither the host's environment nor `env` has them.
     """
 
     python: str
@@ -116,11 +125,11 @@ class ActorRequest:
     defaults: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
-        """Compute the whole environment of the process.
+        """Compute the whole environment of the process on its host; call this on that host.
 
         Raises:
-            MeshError: its host does not have the GPUs that it needs, or too little of their memory is left
-                for it, or the network devices are missing.
+            MeshError: the host does not have the GPUs that the process needs, or too little of their memory
+                is left for it, or the network devices are missing.
         """
         env = {**self.defaults, **inherited_environment(), **self.env}
         check_devices(env.get(DEVICES))
@@ -143,14 +152,16 @@ class ActorRequest:
         return gpu_environment(given, env)
 
     def first_line(self, progress_page: int | None) -> bytes:
-        """Make the line of JSON with configuration and secret. It goes to stdin, the one channel that no
-        other user can read.
+        """Make the first line of the process's stdin: JSON with its configuration and the secret.
+
+        It goes over stdin because that is the one channel that no other user can read.
 
         Args:
-            progress_page: descriptor of the page, or None.
+            progress_page: the file descriptor of the shared page for the process's progress; None for no
+                page.
 
         Raises:
-            MeshError: its host does not have the CPUs that it is to run on.
+            MeshError: this host does not have the CPUs that the process is to use.
         """
         if self.cpus is not None:
             check_cpus(self.cpus)
@@ -165,10 +176,10 @@ class ActorRequest:
 
 
 def check_cpus(cpus: Sequence[int]) -> None:
-    """Check that this host has all of these CPUs.
+    """Check that this host has all of the given CPUs.
 
     Raises:
-        MeshError: it has not.
+        MeshError: the host does not have one of them.
     """
     online = _online_cpus()
     there = os.sched_getaffinity(0)
@@ -184,8 +195,9 @@ def check_cpus(cpus: Sequence[int]) -> None:
 
 
 def _online_cpus() -> str:
-    """List the CPUs of this host, such as `0-3,8-11`. Numbers may be missing, and this process may not be
-    allowed to use all.
+    """Return the numbers of this host's CPUs as text, such as `"0-3,8-11"`.
+
+    Numbers may be missing, and this process may not be allowed to use all of these CPUs.
     """
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if text := _ONLINE.read_text().strip():
@@ -194,8 +206,11 @@ def _online_cpus() -> str:
 
 
 def share_out(items: Sequence[T], count: int) -> list[list[T]]:
-    """Divide items among actors: adjacent ones for each, or round-robin when there are more actors than
-    items.
+    """Divide items, such as CPU cores, among actors: adjacent items for each actor, or one item each in turn
+    if there are more actors than items.
+
+    Returns:
+        One list of items per actor.
     """
     if count > len(items):
         return [[items[i % len(items)]] for i in range(count)]

@@ -1,10 +1,11 @@
-"""Start actors on hosts that are reached with the system's own `ssh`, so that every option, agent and jump
-host of the user works.
+"""Start actors on other hosts with the system's own `ssh`, so that every option, ssh agent and jump host of
+the user works.
 
-Each host has one connection, whatever the number of its actors: the fewest handshakes, one stream whose end
-is noticed, and no new login when an actor is replaced. The connection is never shared with the user's own
-(ControlMaster), whose end would also be ours. Signals do not travel over ssh; the host agent ends what it
-started at end of file, or when its lease expires.
+Each host has one connection, whatever the number of its actors. This needs the fewest logins, gives one
+stream whose end is noticed, and makes a new login unnecessary when an actor is replaced. The connection is
+never shared with the user's own (ControlMaster), because it would end together with that one. Signals do not
+travel over ssh. Instead the host agent, the program that starts actors on the host, ends the actors when its
+stdin ends or its lease expires.
 """
 
 from __future__ import annotations
@@ -50,29 +51,30 @@ _OPTIONS = {
 def ssh_command(
     host: Host, host_agent: Sequence[str], ssh_options: Sequence[str] = (), program: str = "ssh"
 ) -> list[str]:
-    """Make the argument vector that runs a host agent on `host`. No secret is in it.
+    """Return the argument vector that runs a host agent on `host` by ssh. It contains no secret.
 
     Args:
         host: the host.
-        host_agent: the agent's argument vector there.
-        ssh_options: of the user; they come first, and ssh takes the first value of an option that it finds.
-        program: the ssh to run.
+        host_agent: the agent's argument vector on the host.
+        ssh_options: the user's options for ssh; they come first, because ssh uses the first value of an
+            option that it finds.
+        program: the name or path of the ssh program.
     """
     options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
     port = ["-p", str(host.port)] if host.port else []
     user = ["-l", host.user] if host.user else []
-    # The mark distinguishes a login that fails from a Python that fails. `exec`, since the shell would keep
+    # The mark tells a failed login from a failed Python. Without `exec`, the shell would keep
     # the agent's stdin open.
     there = f"echo {LOGIN_MARK}; exec {shlex.join(host_agent)}"
     return [program, *ssh_options, "-T", *options, *port, *user, "--", host.name, there]
 
 
 class SSHReach(CommandReach):
-    """Reaches hosts over ssh.
+    """A `Reach` that starts host agents by ssh, with one connection per host.
 
     Args:
-        ssh_options: for `ssh`, such as `["-i", "key", "-o", "ProxyJump=gate"]`.
-        program: the ssh to run.
+        ssh_options: the user's options for `ssh`, such as `["-i", "key", "-o", "ProxyJump=gate"]`.
+        program: the name or path of the ssh program.
     """
 
     login_mark: str | None = LOGIN_MARK
@@ -82,17 +84,19 @@ class SSHReach(CommandReach):
         self._ssh_options, self._program = tuple(ssh_options), program
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
-        """Give the names that ssh's configuration has for the hosts, which may be aliases."""
+        """Return the real names of the hosts, which the user may have given by aliases of the ssh
+        configuration.
+        """
         return list(await asyncio.gather(*(self._resolve(host) for host in hosts)))
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
-        """See `Reach`."""
+        """Explain why ssh did not log in to a host; None if it did (see `Reach.explain`)."""
         return explain_ssh(host, error.said, error.ended, is_logged_in=error.is_logged_in)
 
     async def _resolve(self, host: Host) -> str:
         port = ["-p", str(host.port)] if host.port else []
         command = [self._program, *self._ssh_options, *port, "-G", "--", host.name]
-        with contextlib.suppress(OSError, TimeoutError):  # then the host's name has to do
+        with contextlib.suppress(OSError, TimeoutError):  # if ssh fails, use the given name
             async with asyncio.timeout(_RESOLVE_S):
                 process = await asyncio.create_subprocess_exec(
                     *command,
@@ -107,24 +111,27 @@ class SSHReach(CommandReach):
 
 
 def ssh_launcher(hosts: Sequence[Host], *, ssh_options: Sequence[str] = (), **options: Any) -> RemoteLauncher:
-    """Make a launcher over ssh.
+    """Make a launcher that starts actors by ssh.
 
     Args:
-        hosts: their slots are filled in order.
-        ssh_options: as in `SSHReach`.
-        options: of `RemoteLauncher`.
+        hosts: the hosts, whose slots are filled in order.
+        ssh_options: the user's options for `ssh`.
+        options: the keyword arguments of `RemoteLauncher`.
 
     Raises:
-        MeshError: there is no ssh here.
+        MeshError: ssh is not installed on this machine.
     """
     return RemoteLauncher(ssh_reach(ssh_options), hosts, **options)
 
 
 def ssh_reach(ssh_options: Sequence[str] = ()) -> SSHReach:
-    """Make the way over ssh.
+    """Make the object that runs programs on hosts by ssh, after a check that ssh is installed.
+
+    Args:
+        ssh_options: the user's options for `ssh`.
 
     Raises:
-        MeshError: there is no ssh here.
+        MeshError: ssh is not installed on this machine.
     """
     if shutil.which("ssh") is None:
         raise MeshError(
