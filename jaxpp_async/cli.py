@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from jaxpp_async.doctor.examine import ExaminationPlan, examine
-from jaxpp_async.doctor.facts import Asked
+from jaxpp_async.doctor.facts import RequestedRun
 from jaxpp_async.doctor.gather import gather
 from jaxpp_async.doctor.judge import judge, would_work
 from jaxpp_async.doctor.show import as_flags, as_json, print_findings
@@ -88,7 +88,9 @@ def doctor(
     if facts:
         typer.echo(json.dumps(dataclasses.asdict(asyncio.run(gather(platform.value))), indent=1))
         return
-    asked = Asked(platform.value, transport.value, actors, devices_per_actor, processes_per_actor, slurm)
+    asked = RequestedRun(
+        platform.value, transport.value, actors, devices_per_actor, processes_per_actor, slurm
+    )
     options: dict[str, Any] = {
         "hosts": hosts, "python": python, "interface": interface, "ports": ports, "devices": devices,
         "control_address": control_address, "ssh_options": shlex.split(ssh_options),
@@ -112,7 +114,7 @@ def doctor(
     raise typer.Exit(0 if would_work(findings) else 1)
 
 
-async def _doctor(launching: LaunchOptions, asked: Asked, measures: bool) -> Any:
+async def _doctor(launching: LaunchOptions, asked: RequestedRun, measures: bool) -> Any:
     chosen, reach = choose_hosts(launching)
     plan = ExaminationPlan(asked, chosen, launching.settings(), launching.control_address, measures)
     console = Console(stderr=True)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from jaxpp_async import cli
 from jaxpp_async.cli import WRONG_USE, app
-from jaxpp_async.doctor.facts import UNLIMITED, Asked, Examination, HostFacts, HostReport
+from jaxpp_async.doctor.facts import UNLIMITED, Examination, HostFacts, HostReport, RequestedRun
 
 FACTS = HostFacts("n", "/py", "3.11.7", "Linux", {}, 1, 1 << 30, 1 << 30, UNLIMITED)
 
@@ -38,7 +38,7 @@ def found(monkeypatch):
 
     async def look(launching, asked, measures) -> Examination:
         here = HostReport("here", facts=FACTS)
-        return Examination(Asked(), here, (here,))
+        return Examination(RequestedRun(), here, (here,))
 
     monkeypatch.setattr(cli, "_doctor", look)
 

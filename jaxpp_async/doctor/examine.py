@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from jaxpp_async.base.gpu_inventory import VISIBLE
 from jaxpp_async.doctor import protocol
-from jaxpp_async.doctor.facts import Asked, ClockDifference, Examination, HostReport, LinkReport
+from jaxpp_async.doctor.facts import ClockDifference, Examination, HostReport, LinkReport, RequestedRun
 from jaxpp_async.doctor.gather import CHILD_S
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch.commands import command_here, command_there
@@ -61,7 +61,7 @@ class ExaminationPlan:
         timeouts: how long each part of a login may take.
     """
 
-    asked: Asked
+    asked: RequestedRun
     hosts: tuple[Host, ...] | None = None
     settings: Settings = field(default_factory=Settings)
     control_address: str | None = None
@@ -321,7 +321,7 @@ class _Examiner:
         self._say(f"measuring between {name} and {other_name}")
         try:
             targets = [
-                await each.ask(protocol.OpenEnd(peer), protocol.End, ANSWER_S)
+                await each.ask(protocol.OpenEnd(peer), protocol.EndOpened, ANSWER_S)
                 for peer, each in enumerate((link, other))
             ]
             measured, _ = await asyncio.gather(
@@ -348,7 +348,7 @@ def host_command(program: Sequence[str], env: Mapping[str, str]) -> list[str]:
     return [*(["env", *loader] if loader else []), *program]
 
 
-def _shared_environment(target: _Target, asked: Asked) -> dict[str, str]:
+def _shared_environment(target: _Target, asked: RequestedRun) -> dict[str, str]:
     """Return the environment variables that all actors of a host have in common.
 
     Differences between actors, such as the devices that each of them gets, are left out.
@@ -357,9 +357,7 @@ def _shared_environment(target: _Target, asked: Asked) -> dict[str, str]:
     env = {"UCX_TLS": "tcp,self"} if asked.transport == "tcp" else {}
     if settings.devices is not None:
         env[VISIBLE] = ",".join(settings.devices)
-    return env | environment(
-        replace(settings, devices=None), ProcessPlacement(target.host, 0, target.host.slots), target.platform
-    )
+    return env | environment(replace(settings, devices=None), target.platform)
 
 
 def _explain_silence(error: HostError) -> Explanation:

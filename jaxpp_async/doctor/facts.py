@@ -22,7 +22,7 @@ UNLIMITED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedRun:
     """The run that the user wants to start, and that the doctor checks.
 
     Args:
@@ -290,7 +290,7 @@ class Examination:
             empty if it has one.
     """
 
-    asked: Asked
+    asked: RequestedRun
     here: HostReport
     hosts: tuple[HostReport, ...]
     links: tuple[LinkReport, ...] = ()
@@ -346,7 +346,7 @@ def find_process_slots(found: Examination) -> ProcessSlots:
     return ProcessSlots(counts, each, asked.devices_per_actor // each, slots_each)
 
 
-def _count_actors_that_fit(hosts: Sequence[Host], asked: Asked) -> int:
+def _count_actors_that_fit(hosts: Sequence[Host], asked: RequestedRun) -> int:
     """Return the number of actors that fit on the hosts, each with as few processes as possible."""
     devices, given = asked.devices_per_actor, asked.processes_per_actor
     if asked.slots_are_processes or devices == 1 or all(host.slots == 1 for host in hosts):

@@ -74,7 +74,7 @@ class ProbeServer:
     async def _open(self, order: protocol.OpenEnd) -> protocol.Record:
         await self.aclose()
         self._end = ProbeEnd(order.peer)
-        return protocol.End(base64.b64encode(self._end.address).decode())
+        return protocol.EndOpened(base64.b64encode(self._end.address).decode())
 
     async def _measure(self, order: protocol.Measure) -> protocol.Record:
         if self._end is None:
@@ -113,7 +113,7 @@ async def serve() -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    send_record(protocol.Up(jaxpp_async.__version__))
+    send_record(protocol.Started(jaxpp_async.__version__))
     try:
         await _read_orders(reader, orders)
     finally:

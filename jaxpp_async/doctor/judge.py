@@ -14,12 +14,12 @@ from jaxpp_async.doctor import judge_gpu, judge_network
 from jaxpp_async.doctor.facts import (
     ALL,
     SECTIONS,
-    Asked,
     Examination,
     Finding,
     HostFacts,
     HostReport,
     ProcessSlots,
+    RequestedRun,
     error,
     find_process_slots,
     note,
@@ -59,7 +59,7 @@ def would_work(findings: Sequence[Finding]) -> bool:
 # ---------------------------------------------------------------- one host
 
 
-def judge_host(report: HostReport, asked: Asked) -> Iterator[Finding]:
+def judge_host(report: HostReport, asked: RequestedRun) -> Iterator[Finding]:
     """Yield the findings (statements with a verdict and a remedy) about one host that is to run actors.
 
     Args:
@@ -101,7 +101,7 @@ def _judge_python(name: str, facts: HostFacts) -> Iterator[Finding]:
         yield ok("python", name, f"Python {facts.python}, {facts.executable}")
 
 
-def _judge_packages(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
+def _judge_packages(name: str, facts: HostFacts, asked: RequestedRun) -> Iterator[Finding]:
     for package in ("jax", "jaxlib"):
         if package not in facts.packages:
             remedy = facts.install(extra_of(asked.platform, facts.cuda))
@@ -269,8 +269,8 @@ def _judge_driving_machine(found: Examination) -> Iterator[Finding]:
         return
     yield ok("hosts", name, f"{facts.hostname}, {facts.system}: drives the run")
     yield from _judge_python(name, facts)
-    yield from _judge_packages(name, facts, Asked())
-    yield from judge_network.judge_ucx(name, facts, Asked())
+    yield from _judge_packages(name, facts, RequestedRun())
+    yield from judge_network.judge_ucx(name, facts, RequestedRun())
 
 
 def _format_gib(size_bytes: int) -> str:

@@ -12,13 +12,13 @@ from jaxpp_async.base.install_hints import extra_of
 from jaxpp_async.controller.startup import ProcessDevices, check_agreement
 from jaxpp_async.doctor.facts import (
     ALL,
-    Asked,
     Examination,
     Finding,
     Gpu,
     HostFacts,
     HostReport,
     ProcessSlots,
+    RequestedRun,
     error,
     note,
     ok,
@@ -45,7 +45,7 @@ MOST_USED = 0.1
 _GIB = 1 << 30
 
 
-def judge_gpus(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
+def judge_gpus(report: HostReport, facts: HostFacts, asked: RequestedRun) -> Iterator[Finding]:
     """Yield the findings (statements with a verdict and a remedy) about the GPUs of one host, and about the
     packages that are installed for them.
 
@@ -70,7 +70,7 @@ def judge_gpus(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[F
     yield from _judge_nccl(report.name, facts, asked)
 
 
-def explains_jax(facts: HostFacts, asked: Asked) -> bool:
+def explains_jax(facts: HostFacts, asked: RequestedRun) -> bool:
     """Return whether a finding about the host's GPUs or CUDA packages already says why JAX does not start."""
     if asked.platform == "cpu":
         return False
@@ -224,7 +224,7 @@ def _judge_processes(
 
 
 def _find_refusal(
-    report: HostReport, facts: HostFacts, num_processes: int, slots: ProcessSlots, asked: Asked
+    report: HostReport, facts: HostFacts, num_processes: int, slots: ProcessSlots, asked: RequestedRun
 ) -> Finding | None:
     """Return the error with which a starting mesh would refuse a host's processes, or None if it would accept
     them.
@@ -359,7 +359,7 @@ def _judge_cupy(name: str, facts: HostFacts) -> Iterator[Finding]:
         yield ok("gpu", name, f"{package} {version}")
 
 
-def _judge_nccl(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
+def _judge_nccl(name: str, facts: HostFacts, asked: RequestedRun) -> Iterator[Finding]:
     found = _list_nccl(facts)
     missing = [] if _find_cuda_majors(facts, r"nvidia-nccl-cu(\d+)") else ["NCCL"]
     missing += [package for package in ("nccl4py",) if package not in facts.packages]

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from jaxpp_async.base.install_hints import SYSTEM_UCX, extra_of, page
 from jaxpp_async.doctor.facts import (
     UNLIMITED,
-    Asked,
     Examination,
     Finding,
     HostFacts,
     IbPort,
     LinkReport,
+    RequestedRun,
     Ucx,
     error,
     note,
@@ -34,7 +34,7 @@ WHEEL = "/site-packages/libucx/"
 _RDMA = ("rc", "dc", "ud")
 
 
-def judge_ucx(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
+def judge_ucx(name: str, facts: HostFacts, asked: RequestedRun) -> Iterator[Finding]:
     """Yield the findings (statements with a verdict and a remedy) about UCX on one host: whether it starts,
     and has the transports that the run needs.
 
@@ -135,7 +135,7 @@ def _suggest_ucx_tls(facts: HostFacts, needed: str = "tcp") -> str:
 # ---------------------------------------------------------------- InfiniBand
 
 
-def judge_infiniband(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
+def judge_infiniband(name: str, facts: HostFacts, asked: RequestedRun) -> Iterator[Finding]:
     """Yield the findings about the RDMA ports of one host, and about whether UCX can use them.
 
     Args:

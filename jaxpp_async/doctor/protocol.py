@@ -53,7 +53,7 @@ class CallBack:
 
 @dataclass(frozen=True, slots=True)
 class OpenEnd:
-    """An order to a host to open an end of the data plane for a measurement. The answer is `End`.
+    """An order to a host to open an end of the data plane for a measurement. The answer is `EndOpened`.
 
     Args:
         peer: the number of this end; the two ends of a link have the numbers 0 and 1.
@@ -79,7 +79,7 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
+class Started:
     """The first record of the doctor's program on a host, which tells that Python and this package have
     started.
     """
@@ -102,7 +102,7 @@ class ClockIs:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndOpened:
     """The answer to `OpenEnd`, with the address, as base64, of the end of the data plane that was opened."""
 
     address: str
@@ -131,7 +131,7 @@ class ProbeFailed:
 
 
 Order: TypeAlias = Prepare | AskFacts | AskClock | CallBack | OpenEnd | Measure
-Record: TypeAlias = Up | Facts | ClockIs | End | Measured | Completed | ProbeFailed
+Record: TypeAlias = Started | Facts | ClockIs | EndOpened | Measured | Completed | ProbeFailed
 
 _LINES: Final = LineProtocol[Order, Record]("the doctor", Order, Record)
 write_order, read_order = _LINES.write_order, _LINES.read_order

@@ -49,7 +49,7 @@ def choose_launcher(options: LaunchOptions, num_actors: int) -> tuple[Any, int]:
     """
     kind = _checked_kind(options)
     launcher = kind.make(options, num_actors * (options.processes_per_actor or 1))
-    each = _spread(options, launcher, num_actors)
+    each = _set_process_slots(options, launcher, num_actors)
     if kind is not _OWN:
         _check_ports(options, launcher, num_actors * each)
     return launcher, each
@@ -112,7 +112,7 @@ def _kind(options: LaunchOptions) -> LauncherKind:
     return _OWN
 
 
-def _spread(options: LaunchOptions, launcher: Any, num_actors: int) -> int:
+def _set_process_slots(options: LaunchOptions, launcher: Any, num_actors: int) -> int:
     """Decide how many processes each actor has, and tell a launcher with hosts how many slots each process
     takes.
 

@@ -42,7 +42,7 @@ class Stream(Protocol):
         """End the stream immediately, and with it the program."""
         ...
 
-    async def wait_over(self) -> Death:
+    async def wait_ended(self) -> Death:
         """Wait until the stream has ended.
 
         Returns:
@@ -206,7 +206,7 @@ class HostProgram(Generic[R]):
         await self._over
 
     async def _watch(self, stream: Stream) -> Death:
-        end = await stream.wait_over()
+        end = await stream.wait_ended()
         self._take_end(end)
         return end
 

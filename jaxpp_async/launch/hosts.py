@@ -260,13 +260,12 @@ def defaults(settings: Settings) -> dict[str, str]:
     return {**DEFAULTS, **counted}
 
 
-def environment(settings: Settings, placement: ProcessPlacement, platform: str) -> dict[str, str]:
+def environment(settings: Settings, platform: str) -> dict[str, str]:
     """Return the environment variables that an actor's process gets in addition to its host's environment,
     and that override it.
 
     Args:
         settings: the settings of the process; its `env` overrides the other variables.
-        placement: the host of the process, and which of that host's processes it is.
         platform: the JAX platform, `"cpu"` or `"cuda"`.
     """
     env = {"JAX_PLATFORMS": platform, "PYTHONUNBUFFERED": "1"}  # no output is lost in a kill
@@ -470,11 +469,11 @@ def address_towards(host: str) -> str | None:
 
     Nothing is sent: connecting a datagram socket only consults the routing table.
     """
-    way = _way_to(host)
+    way = _route_to(host)
     return way and way[0]
 
 
-def _way_to(host: str) -> tuple[str, str] | None:
+def _route_to(host: str) -> tuple[str, str] | None:
     """Return the IPv4 address of this machine from which packets to a host leave, and the host's own address.
 
     The two are equal if the host is this machine. None if there is no route, or no host of that name.
@@ -513,7 +512,7 @@ def control_address(hosts: Sequence[str]) -> str:
         MeshError: no single address works, because the routes to the hosts leave from different addresses of
             this machine.
     """
-    ways = {host: way for host in hosts if (way := _way_to(host)) is not None}
+    ways = {host: way for host in hosts if (way := _route_to(host)) is not None}
     if ways and all(ours == theirs or is_loopback(theirs) for ours, theirs in ways.values()):
         return "127.0.0.1"
     found = {host: ours for host, (ours, _) in ways.items()}

@@ -87,7 +87,7 @@ class LocalLauncher:
         here = ProcessPlacement(Host("localhost", spec.num_processes), spec.process_id, spec.num_processes)
         return ActorRequest(
             python=self._python or sys.executable,
-            env=environment(self._settings, here, spec.platform) | dict(spec.env),
+            env=environment(self._settings, spec.platform) | dict(spec.env),
             config=spec.config(actor=self._actor, lease_s=self._lease.seconds),
             index=here.index,
             count=here.count,

@@ -106,7 +106,7 @@ class LaunchOptions:
             )
         return settings
 
-    def of_remote(self) -> dict[str, Any]:
+    def remote_options(self) -> dict[str, Any]:
         """Return the keyword arguments for `RemoteLauncher` that follow from these options."""
         return {
             "settings": self.settings(),

@@ -225,8 +225,8 @@ class _RayStream:
         self.kill()
         self._thread.join(self._beat_s)
 
-    async def wait_over(self) -> Death:
-        """Wait until the stream has ended, and return how the agent ended; see `Stream.wait_over`."""
+    async def wait_ended(self) -> Death:
+        """Wait until the stream has ended, and return how the agent ended; see `Stream.wait_ended`."""
         await asyncio.to_thread(self._over.wait)
         assert self._end is not None
         return self._end
@@ -315,7 +315,7 @@ def _numbers(resources: Mapping[str, float]) -> str:
 def _make(options: LaunchOptions, num_processes: int) -> RayLauncher:
     gpus = options.gpus_per_actor / (options.processes_per_actor or 1)
     bundle = {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
-    return RayLauncher(num_processes, bundle=bundle, **options.of_remote())
+    return RayLauncher(num_processes, bundle=bundle, **options.remote_options())
 
 
 KIND = LauncherKind(

@@ -266,7 +266,7 @@ class RemoteLauncher:
             config["controller"] = [address or socket.gethostname(), config["controller"][1]]
         return ActorRequest(
             python=hello.python,
-            env=environment(settings, placement, spec.platform),
+            env=environment(settings, spec.platform),
             config=config,
             index=placement.index,
             count=placement.count,
@@ -354,8 +354,8 @@ class ProcessStream:
         """Kill the local process, and with it the stream; see `Stream.kill`."""
         self._process.signal_group(9)
 
-    async def wait_over(self) -> Death:
-        """Wait until the local process has ended, and return how it ended; see `Stream.wait_over`."""
+    async def wait_ended(self) -> Death:
+        """Wait until the local process has ended, and return how it ended; see `Stream.wait_ended`."""
         return await asyncio.shield(self._dead)
 
 

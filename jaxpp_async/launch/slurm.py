@@ -189,7 +189,7 @@ def _output(*command: str) -> str:
 
 
 KIND = LauncherKind(
-    make=lambda options, num_processes: slurm_launcher(**options.of_remote()),
+    make=lambda options, num_processes: slurm_launcher(**options.remote_options()),
     find_hosts=lambda options: slurm_reach(),
     uses=OF_HOSTS,
     phrase="launcher='slurm', which takes the hosts of the allocation",

@@ -151,7 +151,7 @@ def _hosts(given: Any) -> tuple[Host, ...]:
 
 
 def _make(options: LaunchOptions, num_processes: int) -> RemoteLauncher:
-    return ssh_launcher(_hosts(options.hosts), ssh_options=options.ssh_options, **options.of_remote())
+    return ssh_launcher(_hosts(options.hosts), ssh_options=options.ssh_options, **options.remote_options())
 
 
 KIND = LauncherKind(

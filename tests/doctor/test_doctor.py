@@ -26,7 +26,6 @@ from jaxpp_async.doctor.examine import host_command
 from jaxpp_async.doctor.facts import (
     SECTIONS,
     UNLIMITED,
-    Asked,
     ClockDifference,
     Driver,
     Examination,
@@ -36,6 +35,7 @@ from jaxpp_async.doctor.facts import (
     IbPort,
     JaxStart,
     LinkReport,
+    RequestedRun,
     Ucx,
     UcxResource,
     error,
@@ -84,16 +84,16 @@ GPU_HOST = replace(
     verbs_devices=1,
     jax=JaxStart("gpu", 2, "NVIDIA H100"),
 )
-CPU, GPU, NCCL = Asked(), Asked("cuda"), Asked("cuda", "nccl")
+CPU, GPU, NCCL = RequestedRun(), RequestedRun("cuda"), RequestedRun("cuda", "nccl")
 
 
-def on_one(asked: Asked, facts: HostFacts, **report: Any) -> Examination:
+def on_one(asked: RequestedRun, facts: HostFacts, **report: Any) -> Examination:
     here = HostReport("n1", facts=facts, clock=ClockDifference(0.0, 0.0), **report)
     return Examination(asked, here, (here,), (LinkReport("n1", "n1", "ucx", 2e-5, 5e9),))
 
 
 def on_two(
-    asked: Asked,
+    asked: RequestedRun,
     first: HostFacts | None,
     second: HostFacts | None,
     link: LinkReport | None = None,

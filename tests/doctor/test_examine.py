@@ -12,7 +12,7 @@ from jaxpp_async.doctor.protocol import (
     ClockIs,
     Completed,
     ProbeFailed,
-    Up,
+    Started,
     read_order,
     write_record,
 )
@@ -36,7 +36,7 @@ class Stream:
         if not self.over.done():
             self.over.set_result(Death(-9, ()))
 
-    async def wait_over(self) -> Death:
+    async def wait_ended(self) -> Death:
         return await self.over
 
 
@@ -49,7 +49,7 @@ def linked(*answers: object) -> tuple[HostLink, Stream]:
 
 async def test_a_host_is_up_with_its_first_word():
     link, _ = linked()
-    link.on_line(write_record(Up("1")).decode())
+    link.on_line(write_record(Started("1")).decode())
     await link.wait_up(60.0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpp_async.doctor.facts import Asked, Examination, HostReport, ProcessSlots, find_process_slots
+from jaxpp_async.doctor.facts import Examination, HostReport, ProcessSlots, RequestedRun, find_process_slots
 from jaxpp_async.errors import MeshError
 
 HERE = HostReport("here", slots=3)
@@ -12,7 +12,9 @@ HERE = HostReport("here", slots=3)
 
 def found(*slots: int, **asked) -> Examination:
     """Hosts of so many slots, apart from this machine."""
-    return Examination(Asked(**asked), HERE, tuple(HostReport(f"n{k}", n) for k, n in enumerate(slots)))
+    return Examination(
+        RequestedRun(**asked), HERE, tuple(HostReport(f"n{k}", n) for k, n in enumerate(slots))
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_hosts_are_filled_in_order_as_a_launcher_would(slots, asked, expected):
 
 
 def test_on_this_machine_alone_slots_are_actors():
-    local = Examination(Asked(devices_per_actor=4, processes_per_actor=2), HERE, (HERE,))
+    local = Examination(RequestedRun(devices_per_actor=4, processes_per_actor=2), HERE, (HERE,))
     assert find_process_slots(local) == ProcessSlots((6,), 2, 2)
 
 

@@ -16,7 +16,7 @@ from jaxpp_async.doctor.protocol import (
     Measure,
     Prepare,
     ProbeFailed,
-    Up,
+    Started,
     read_record,
 )
 
@@ -84,10 +84,10 @@ async def test_an_end_is_given_back_whatever_came_of_the_measurement():
 
 
 def test_a_record_is_one_line_on_stdout(capfdbinary):
-    send_record(Up("1.2"))
+    send_record(Started("1.2"))
     out = capfdbinary.readouterr().out
     assert out.count(b"\n") == 1
-    assert read_record(out.decode()) == Up("1.2")
+    assert read_record(out.decode()) == Started("1.2")
 
 
 @pytest.mark.parametrize("line", ["Last login: today", ""])

@@ -8,13 +8,13 @@ import pytest
 
 from jaxpp_async.doctor.facts import (
     UNLIMITED,
-    Asked,
     Driver,
     Examination,
     Gpu,
     HostFacts,
     HostReport,
     ProcessSlots,
+    RequestedRun,
 )
 from jaxpp_async.doctor.judge_gpu import explains_jax, judge_gpus, judge_gpus_together, judge_process_slots
 
@@ -32,7 +32,7 @@ FACTS = HostFacts(
     memory_bytes=GIB, shm_bytes=GIB, memlock_bytes=UNLIMITED, driver=Driver("580.1", (13, 0)), gpus=GPUS,
 )  # fmt: skip
 NAMED_WRONGLY = "CUDA_VISIBLE_DEVICES=0,7 names GPU 7, which is none here (there are 2), or not only one"
-CUDA, NCCL = Asked("cuda"), Asked("cuda", "nccl")
+CUDA, NCCL = RequestedRun("cuda"), RequestedRun("cuda", "nccl")
 
 
 def having(**packages: str | None) -> HostFacts:
@@ -42,7 +42,7 @@ def having(**packages: str | None) -> HostFacts:
     return replace(FACTS, packages=there)
 
 
-def wrong(facts: HostFacts, asked: Asked = CUDA) -> list[tuple[str, str, str]]:
+def wrong(facts: HostFacts, asked: RequestedRun = CUDA) -> list[tuple[str, str, str]]:
     """What is not well."""
     found = judge_gpus(HostReport("n1", facts=facts), facts, asked)
     return [(finding.level, finding.section, finding.what) for finding in found if finding.level != "ok"]
@@ -53,7 +53,7 @@ def test_a_host_that_has_everything_is_well():
 
 
 def test_on_cpus_gpus_are_left_alone():
-    found = list(judge_gpus(HostReport("n1"), FACTS, Asked()))
+    found = list(judge_gpus(HostReport("n1"), FACTS, RequestedRun()))
     assert [(finding.level, finding.what) for finding in found] == [
         ("ok", "2, which a run on CPUs leaves alone"),
         ("ok", "nvidia-nccl-cu13 2.32.3, nccl4py 0.6.0"),
@@ -132,7 +132,7 @@ def test_without_nccl_a_run_over_it_cannot_be_and_an_old_one_may_hang():
     [
         (FACTS, CUDA, False),
         (replace(FACTS, gpus=()), CUDA, True),
-        (replace(FACTS, gpus=()), Asked(), False),
+        (replace(FACTS, gpus=()), RequestedRun(), False),
         (having(jax_cuda12_plugin="0.10.2"), CUDA, True),
         (replace(FACTS, driver=Driver("550", (12, 4))), CUDA, True),
     ],
@@ -141,7 +141,7 @@ def test_what_is_said_of_gpus_may_be_why_jax_does_not_start(facts, asked, explai
     assert explains_jax(facts, asked) is explains
 
 
-def together(*facts: HostFacts, asked: Asked = CUDA) -> list[tuple[str, str]]:
+def together(*facts: HostFacts, asked: RequestedRun = CUDA) -> list[tuple[str, str]]:
     hosts = tuple(HostReport(f"n{k}", facts=each) for k, each in enumerate(facts))
     return [
         (finding.level, finding.what) for finding in judge_gpus_together(Examination(asked, hosts[0], hosts))
@@ -159,7 +159,7 @@ def test_hosts_have_to_agree_on_cuda_on_nccl_and_on_whether_they_have_gpus():
     assert together(FACTS, replace(FACTS, gpus=(replace(GPUS[0], name="A100"),))) == [
         ("warning", "they differ: H100 on n0; A100 on n1")
     ]
-    assert together(FACTS, asked=Asked("cpu", "nccl")) == [
+    assert together(FACTS, asked=RequestedRun("cpu", "nccl")) == [
         ("error", "NCCL moves GPU memory, and a run on CPUs has none")
     ]
 

@@ -8,12 +8,12 @@ import pytest
 
 from jaxpp_async.doctor.facts import (
     UNLIMITED,
-    Asked,
     Examination,
     HostFacts,
     HostReport,
     IbPort,
     LinkReport,
+    RequestedRun,
     Ucx,
     UcxResource,
 )
@@ -49,29 +49,29 @@ def said(findings) -> list[tuple[str, str]]:
     ids=["well", "missing", "broken", "alone"],
 )
 def test_of_ucx_its_version_and_its_ways_are_told(facts, level, what):
-    assert said(judge_ucx("n1", facts, Asked())) == [(level, what)]
+    assert said(judge_ucx("n1", facts, RequestedRun())) == [(level, what)]
 
 
 def test_a_setting_of_the_users_that_leaves_ways_out_is_the_remedy():
     facts = replace(FACTS, ucx=Ucx("1", "", ()), settings={"UCX_TLS": "sm"})
-    (found,) = judge_ucx("n1", facts, Asked())
+    (found,) = judge_ucx("n1", facts, RequestedRun())
     assert found.remedy == "UCX_TLS=sm leaves them out: add tcp, or unset it"
 
 
 @pytest.mark.parametrize(
     ("facts", "asked", "levels"),
     [
-        (FACTS, Asked(), ["ok"]),
-        (replace(FACTS, ib_ports=()), Asked(), ["ok"]),
-        (replace(FACTS, ib_ports=(replace(PORT, state="DOWN"),)), Asked(), ["note"]),
+        (FACTS, RequestedRun(), ["ok"]),
+        (replace(FACTS, ib_ports=()), RequestedRun(), ["ok"]),
+        (replace(FACTS, ib_ports=(replace(PORT, state="DOWN"),)), RequestedRun(), ["note"]),
         (
             replace(FACTS, ib_ports=(replace(PORT, state="DOWN"),), settings={"UCX_NET_DEVICES": "mlx5_0:1"}),
-            Asked(),
+            RequestedRun(),
             ["error"],
         ),
-        (replace(FACTS, verbs_devices=0, memlock_bytes=65536), Asked(), ["ok", "warning", "warning"]),
-        (replace(FACTS, verbs_devices=0, memlock_bytes=65536), Asked(transport="tcp"), ["ok"]),
-        (replace(FACTS, ucx=Ucx("1", "/x", (TCP,))), Asked(), ["ok", "warning"]),
+        (replace(FACTS, verbs_devices=0, memlock_bytes=65536), RequestedRun(), ["ok", "warning", "warning"]),
+        (replace(FACTS, verbs_devices=0, memlock_bytes=65536), RequestedRun(transport="tcp"), ["ok"]),
+        (replace(FACTS, ucx=Ucx("1", "/x", (TCP,))), RequestedRun(), ["ok", "warning"]),
     ],
     ids=["well", "none", "down", "down and named", "locked out", "not asked for", "without rc"],
 )
@@ -81,7 +81,7 @@ def test_of_infiniband_it_is_told_whether_it_can_be_used(facts, asked, levels):
 
 def examination(calls_back: str | None = "", control_error: str = "") -> Examination:
     hosts = tuple(HostReport(name, facts=FACTS, calls_back=calls_back) for name in ("n1", "n2"))
-    return Examination(Asked(), HostReport("here"), hosts, control_error=control_error)
+    return Examination(RequestedRun(), HostReport("here"), hosts, control_error=control_error)
 
 
 def test_hosts_that_do_not_reach_this_machine_are_told_apart_from_those_that_were_not_tried():

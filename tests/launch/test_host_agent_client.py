@@ -46,7 +46,7 @@ class Stream:
         if not self.over.done():
             self.over.set_result(Death(-9, ()))
 
-    async def wait_over(self) -> Death:
+    async def wait_ended(self) -> Death:
         return await self.over
 
 

@@ -325,7 +325,7 @@ async def test_at_most_eight_handshakes_at_once():
 def test_the_address_that_reaches_the_hosts(monkeypatch, ways, address):
     theirs = {"a": "127.0.0.1", "here": "10.0.0.1"} if ways.get("a") == "127.0.0.1" else {"here": "10.0.0.1"}
     monkeypatch.setattr(
-        addresses_module, "_way_to", lambda name: ways[name] and (ways[name], theirs.get(name, "10.0.0.77"))
+        addresses_module, "_route_to", lambda name: ways[name] and (ways[name], theirs.get(name, "10.0.0.77"))
     )
     if address is not None:
         assert addresses_module.control_address(list(ways)) == address

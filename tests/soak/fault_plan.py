@@ -23,7 +23,7 @@ Link: TypeAlias = Literal[
 ]
 """Everything of a kind to and from a host is lost, or late. Nobody is to be replaced."""
 
-Asked: TypeAlias = Literal[
+RequestedRun: TypeAlias = Literal[
     "interrupt the loop",
     "cancel a run",
     "cancel an await",
@@ -36,14 +36,14 @@ Asked: TypeAlias = Literal[
 ]
 """What the one who trains does itself, between two steps or in one."""
 
-Kind: TypeAlias = Lethal | LethalCut | Harmless | Link | Asked
+Kind: TypeAlias = Lethal | LethalCut | Harmless | Link | RequestedRun
 
 LETHAL: tuple[Kind, ...] = (*get_args(Lethal), *get_args(LethalCut))
-ASKED: tuple[Kind, ...] = get_args(Asked)
+ASKED: tuple[Kind, ...] = get_args(RequestedRun)
 LINKS: tuple[Kind, ...] = (*get_args(LethalCut), *get_args(Link))
 """What takes hosts with links of their own."""
 
-KINDS: tuple[Kind, ...] = (*get_args(Lethal), *get_args(Harmless), *get_args(Asked))
+KINDS: tuple[Kind, ...] = (*get_args(Lethal), *get_args(Harmless), *get_args(RequestedRun))
 """What can happen anywhere."""
 
 PAUSE_S, BREATHER_S, BREATHERS = 0.8, 6.0, 0.5
