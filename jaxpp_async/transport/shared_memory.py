@@ -69,8 +69,8 @@ class SharedBlock:
             stays the same as long as `array` lives.
         array: the data as a flat uint8 array.
         ticket: the data by which peers find the block; None while the memory is not shared.
-        mark: a counter in the block into which a sender writes the serial number of the offer that it has
-            used.
+        mark: a 64-bit number in the block: a sender that was offered the block (`ucx/offers.py`) writes the
+            offer's serial number into it when it has written the data.
     """
 
     __slots__ = (
@@ -227,8 +227,8 @@ class MappedBlock:
         address: the address of its first byte in this process.
         size_bytes: the size of the whole block, including its trailer.
         freed: a flag in the block that is set once its owner has freed it.
-        mark: a counter in the block into which this side writes the serial number of the offer that it has
-            used, for the owner to read.
+        mark: a 64-bit number in the block: this side writes the serial number of the offer that it has used
+            into it, for the owner to read.
     """
 
     __slots__ = ("_whole", "address", "freed", "mark", "size_bytes")
@@ -265,8 +265,8 @@ class LocalPeer:
         """Return the process that made a mailbox's ticket.
 
         Returns:
-            The process; None if it is not on this host, because the boot id or the process id namespace
-            differs, or the mailbox does not contain the key.
+            The process; None if it is not on this host (the boot id or the process id namespace differs), if
+            its mailbox cannot be read or does not contain the key, or if the ticket is malformed.
         """
         if len(ticket) != _TICKET.size:
             return None

@@ -1,4 +1,4 @@
-"""Transfers between processes over UCX. The modules, in reading order:
+"""Transfer buffers between processes over UCX. The modules, in reading order:
 
 transport     the transport: links to peers, operations that UCX has not finished, aborts
 links         a connected peer, an operation, and their errors
