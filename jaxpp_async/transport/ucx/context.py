@@ -216,8 +216,8 @@ def set_environment() -> None:
 
 
 def check_config_file() -> None:
-    """Check that the working directory has no UCX settings file of another person, which could make UCX load
-    any library.
+    """Check that UCX, when it is loaded, will not read a settings file in the working directory that may be
+    somebody else's: such a file can make UCX load any library.
 
     Raises:
         MeshError: there is such a file, and the folder is neither the user's home nor named by
@@ -273,7 +273,8 @@ def shared_memory_folder() -> tuple[str | None, str]:
 
     Returns:
         The folder, and the reason why it is not /dev/shm, which is empty if it is. If /dev/shm cannot be
-        used, the folder is another one for temporary files of this user; None if none can be used.
+        used, the folder is another one in which this user may have open files that are deleted already; None
+        if there is none.
     """
     why = _unfit(SHARED_MEMORY)
     if not why:

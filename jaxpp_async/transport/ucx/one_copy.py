@@ -1,29 +1,31 @@
-"""Carry large messages within a host as one copy: the sender writes into the receiver's memory.
+"""Carry large messages within a host with one copy: the sender writes into the receiver's memory.
 
-UCX copies such a message twice, into a queue in shared memory and out of it. Here UCX carries only the
-protocol between the sender S and the receiver R:
+UCX copies such a message twice, into a queue in shared memory and out of it. In this module UCX carries only
+the messages of a protocol between the sender S and the receiver R. RTS means "ready to send", CTS "clear to
+send", FIN "finished", and a block is memory that the receiver shares (`shared_memory.SharedBlock`):
 
-    where the receive was posted first, 1 to 4 MiB     else, from 4 MiB on
+    where the receive was posted first, 1 to 4 MiB     otherwise, from 4 MiB on
     R -- CTS_AHEAD --> S   a block                     S -- RTS --> R   size, serial; under the message's tag
     S    writes                                        S <-- CTS -- R   a block, "as a message", or "refused"
     S -- empty FIN --> R   under the message's tag     S    writes a piece in each pass of its event loop
                                                        S -- FIN --> R   written, or "a message follows"
 
-A CTS_AHEAD (an offer, `offers.py`) names a block before any RTS: it stands in a ring that the sender reads,
-and nobody is woken. RTS and the empty FIN take the message's place under its tag, so messages match in the
-order of all others, and each side has one operation of UCX's open at any time, which fails as all do when the
-peer dies or is aborted. A sender without an offer holds a smaller message back for 1 ms if it is in a hurry
-(`Transport.hurry`); after that, or at once, the message goes by UCX. A receiver that fails puts other memory
-in the place of what a peer may still write to.
+A CTS_AHEAD, called an offer (`offers.py`), names a block before any RTS is sent. The receiver writes it into
+a ring that the sender reads, and wakes nobody. The RTS and the empty FIN are sent in place of the message
+under its tag, so that messages match in the same order as all others. Each side always has one UCX operation
+open, which fails like any other operation if the peer dies or is aborted. A sender without an offer holds a
+smaller message back for up to 1 ms if its caller only waits for transfers (`Transport.hurry`); after that, or
+immediately if the caller does not, the message is sent through UCX. If a receive fails, the receiver replaces
+the memory into which a peer may still write by other memory.
 
-Offered messages are written where they are posted, up to a piece's size in one pass of the loop; more of them
-wait for the next passes, and what is sent under their tags waits behind them. The sender writes only between
-two passes of its loop or where it posts, only into a block whose key it has read, never past the block's end;
-`drop` stops it at once.
+Offered messages are written within the post call, up to the size of one piece in each pass of the loop.
+Further ones are written in the next passes, and whatever is sent under their tags is sent after them. The
+sender writes only between two passes of its loop or within a post call, only into a block whose key it has
+read, and never past the block's end; `drop` stops it immediately.
 
-A peer that cannot read this process's mailbox could take an RTS for data. So a sender sends an RTS only to
-peers whose mailboxes say that they read its own. The message also stands in the mailbox, for a receive too
-short for the RTS.
+A peer that cannot read this process's mailbox could mistake an RTS for data. A sender therefore sends an RTS
+only to peers whose mailboxes say that they can read its own. The message is also announced in the sender's
+mailbox, for a receive that is too short for the RTS.
 """
 
 from __future__ import annotations
@@ -92,28 +94,51 @@ class Carrier(Protocol):
     """The transport that sends and receives the protocol's messages, and reports how transfers end."""
 
     def post_own_send(self, link: UcxLink, memory: Memory, tag: int, transfer: UcxTransfer | None) -> bool:
-        """Send; finishes `transfer` when the send has ended, or nothing. False: UCX refused, and it is
-        finished so."""
+        """Send a message of the one-copy protocol.
+
+        Args:
+            link: the link to the receiver.
+            memory: the message.
+            tag: the message's tag, without the sender's id.
+            transfer: the transfer to finish when the send has ended; None: no transfer depends on this send.
+
+        Returns:
+            False if UCX refused the send; the transfer, if any, has then been finished with that error.
+        """
         ...
 
     def post_own_recv(
         self, link: UcxLink, memory: Memory, tag: int, then: Callable[[int, int], None] | UcxTransfer
     ) -> None:
-        """Receive; calls `then` with status and length, or finishes the transfer."""
+        """Receive a message of the one-copy protocol.
+
+        Args:
+            link: the link to the sender.
+            memory: the memory to receive into.
+            tag: the message's tag, without the sender's id.
+            then: a callback that gets the status and the length of what came, or the transfer to finish with
+                them.
+        """
         ...
 
     def finish(self, transfer: UcxTransfer, status: int, length: int) -> None:
-        """Report how a transfer has ended, unless that was reported before."""
+        """Report how a transfer has ended to its caller, unless that was reported before.
+
+        Args:
+            transfer: the transfer.
+            status: UCX's status.
+            length: the number of bytes received; 0 for a send.
+        """
         ...
 
 
 class OneCopyMessages:
-    """One transport's messages of one copy.
+    """Both sides of the one-copy protocol for one transport, and the mailbox that they share.
 
     Args:
         carrier: the transport.
-        loop: on which pieces are written.
-        own_bits: this side's id, as peers' `sender_bits`.
+        loop: the event loop on which messages are written.
+        own_bits: this side's id as it is stored in tags; see `links.sender_bits_of`.
 
     Attributes:
         sender, receiver: the two sides of the protocol; they share no state.
@@ -133,55 +158,62 @@ class OneCopyMessages:
 
     @property
     def ticket(self) -> bytes:
-        """The mailbox's ticket, by which peers find out whether they are on this host; empty without a
+        """The mailbox's ticket, by which peers find out whether they are on this host; empty if there is no
         mailbox."""
         return self._mailbox.ticket if self._mailbox is not None else b""
 
     @property
     def busy(self) -> bool:
-        """Whether this side waits for offers, or it or a peer writes. Writing takes far longer than looking
-        for messages may, and looking takes memory bandwidth from whoever writes."""
+        """Whether this side holds messages back, or this side or a peer is writing a message. Writing takes
+        far longer than polling for messages should, and polling takes memory bandwidth from the process that
+        writes."""
         return self.sender.busy or self.receiver.num_being_written > 0
 
     def find_local_peer(self, ticket: bytes) -> LocalPeer | None:
-        """Return the process of a mailbox's ticket if it is on this host, and let it know that it may send an
-        RTS."""
+        """Return the process that made a mailbox's ticket, and publish that this process can read its
+        mailbox, so that the peer may send an RTS; None if the process is not on this host."""
         local_peer = LocalPeer.from_ticket(ticket) if self._mailbox is not None else None
         if self._mailbox is not None and local_peer is not None:
             self._mailbox.add_readable(local_peer)
         return local_peer
 
     def drop(self, link: UcxLink) -> None:
-        """Stop writing for a link: when this returns, its buffers are their owners' again, and no block of
-        the peer's is mapped."""
+        """Stop writing for a link. When this returns, the link's buffers belong to their owners again, and no
+        block of the peer is mapped."""
         self.sender.drop(link)
         if self._mailbox is not None and link.local_peer is not None:
             self._mailbox.remove_readable(link.local_peer)
             link.local_peer.unmap_blocks()
 
     def close(self) -> None:
-        """Give back the mailbox, after every link was dropped."""
+        """Close the mailbox; call this after every link was dropped."""
         if self._mailbox is not None:
             self._mailbox.close()
 
 
 def may_be_written(transfer: UcxTransfer) -> bool:
-    """Whether a message is large enough for one copy, and in host memory."""
+    """Return whether a message is large enough for the one-copy protocol, and in host memory."""
     return transfer.memory.size_bytes >= MIN_ONE_COPY_BYTES and not transfer.memory.on_device
 
 
 def may_be_offered(transfer: UcxTransfer) -> bool:
-    """Whether a receive is numbered and of a size that is offered."""
+    """Return whether a message is numbered and of a size for which receivers offer their blocks."""
     return transfer.number is not None and MIN_ONE_COPY_BYTES <= transfer.memory.size_bytes <= PIECE_BYTES
 
 
 def protocol_tag(tag: int, channel: int, serial: int) -> int:
-    """Make the tag of a CTS, a FIN or a following message: in the epoch of the announced message's tag."""
+    """Return the tag of a CTS, a FIN or a message that follows one.
+
+    Args:
+        tag: the tag of the message that was announced; the result has the same epoch.
+        channel: `CTS_CHANNEL` or `DATA_CHANNEL`.
+        serial: the serial number of the announcement.
+    """
     return tag >> EPOCH_SHIFT << EPOCH_SHIFT | channel << SEQUENCE_BITS | serial % _SEQUENCES
 
 
 def memory_with(size_bytes: int, content: bytes = b"") -> Memory:
-    """Allocate memory that holds `content`, to be sent, or into which something is received."""
+    """Allocate host memory of `size_bytes` that begins with `content`, to be sent or received into."""
     owner = ctypes.create_string_buffer(content, size_bytes)
     return Memory(ctypes.addressof(owner), size_bytes, owner)
 
@@ -190,19 +222,21 @@ def memory_with(size_bytes: int, content: bytes = b"") -> Memory:
 
 
 class OneCopyReceiver:
-    """The receiving side: offers receives, and answers each RTS with a CTS. It never waits.
+    """The receiving side of the one-copy protocol, which offers receives and answers each RTS with a CTS. It
+    never blocks.
 
-    A receive that has given its memory back has other memory at its address, so that no peer writes to it.
+    If a receive fails, its shared block is retired: other memory is put at its address, so that no peer
+    writes to it.
 
     Args:
         carrier: the transport.
-        ring: where receives are offered, if there is one.
-        own_bits: this side's id, as peers' `sender_bits`.
+        ring: the ring in which receives are offered; None if there is no mailbox.
+        own_bits: this side's id as it is stored in tags; see `links.sender_bits_of`.
 
     Attributes:
-        num_being_written: receives that peers write to at present, after a CTS.
-        exposed: receives into whose memory a peer might still write, because no other memory could be put
-            there. While there are any, this process may not go on.
+        num_being_written: the number of receives into which peers are writing now, after a CTS.
+        exposed: the receives into whose memory a peer might still write, because no other memory could be put
+            at its address. While there are any, their memory must not be used.
     """
 
     def __init__(self, carrier: Carrier, ring: OfferRing | None, own_bits: int):
@@ -212,13 +246,13 @@ class OneCopyReceiver:
 
     @staticmethod
     def share_block(memory: Memory) -> None:
-        """Share a receive's block again if it was retired, before UCX knows its memory: a failed receive
-        retires its block, and an abort has no time to share it again."""
+        """Share the block of a receive again if it was retired, before the receive is posted to UCX. A
+        receive that fails retires its block, and an abort has no time to share it again."""
         if isinstance(memory.owner, SharedBlock):
             memory.owner.share_again()
 
     def offer(self, transfer: UcxTransfer) -> None:
-        """Write a CTS_AHEAD for a receive that was posted, if it has a number and a block."""
+        """Offer a posted receive to its sender (CTS_AHEAD), if it has a number and a shared block."""
         number, block = transfer.number, transfer.memory.owner
         if self._ring is None or not isinstance(block, SharedBlock) or block.ticket is None:
             return
@@ -228,14 +262,16 @@ class OneCopyReceiver:
         transfer.offer = self._ring.put(transfer.tag | transfer.link.sender_bits, number, block.ticket)
 
     def interpret(self, transfer: UcxTransfer, status: int, length: int) -> tuple[int, int] | None:
-        """Interpret what a receive got that is not what it expected, or has the size of an RTS.
+        """Interpret a message that a receive got instead of data of the expected size, or that has the size
+        of an RTS; answer it if it is an RTS.
 
         Args:
-            transfer: the receive. status: UCX's.
-            length: how many bytes came.
+            transfer: the receive.
+            status: UCX's status.
+            length: the number of bytes that came.
 
         Returns:
-            Status and length as they are to be taken, or None: the receive goes on.
+            The status and the length with which the receive has ended; None if it has not ended yet.
         """
         serial, transfer.offer = transfer.offer, 0
         rts = self._read_rts(transfer, status) if length == RTS_BYTES else None
@@ -252,11 +288,13 @@ class OneCopyReceiver:
         return status, length
 
     def _read_rts(self, transfer: UcxTransfer, status: int) -> tuple[int, int] | None:
-        """Return serial and size of the announced message, if what a receive got is an RTS.
+        """Return the serial number and the size of the announced message; None if what a receive got is not
+        an RTS.
 
         Args:
-            transfer: the receive, which got as many bytes as an RTS has.
-            status: UCX's; where it says truncated, the RTS does not lie in the receive's memory.
+            transfer: the receive, which got a message as long as an RTS.
+            status: UCX's status; if it says that the message was truncated, the receive's memory does not
+                contain the RTS.
         """
         local_peer, memory = transfer.link.local_peer, transfer.memory
         if local_peer is None or status not in (STATUS_OK, STATUS_TRUNCATED):
@@ -267,8 +305,13 @@ class OneCopyReceiver:
         return next(iter(local_peer.announced(transfer.tag | self._own_bits)), None)
 
     def _accept(self, transfer: UcxTransfer, serial: int) -> None:
-        """Answer an RTS whose message has the right size: with the block, or "as a message" where there is
-        none."""
+        """Answer an RTS whose message has the right size: with the receive's shared block, or with "as a
+        message" if the receive has none.
+
+        Args:
+            transfer: the receive.
+            serial: the serial number in the RTS.
+        """
         memory, data_tag = transfer.memory, protocol_tag(transfer.tag, DATA_CHANNEL, serial)
         ticket = memory.owner.ticket if isinstance(memory.owner, SharedBlock) else None
         if ticket is None:
@@ -310,7 +353,8 @@ class OneCopyReceiver:
             self._carrier.post_own_recv(transfer.link, memory, data_tag, transfer)
 
     def _retire_block(self, transfer: UcxTransfer) -> None:
-        """Let a peer's late writes go to memory that nobody reads."""
+        """Replace the memory of a failed receive's block, so that a peer's late writes go into memory that
+        nobody reads."""
         try:
             transfer.memory.owner.retire()
         except OSError:
@@ -321,15 +365,15 @@ class OneCopyReceiver:
 
 
 class _Held(NamedTuple):
-    """How a message is held back: until when for its offer; or with its offer, until a later pass of the
-    loop."""
+    """A message's reason to be held back: with no offer, until the time `until_s` in case an offer comes;
+    with an offer, until a later pass of the loop may write it."""
 
     until_s: float
     offer: Offer | None = None
 
 
 class _PieceCopy(NamedTuple):
-    """A message that is written in pieces after a CTS."""
+    """A message that is being written into the receiver's block in pieces, after a CTS."""
 
     transfer: UcxTransfer
     target: MappedBlock  # held: it stays mapped, also when its owner has let go of it meanwhile
@@ -337,12 +381,13 @@ class _PieceCopy(NamedTuple):
 
 
 class OneCopySender:
-    """The sending side: writes messages into the blocks of offers and of CTS.
+    """The sending side of the one-copy protocol, which writes messages into the blocks that peers name in an
+    offer or a CTS.
 
     Args:
         carrier: the transport.
-        loop: on which pieces are written.
-        mailbox: where messages are announced, if there is one.
+        loop: the event loop on which messages are written.
+        mailbox: the mailbox in which messages are announced; None if there is none.
     """
 
     def __init__(self, carrier: Carrier, loop: asyncio.AbstractEventLoop, mailbox: Mailbox | None):
@@ -359,25 +404,26 @@ class OneCopySender:
 
     @property
     def busy(self) -> bool:
-        """Whether messages are held back or written in pieces."""
+        """Whether any message is held back or is being written in pieces."""
         return bool(self._copies) or bool(self._held)
 
     @property
     def holds_back(self) -> bool:
-        """Whether messages are held back: what is sent under their tags, however small, has to go behind
-        them."""
+        """Whether any message is held back. Later messages under its tag, however small, have to be sent
+        after it."""
         return bool(self._held)
 
     def send(self, transfer: UcxTransfer, hurried: bool) -> bool:
-        """Send a large message by one copy, or hold back any message behind held ones of its tag.
+        """Send a large message with one copy, or hold back any message that follows a held one of the same
+        tag.
 
         Args:
             transfer: the send.
-            hurried: the caller has nothing to do but wait, so that the message may be held back for its
-                offer.
+            hurried: whether the caller only waits for transfers, so that the message may be held back until
+                its receive is offered.
 
         Returns:
-            False: not possible now; nothing has been sent.
+            False if neither is possible now; nothing has been sent then.
         """
         if self._held and any(t.tag == transfer.tag and t.link is transfer.link for t in self._held):
             self._hold_back(transfer)
@@ -402,7 +448,8 @@ class OneCopySender:
         return True
 
     def drop(self, link: UcxLink) -> None:
-        """End every message to a link: its buffers are their owners' again when this returns."""
+        """End every message to a link. When this returns, the buffers of these messages belong to their
+        owners again."""
         if self._copies and self._copies[0].transfer.link is link:
             self._written_bytes = 0
         dropped = [copy.transfer for copy in self._copies if copy.transfer.link is link]
@@ -423,8 +470,11 @@ class OneCopySender:
         return offer if offer is not None and offer.ticket.size_bytes == transfer.memory.size_bytes else None
 
     def _write_offered(self, transfer: UcxTransfer, offer: Offer) -> bool:
-        """Write to the block of an offer and send the empty FIN. False: the block cannot be reached, or the
-        link has failed; nothing was sent."""
+        """Write a message into the block of an offer, and send the empty FIN.
+
+        Returns:
+            False if the block cannot be mapped or the link has failed; nothing has been sent then.
+        """
         memory, link, (serial, ticket) = transfer.memory, transfer.link, offer
         assert link.local_peer is not None
         assert link.offers is not None
@@ -452,8 +502,8 @@ class OneCopySender:
             self._unmap_freed(transfer.link)
 
     def _must_wait_for_next_pass(self, transfer: UcxTransfer) -> bool:
-        """Whether enough was written in this pass of the loop, so that a message has to wait for a later
-        one."""
+        """Return whether so much was written in this pass of the loop that a message has to be written in a
+        later one."""
         return 0 < self._pass_bytes > PIECE_BYTES - transfer.memory.size_bytes
 
     # ------------------------------------------------------------ holding back
@@ -468,8 +518,8 @@ class OneCopySender:
             self._loop.call_soon(self._retry_held)
 
     def _retry_held(self) -> None:
-        """Look for offers of held messages, write those that have one, and send those that were held long
-        enough."""
+        """Check the messages that are held back: write those that now have an offer, and send those without
+        one that were held long enough."""
         self._retry_scheduled, now_s = False, monotonic()
         ahead: set[tuple[int, int]] = set()  # link and tag of messages that are still held
         for transfer, held in list(self._held.items()):
@@ -483,7 +533,16 @@ class OneCopySender:
             self._schedule_retry()
 
     def _send_held(self, transfer: UcxTransfer, held: _Held, now_s: float) -> bool:
-        """Send a held message, if it is time. Returns: whether it was."""
+        """Write or send a message that is held back, if its offer or the end of its waiting time has come.
+
+        Args:
+            transfer: the send.
+            held: the reason for which it is held back.
+            now_s: the present time, in seconds.
+
+        Returns:
+            Whether the message is no longer held back.
+        """
         if transfer.link.failure is not None:
             del self._held[transfer]
             self._carrier.finish(transfer, STATUS_CANCELED, 0)
@@ -507,7 +566,11 @@ class OneCopySender:
     # ------------------------------------------------------------ into the block of a CTS
 
     def _send_rts(self, transfer: UcxTransfer) -> bool:
-        """Send an RTS, if the message is large enough. False: not possible now; nothing has been sent."""
+        """Announce a message to its receiver by an RTS, if the message is large enough.
+
+        Returns:
+            False if that is not possible now; nothing has been sent then.
+        """
         memory, link = transfer.memory, transfer.link
         if self._mailbox is None or link.local_peer is None or memory.size_bytes < MIN_RTS_BYTES:
             return False
@@ -563,7 +626,7 @@ class OneCopySender:
             self._loop.call_soon(self._copy_piece)
 
     def _copy_piece(self) -> None:
-        """Write the next piece of the first message."""
+        """Write the next piece of the message that is first in the queue."""
         self._copy_scheduled = False
         if not self._copies:
             return

@@ -1,18 +1,19 @@
 """Carry buffers between processes over UCX, on the event loop.
 
-UCX is driven on the event loop (`progress.py`), without threads, and copies nothing but large messages within
-a host (`one_copy.py`). Only while the caller does nothing but wait does it look for messages before it
-sleeps, and hold such a message back until it may be written. Every endpoint has error handling on, so that a
-large send can be ended; `abort` force-closes the endpoint and makes progress until UCX has let go of every
-buffer.
+UCX makes progress on the event loop (`progress.py`), without threads. This package copies no data itself
+except large messages within a host (`one_copy.py`). Only while the caller does nothing but wait does the
+transport poll for messages before the loop sleeps, and hold such a large message back until it may be
+written. Every endpoint has error handling switched on, so that a large send can be ended; `abort`
+force-closes the endpoint and lets UCX make progress until it has released every buffer.
 
-No buffer that UCX may still touch is freed or used again; the size of what arrives is checked; and UCX gets
-no address that was damaged, mixed up or is out of date (one garbage byte in a worker address ends the process
-there).
+No buffer that UCX may still use is freed or reused, the size of what arrives is checked, and UCX gets no
+address that was damaged, mixed up or is out of date (one garbage byte in a worker address would end the
+process).
 
-After a peer was killed, `abort` and close this transport and make a new one, with a new address: a process
-that dies while it writes into our shared-memory queue leaves a slot that UCX waits on for ever, so that this
-worker would never receive from anyone again (seen in one of about five kills in the middle of a transfer).
+After a peer was killed, `abort` and close this transport and make a new one, with a new address. A process
+that dies while it writes into this worker's shared-memory queue leaves a slot that UCX waits for for ever, so
+that the worker would never receive from anyone again. This happened in one of about five kills in the middle
+of a transfer.
 """
 
 from __future__ import annotations
@@ -75,19 +76,22 @@ ERROR_HANDLING = "JAXPP_UCX_ERROR_HANDLING"
 
 
 class UCXTransport(TransportBase):
-    """The `Transport` contract over UCX, on the running event loop (asyncio's own or uvloop).
+    """A transport over UCX, on the running event loop (asyncio's own or uvloop); see `Transport` for the
+    contract.
 
     Args:
-        peer_id: this side's id, from -1 (the controller) to 65534; peers name it in `send` and `recv`.
-        error_handling: UCX notices that a peer is gone, and can end what is under way. Without it, a large
-            transfer that has begun is ended by nothing, and an actor cannot live through an abort: for
-            measuring only. All peers have the same.
-        network: where it listens; then only admitted peers (`admit`) connect to sockets that other machines
-            reach. None: as the environment says, and everybody may connect.
+        peer_id: this side's id, from -1 (the controller) to 65534; peers use it in `send` and `recv`.
+        network: the network on which to listen. Then only admitted peers (see `admit`) can connect to sockets
+            to which other machines have access. None: the environment decides, and everybody may connect.
+        error_handling: whether UCX notices that a peer has died and can end transfers in progress. Without
+            it, nothing ends a large transfer that has begun, and an actor cannot survive an abort: use that
+            for measurements only. All peers need the same value.
 
     Raises:
         InstallError: ucxx is not installed.
-        MeshError: no network device of that name here, no port left in the range, or less than UCX needs.
+        TransferError: this process was forked after UCX had started.
+        MeshError: a network device that was named does not exist, no port of the range is free, UCX lacks
+            descriptors or shared memory, or strangers keep connecting.
     """
 
     def __init__(self, peer_id: Peer, *, network: Network | None = None, error_handling: bool = True):
@@ -248,8 +252,9 @@ class UCXTransport(TransportBase):
         await self._wait_released(peer)
 
     async def aclose(self) -> None:
-        """See `base.Transport`. Where it fails, because UCX holds buffers, a second call tries again, and the
-        transport tries again by itself, until UCX has let go."""
+        """Abort all transfers and close; see `Transport.aclose`. If that fails because UCX still uses
+        buffers, a second call tries again, and the transport itself tries again regularly until UCX has
+        released them."""
         if self._closing is None or (self._closing.done() and self._worker is not None):
             # A task of its own, so that a cancelled await still gives everything back.
             self._closing = self._loop.create_task(
@@ -260,8 +265,8 @@ class UCXTransport(TransportBase):
     # ------------------------------------------------------------ ends of transfers
 
     def _on_broken(self, cause: str) -> None:
-        """Fail every transfer now, because the worker is broken. The buffers stay held: UCX may still use
-        them."""
+        """Fail every transfer now, because the worker is broken. The buffers are kept alive, since UCX may
+        still use them."""
         self._progress.unwatch()
         for link in self._links.values():
             self._fail_link(link, cause)
@@ -272,12 +277,12 @@ class UCXTransport(TransportBase):
             self.finish(transfer, STATUS_CANCELED, 0)
 
     def _may_spin(self) -> bool:
-        """Whether to look for messages before sleeping: not while a message is copied, which takes far
-        longer."""
+        """Return whether to poll for messages before the loop sleeps: the caller only waits, transfers are
+        open, and no message is being copied, which takes far longer than polling should."""
         return self._is_hurried and bool(self._open) and not self._one_copy.busy
 
     def _finish_ended(self) -> bool:
-        """Finish the operations that have ended. Returns: whether there were any."""
+        """Report the outcome of the operations that have ended, and return whether there were any."""
         if self._failed:
             failed = [link for link in self._failed if self._links.get(link.peer) is link]
             self._failed.clear()
@@ -302,13 +307,16 @@ class UCXTransport(TransportBase):
         return True
 
     def _track(self, transfer: UcxTransfer, identity: int, result: int) -> None:
-        """Remember an operation that has not ended.
+        """Remember an operation that has been posted and has not ended.
 
         Args:
-            identity: its number. result: a request, or the status with which UCX refused it.
+            transfer: the operation.
+            identity: the number by which completions name the operation.
+            result: UCX's result of posting it, which is a request's handle or the status with which UCX
+                refused it.
 
         Raises:
-            TransferError: UCX refused it.
+            TransferError: UCX refused the operation.
         """
         self._schedule_run()
         if is_error(result):
@@ -320,7 +328,8 @@ class UCXTransport(TransportBase):
         self._open[identity] = transfer
 
     def finish(self, transfer: UcxTransfer, status: int, length: int) -> None:
-        """See `one_copy.Carrier`."""
+        """Report how a transfer has ended to its caller, unless that was reported before; see
+        `one_copy.Carrier.finish`."""
         done = transfer.done
         if done is None:  # a message of the one-copy protocol, or finished already
             then, transfer.then = transfer.then, None
@@ -350,17 +359,25 @@ class UCXTransport(TransportBase):
             self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
 
     def _note_received(self, link: UcxLink) -> None:
-        """Keep a peer's connection from children, once its first message shows that UCX has accepted it.
-        Where both peers called each other at once, there is another connection, which UCX may accept a moment
-        later."""
+        """Record that a peer's first message has come, and keep the peer's connection from child processes.
+        The message shows that UCX has accepted the connection.
+
+        If both peers connected to each other at the same time, UCX may accept a second connection a moment
+        later, so this is repeated after a delay.
+        """
         if not link.has_received:
             link.has_received = True
             keep_accepted_from_children()
             self._loop.call_later(_RETRY_S, keep_accepted_from_children)
 
     def _fail_link_of(self, transfer: UcxTransfer, cause: str) -> None:
-        """Fail the link of a message that will never come, though its peer waits for it and has counted
-        it."""
+        """Fail the link of a message that will never come, because the peer has already counted the message
+        and waits for it.
+
+        Args:
+            transfer: the message's transfer.
+            cause: the reason, for error messages.
+        """
         if transfer.link.failure is None:
             self._fail_link(transfer.link, cause)
             self._schedule_run()
@@ -372,7 +389,7 @@ class UCXTransport(TransportBase):
     # ------------------------------------------------------------ messages of the one-copy protocol
 
     def post_own_send(self, link: UcxLink, memory: Memory, tag: int, transfer: UcxTransfer | None) -> bool:
-        """See `one_copy.Carrier`."""
+        """Send a message of the one-copy protocol; see `one_copy.Carrier.post_own_send`."""
         if link.failure is not None:
             result = STATUS_CANCELED
         else:
@@ -392,7 +409,7 @@ class UCXTransport(TransportBase):
     def post_own_recv(
         self, link: UcxLink, memory: Memory, tag: int, then: Callable[[int, int], None] | UcxTransfer
     ) -> None:
-        """See `one_copy.Carrier`."""
+        """Receive a message of the one-copy protocol; see `one_copy.Carrier.post_own_recv`."""
         if isinstance(then, UcxTransfer):
             own = then
         else:
@@ -411,7 +428,8 @@ class UCXTransport(TransportBase):
     # ------------------------------------------------------------ ending
 
     def _fail_link(self, link: UcxLink, cause: str) -> None:
-        """End the receives of a lost peer that UCX has not matched, and cannot end itself."""
+        """Mark a link as lost, and cancel the receives that have not got a message, which UCX does not end
+        itself."""
         link.failure = f"link lost ({cause})"
         self._cancel_receives(link)
 
@@ -463,7 +481,13 @@ class UCXTransport(TransportBase):
         return self._links.get(link.peer) is not link
 
     def _discard_unexpected(self, sender_bits: int, epoch: int) -> None:
-        """Free the messages that a past epoch of a peer left in UCX's queue of unexpected messages."""
+        """Discard the messages of a peer's past epoch that arrived before any receive for them, which UCX
+        keeps in a queue.
+
+        Args:
+            sender_bits: the peer's id as it is stored in tags.
+            epoch: the past epoch (counts aborts of the whole mesh).
+        """
         if self._worker is None:
             return
         tag = epoch << EPOCH_SHIFT | sender_bits
@@ -490,7 +514,8 @@ class UCXTransport(TransportBase):
         await asyncio.sleep(0)
 
     def _close_late(self) -> None:
-        """Close, if UCX has let go by now; else try again later. Nobody waits for it."""
+        """Close the transport in the background if UCX has released all buffers by now; otherwise try again
+        after a delay."""
         self._progress.run()
         if self._open or self._one_copy.receiver.exposed:
             self._closing_late = self._loop.call_later(_RETRY_S, self._close_late)
@@ -502,20 +527,21 @@ class UCXTransport(TransportBase):
 
 
 def make_transport(peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]) -> UCXTransport:
-    """Make a process's transport, with error handling unless the environment says otherwise; a
-    `registry.Factory`."""
+    """Make a process's UCX transport, with error handling unless the environment variable
+    `JAXPP_UCX_ERROR_HANDLING` is `n`; this is a `registry.Factory`."""
     return UCXTransport(peer_id, network=network, error_handling=os.environ.get(ERROR_HANDLING, "y") != "n")
 
 
 def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...], AddressFilter | None]:
-    """Open a UCX context.
+    """Open a UCX context on which nobody has connected yet.
 
     Returns:
-        The context, the sockets on which it listens, and their filter, which lets nobody connect yet; None:
-        everybody may connect.
+        The context, the sockets on which it listens, and their address filter, which lets nobody connect yet.
+        The filter is None if everybody may connect.
 
     Raises:
-        As `open_context`.
+        MeshError: strangers connect to each context as soon as it listens, or as for `open_context`.
+        InstallError, TransferError: as for `open_context`.
     """
     for _ in range(_OPEN_TRIES):
         before = listening_sockets()
