@@ -1,4 +1,4 @@
-"""Transfers between GPUs over NCCL. The modules, in reading order:
+"""Transfer arrays between GPUs over NCCL. The modules, in reading order:
 
 order       links, and the order in which a program's transfers go on them
 transport   the transport: links to peers, steps, aborts

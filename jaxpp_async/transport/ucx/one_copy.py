@@ -236,7 +236,7 @@ class OneCopyReceiver:
     Attributes:
         num_being_written: the number of receives into which peers are writing now, after a CTS.
         exposed: the receives into whose memory a peer might still write, because no other memory could be put
-            at its address. While there are any, their memory must not be used.
+            at its address. If there are any, this process must exit.
     """
 
     def __init__(self, carrier: Carrier, ring: OfferRing | None, own_bits: int):
@@ -365,8 +365,8 @@ class OneCopyReceiver:
 
 
 class _Held(NamedTuple):
-    """A message's reason to be held back: with no offer, until the time `until_s` in case an offer comes;
-    with an offer, until a later pass of the loop may write it."""
+    """The state of a message that is held back. Without an offer, it waits for one until the time `until_s`,
+    in seconds of `time.monotonic`; with an offer, it waits to be written in a later pass of the loop."""
 
     until_s: float
     offer: Offer | None = None

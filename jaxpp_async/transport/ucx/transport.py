@@ -282,7 +282,8 @@ class UCXTransport(TransportBase):
         return self._is_hurried and bool(self._open) and not self._one_copy.busy
 
     def _finish_ended(self) -> bool:
-        """Report the outcome of the operations that have ended, and return whether there were any."""
+        """Fail the links that UCX has closed, and finish the operations that have ended. Return whether there
+        were any such operations."""
         if self._failed:
             failed = [link for link in self._failed if self._links.get(link.peer) is link]
             self._failed.clear()
