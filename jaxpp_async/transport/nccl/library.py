@@ -33,7 +33,8 @@ WORD_BYTES = 8
 
 
 class NcclFailure(JaxppAsyncError):
-    """The error that NCCL or CUDA refused a call or lost a peer; the message says which and why."""
+    """The error for a call that NCCL or CUDA has refused, or for a peer that was lost; the message says which
+    and why."""
 
 
 class CompletionEvent(Protocol):

@@ -1,9 +1,9 @@
 """Carry device memory between processes over NCCL.
 
-There is one communicator with one stream for each direction to each peer (`order.py`). `join` makes it before
-the first step; whoever creates the transports passes its id from one end to the other. On each communicator,
-transfers go in the program's order (`begin`). Threads call NCCL and wait for it; the event loop never does
-(`link_end.py`).
+There is one communicator with one stream for each direction between two devices of different processes,
+called a link (`order.py`). `join` makes it before the first step, with an id that the controller gets from
+one end and passes to the other. On each link, transfers go in the program's order (`begin`). Threads call
+NCCL and wait for it; the event loop never does (`link_end.py`).
 
 NCCL does not report that a peer has died: its kernels look for data for ever. `abort` therefore ends every
 communicator with `ncclCommAbort`, waits until their streams are empty, and only then gives buffers back. A
