@@ -247,7 +247,8 @@ def _locked(folder: str) -> Iterator[None]:
 
 def _try_to_lock(path: str) -> int | None:
     """Try once to lock a manifest's lock file, and return the descriptor to which the lock belongs; None if
-    it is locked already."""
+    another process has locked it. On a file system without locks, the file counts as locked by this
+    process."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -460,7 +460,8 @@ def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] =
         medium: the name of the transport, at most 8 ASCII letters.
         raw: the address as the medium gave it.
         peer: the id of the address's owner.
-        epoch: the epoch of the mesh (counts aborts of the whole mesh) in which the address is valid.
+        epoch: the epoch of the mesh (the number of aborts of the whole mesh so far) in which the address is
+            valid.
         hosts: the IP addresses on which the owner's TCP sockets listen, and from which it connects to others.
     """
     listed = ",".join(sorted(set(hosts))).encode("ascii")

@@ -43,7 +43,8 @@ class Network:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an IP address never leaves its machine."""
+    """Return whether an IP address is a loopback address, by which only processes of the same machine can
+    connect."""
     return ip_address(address).is_loopback
 
 

@@ -156,13 +156,13 @@ class SharedBlock:
 
 
 class Mailbox:
-    """Memory in which this process publishes what other processes of this host need to write into its
-    receives.
+    """Memory by which this process tells other processes of this host what they need to exchange large
+    messages with it.
 
-    A mailbox holds the messages that this process announces, as rows of (serial, tag, size in bytes); the
-    names of the mailboxes that this process can read; and a ring of the receives that it offers. Reading can
-    be one-sided: of two processes, one may be able to read the other's mailbox while the other cannot read
-    its own, because they belong to different users or one has no descriptors left.
+    A mailbox contains the messages that this process announces, as rows of (serial, tag, size in bytes); the
+    names of the mailboxes that this process can read; and a ring of the receives that it offers to senders.
+    Reading can be one-sided: of two processes, one may be able to read the other's mailbox while the other
+    cannot read its own, because they belong to different users or one has no descriptors left.
 
     Attributes:
         ticket: the bytes by which a peer finds the mailbox and proves that it runs on this host.
@@ -210,7 +210,7 @@ class Mailbox:
             self._readable[free[0]] = np.frombuffer(_name_of(local_peer.key), np.uint8)
 
     def remove_readable(self, local_peer: LocalPeer) -> None:
-        """Remove what `add_readable` has published about a peer."""
+        """Stop publishing that this process can read a peer's mailbox."""
         self._readable[(self._readable == np.frombuffer(_name_of(local_peer.key), np.uint8)).all(axis=1)] = 0
 
     def close(self) -> None:

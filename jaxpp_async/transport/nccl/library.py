@@ -85,7 +85,7 @@ class Channel(Protocol):
 
     def abort(self) -> None:
         """End all work and free the communicator, which may take seconds; no other method may be called
-        afterwards. Events that were recorded before complete."""
+        afterwards. This also completes the events that were recorded earlier."""
         ...
 
 

@@ -88,8 +88,8 @@ class NcclTransport(TransportBase):
         return seal(MEDIUM, self._library.version.encode("ascii"), self.peer_id, self.epoch)
 
     async def connect(self, peer: Peer, address: bytes) -> None:
-        """Check that `peer` is of this mesh and epoch (counts aborts of the whole mesh) and has the same
-        version of NCCL, and remember it. Links to it are made later, by `join`.
+        """Check that `peer` is of this mesh and epoch (the number of aborts of the whole mesh so far) and has
+        the same version of NCCL, and remember it. Links to it are made later, by `join`.
 
         Raises:
             ValueError: `peer` is this transport itself, or is connected already.

@@ -189,13 +189,14 @@ def check_takes_gpu_memory(found: Sequence[tuple[str, str]]) -> None:
 
 
 def shares_memory() -> bool:
-    """Return whether `UCX_TLS` allows UCX to use shared memory among the processes of one host. If the user
-    forbids that to UCX, this package does not share memory either."""
+    """Return whether the environment variable `UCX_TLS` allows UCX to use shared memory among the processes
+    of one host. If the user forbids that to UCX, this package does not share memory either."""
     return _names("sm", "shm", "mm", "posix")
 
 
 def _names(*kinds: str) -> bool:
-    """Return whether `UCX_TLS` allows UCX to use any transport of the given names."""
+    """Return whether the environment variable `UCX_TLS` allows UCX to use any transport of the given
+    names."""
     names = os.environ.get("UCX_TLS", _ENVIRONMENT["UCX_TLS"])
     named = {"all", *kinds} & set(names.removeprefix("^").split(","))
     return not named if names.startswith("^") else bool(named)

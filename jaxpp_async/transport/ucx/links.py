@@ -31,7 +31,8 @@ class UcxLink:
         offers: the receives that the peer offers; None if the peer is on another host or the link is closed,
             as for `local_peer`.
         handle: UCX's handle of the endpoint.
-        epoch: the epoch (counts aborts of the whole mesh) of the link's transfers; None before the first one.
+        epoch: the epoch (the number of aborts of the whole mesh so far) of the link's transfers; None before
+            the first one.
         failure: the reason for which nothing can be posted any more; None while transfers can be posted.
         has_received: whether any message has come from the peer.
     """
@@ -110,7 +111,11 @@ class UcxTransfer:
         self.then: Callable[[int, int], None] | None = None
 
     def describe(self, ours: Peer) -> str:
-        """Return a text with sender, receiver and tag, with which errors begin; `ours` is this side's id."""
+        """Return the beginning of an error's text, with sender, receiver and tag.
+
+        Args:
+            ours: this side's id.
+        """
         theirs = self.link.peer
         way = f"{ours} to peer {theirs}" if self.size_bytes == SENDING else f"{theirs} to peer {ours}"
         return f"transfer from peer {way}, tag {self.tag:#x}"

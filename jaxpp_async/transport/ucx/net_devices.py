@@ -86,8 +86,8 @@ def _read(names: str | None) -> tuple[list[str], bool]:
         names: the list as in the variable `UCX_NET_DEVICES`; None: the variable is not set.
 
     Returns:
-        The names, and whether UCX excludes these devices (True) or uses only these (False). Every device is
-        ([], True).
+        The names, and whether UCX excludes these devices (True) or uses only these (False). If UCX uses all
+        devices, no names and True.
     """
     text = names if names is not None else "all"
     listed = [name for name in text.removeprefix("^").split(",") if name]

@@ -91,7 +91,8 @@ _SWEEP_S = 1.0
 
 
 class Carrier(Protocol):
-    """The transport that sends and receives the protocol's messages, and reports how transfers end."""
+    """The transport that sends and receives the messages of the one-copy protocol, and reports how transfers
+    end."""
 
     def post_own_send(self, link: UcxLink, memory: Memory, tag: int, transfer: UcxTransfer | None) -> bool:
         """Send a message of the one-copy protocol.
@@ -133,7 +134,8 @@ class Carrier(Protocol):
 
 
 class OneCopyMessages:
-    """Both sides of the one-copy protocol for one transport, and the mailbox that they share.
+    """Both sides of the one-copy protocol for one transport, and their mailbox, which is memory that peers on
+    this host read.
 
     Args:
         carrier: the transport.
@@ -164,22 +166,23 @@ class OneCopyMessages:
 
     @property
     def busy(self) -> bool:
-        """Whether this side holds messages back, or this side or a peer is writing a message. Writing takes
-        far longer than polling for messages should, and polling takes memory bandwidth from the process that
-        writes."""
+        """Whether this side holds messages back until they may be written, or a message is being written by
+        this side or a peer. Writing takes far longer than polling for messages should, and polling takes
+        memory bandwidth from the process that writes."""
         return self.sender.busy or self.receiver.num_being_written > 0
 
     def find_local_peer(self, ticket: bytes) -> LocalPeer | None:
         """Return the process that made a mailbox's ticket, and publish that this process can read its
-        mailbox, so that the peer may send an RTS; None if the process is not on this host."""
+        mailbox, so that the peer may announce large messages (RTS); None if the process is not on this
+        host."""
         local_peer = LocalPeer.from_ticket(ticket) if self._mailbox is not None else None
         if self._mailbox is not None and local_peer is not None:
             self._mailbox.add_readable(local_peer)
         return local_peer
 
     def drop(self, link: UcxLink) -> None:
-        """Stop writing for a link. When this returns, the link's buffers belong to their owners again, and no
-        block of the peer is mapped."""
+        """Stop writing messages to a peer. When this returns, their buffers belong to their owners again, and
+        no memory of the peer is mapped."""
         self.sender.drop(link)
         if self._mailbox is not None and link.local_peer is not None:
             self._mailbox.remove_readable(link.local_peer)
@@ -202,11 +205,12 @@ def may_be_offered(transfer: UcxTransfer) -> bool:
 
 
 def protocol_tag(tag: int, channel: int, serial: int) -> int:
-    """Return the tag of a CTS, a FIN or a message that follows one.
+    """Return the tag of a message of the one-copy protocol: a CTS (clear to send), a FIN, or the data if it
+    is sent as an ordinary message after all.
 
     Args:
-        tag: the tag of the message that was announced; the result has the same epoch.
-        channel: `CTS_CHANNEL` or `DATA_CHANNEL`.
+        tag: the tag of the large message that was announced; the result has the same epoch.
+        channel: `CTS_CHANNEL`, or `DATA_CHANNEL` for FIN and data.
         serial: the serial number of the announcement.
     """
     return tag >> EPOCH_SHIFT << EPOCH_SHIFT | channel << SEQUENCE_BITS | serial % _SEQUENCES
@@ -222,8 +226,8 @@ def memory_with(size_bytes: int, content: bytes = b"") -> Memory:
 
 
 class OneCopyReceiver:
-    """The receiving side of the one-copy protocol, which offers receives and answers each RTS with a CTS. It
-    never blocks.
+    """The receiving side of the one-copy protocol. It offers receives to senders, and answers each
+    announcement of a message (RTS) with a CTS (clear to send). It never blocks.
 
     If a receive fails, its shared block is retired: other memory is put at its address, so that no peer
     writes to it.
@@ -246,13 +250,14 @@ class OneCopyReceiver:
 
     @staticmethod
     def share_block(memory: Memory) -> None:
-        """Share the block of a receive again if it was retired, before the receive is posted to UCX. A
-        receive that fails retires its block, and an abort has no time to share it again."""
+        """Share the memory of a receive with senders again if it was retired, before the receive is posted to
+        UCX. A receive that fails retires its shared block, and an abort has no time to share it again."""
         if isinstance(memory.owner, SharedBlock):
             memory.owner.share_again()
 
     def offer(self, transfer: UcxTransfer) -> None:
-        """Offer a posted receive to its sender (CTS_AHEAD), if it has a number and a shared block."""
+        """Offer the memory of a posted receive to its sender (CTS_AHEAD), if the receive is numbered and its
+        memory is a shared block."""
         number, block = transfer.number, transfer.memory.owner
         if self._ring is None or not isinstance(block, SharedBlock) or block.ticket is None:
             return
@@ -263,7 +268,7 @@ class OneCopyReceiver:
 
     def interpret(self, transfer: UcxTransfer, status: int, length: int) -> tuple[int, int] | None:
         """Interpret a message that a receive got instead of data of the expected size, or that has the size
-        of an RTS; answer it if it is an RTS.
+        of an RTS (the announcement of a large message). If it is an RTS, answer it.
 
         Args:
             transfer: the receive.
@@ -288,8 +293,8 @@ class OneCopyReceiver:
         return status, length
 
     def _read_rts(self, transfer: UcxTransfer, status: int) -> tuple[int, int] | None:
-        """Return the serial number and the size of the announced message; None if what a receive got is not
-        an RTS.
+        """Return the serial number and the size of the large message that a peer announces by an RTS; None if
+        what the receive got is not an RTS.
 
         Args:
             transfer: the receive, which got a message as long as an RTS.
@@ -305,8 +310,8 @@ class OneCopyReceiver:
         return next(iter(local_peer.announced(transfer.tag | self._own_bits)), None)
 
     def _accept(self, transfer: UcxTransfer, serial: int) -> None:
-        """Answer an RTS whose message has the right size: with the receive's shared block, or with "as a
-        message" if the receive has none.
+        """Answer the announcement (RTS) of a message of the right size: with the receive's shared block, into
+        which the peer then writes, or with "as a message" if the receive has none.
 
         Args:
             transfer: the receive.
@@ -353,8 +358,8 @@ class OneCopyReceiver:
             self._carrier.post_own_recv(transfer.link, memory, data_tag, transfer)
 
     def _retire_block(self, transfer: UcxTransfer) -> None:
-        """Replace the memory of a failed receive's block, so that a peer's late writes go into memory that
-        nobody reads."""
+        """Replace the memory of a failed receive, so that a peer's late writes go into memory that nobody
+        reads."""
         try:
             transfer.memory.owner.retire()
         except OSError:
@@ -365,15 +370,17 @@ class OneCopyReceiver:
 
 
 class _Held(NamedTuple):
-    """The state of a message that is held back. Without an offer, it waits for one until the time `until_s`,
-    in seconds of `time.monotonic`; with an offer, it waits to be written in a later pass of the loop."""
+    """The state of a message that is held back until its receiver offers memory to write it into. Without an
+    offer, it waits for one until the time `until_s`, in seconds of `time.monotonic`; with an offer, it waits
+    to be written in a later pass of the loop."""
 
     until_s: float
     offer: Offer | None = None
 
 
 class _PieceCopy(NamedTuple):
-    """A message that is being written into the receiver's block in pieces, after a CTS."""
+    """A message that is being written into the receiver's memory in pieces, after the receiver's CTS (clear
+    to send)."""
 
     transfer: UcxTransfer
     target: MappedBlock  # held: it stays mapped, also when its owner has let go of it meanwhile
@@ -381,8 +388,8 @@ class _PieceCopy(NamedTuple):
 
 
 class OneCopySender:
-    """The sending side of the one-copy protocol, which writes messages into the blocks that peers name in an
-    offer or a CTS.
+    """The sending side of the one-copy protocol, which writes messages into memory that receivers name in an
+    offer or in a CTS (clear to send).
 
     Args:
         carrier: the transport.
@@ -404,13 +411,13 @@ class OneCopySender:
 
     @property
     def busy(self) -> bool:
-        """Whether any message is held back or is being written in pieces."""
+        """Whether any message is held back for an offer of its receiver, or is being written in pieces."""
         return bool(self._copies) or bool(self._held)
 
     @property
     def holds_back(self) -> bool:
-        """Whether any message is held back. Later messages under its tag, however small, have to be sent
-        after it."""
+        """Whether any message is held back until its receiver offers memory for it. Later messages under its
+        tag, however small, have to be sent after it."""
         return bool(self._held)
 
     def send(self, transfer: UcxTransfer, hurried: bool) -> bool:
@@ -470,10 +477,11 @@ class OneCopySender:
         return offer if offer is not None and offer.ticket.size_bytes == transfer.memory.size_bytes else None
 
     def _write_offered(self, transfer: UcxTransfer, offer: Offer) -> bool:
-        """Write a message into the block of an offer, and send the empty FIN.
+        """Write a message into the memory that its receiver has offered, and send the empty FIN that tells
+        the receiver so.
 
         Returns:
-            False if the block cannot be mapped or the link has failed; nothing has been sent then.
+            False if the memory cannot be mapped or the link has failed; nothing has been sent then.
         """
         memory, link, (serial, ticket) = transfer.memory, transfer.link, offer
         assert link.local_peer is not None
@@ -502,8 +510,8 @@ class OneCopySender:
             self._unmap_freed(transfer.link)
 
     def _must_wait_for_next_pass(self, transfer: UcxTransfer) -> bool:
-        """Return whether so much was written in this pass of the loop that a message has to be written in a
-        later one."""
+        """Return whether so much was written in this pass of the event loop that this message has to be
+        written in a later one."""
         return 0 < self._pass_bytes > PIECE_BYTES - transfer.memory.size_bytes
 
     # ------------------------------------------------------------ holding back
@@ -518,8 +526,8 @@ class OneCopySender:
             self._loop.call_soon(self._retry_held)
 
     def _retry_held(self) -> None:
-        """Check the messages that are held back: write those that now have an offer, and send those without
-        one that were held long enough."""
+        """Check the messages that are held back for an offer: write those that now have one, and send those
+        without one that were held back long enough."""
         self._retry_scheduled, now_s = False, monotonic()
         ahead: set[tuple[int, int]] = set()  # link and tag of messages that are still held
         for transfer, held in list(self._held.items()):
@@ -533,12 +541,13 @@ class OneCopySender:
             self._schedule_retry()
 
     def _send_held(self, transfer: UcxTransfer, held: _Held, now_s: float) -> bool:
-        """Write or send a message that is held back, if its offer or the end of its waiting time has come.
+        """Write or send a message that was held back for an offer, if the offer has come or the time to wait
+        for it is over.
 
         Args:
             transfer: the send.
-            held: the reason for which it is held back.
-            now_s: the present time, in seconds.
+            held: the message's state since it is held back.
+            now_s: the present time, in seconds of `time.monotonic`.
 
         Returns:
             Whether the message is no longer held back.
@@ -566,7 +575,7 @@ class OneCopySender:
     # ------------------------------------------------------------ into the block of a CTS
 
     def _send_rts(self, transfer: UcxTransfer) -> bool:
-        """Announce a message to its receiver by an RTS, if the message is large enough.
+        """Announce a message to its receiver by an RTS (ready to send), if the message is large enough.
 
         Returns:
             False if that is not possible now; nothing has been sent then.

@@ -487,7 +487,7 @@ class UCXTransport(TransportBase):
 
         Args:
             sender_bits: the peer's id as it is stored in tags.
-            epoch: the past epoch (counts aborts of the whole mesh).
+            epoch: the past epoch (the number of aborts of the whole mesh so far).
         """
         if self._worker is None:
             return
