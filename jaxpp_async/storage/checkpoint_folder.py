@@ -185,7 +185,7 @@ def commit(
             check_files(folder, seen)
             os.replace(partial, path)
             sync_folder(folder)
-    except BaseException:  # whatever ended the commit, the partial file goes
+    except BaseException:  # whatever ended the commit, remove the partial file
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
@@ -217,7 +217,7 @@ def check_files(folder: str, files: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Lock a folder's manifest, so that other processes cannot replace it during the block.
+    """Lock a folder's manifest, so that other processes cannot replace it during the `with` block.
 
     A file system without locks cannot exclude other processes: two saves may then both replace one
     checkpoint. The last of them stays complete, and the files of the other remain in the folder.
@@ -234,7 +234,7 @@ def _locked(folder: str) -> Iterator[None]:
                 f"{shown(path)}: another save has held this lock for {LOCK_WAIT_S:g} s; a process that was "
                 "stopped there (SIGSTOP, a frozen container) has to go on or to be killed first"
             )
-        time.sleep(LOCK_LOOK_S)  # on a worker thread; no event tells of the end of a lock that is only tried
+        time.sleep(LOCK_LOOK_S)  # on a worker thread; nothing signals that the lock is free
     try:
         yield
     finally:
@@ -296,7 +296,7 @@ def remove(folder: str) -> tuple[str, ...]:
 
     Raises:
         OSError: a file cannot be removed.
-        CheckpointError: the manifest is not one (see `read_manifest`), or another process has kept its lock
+        CheckpointError: the manifest is invalid (see `read_manifest`), or another process has kept its lock
             for too long.
     """
     try:
@@ -321,7 +321,7 @@ def remove_leftovers(folder: str) -> list[str]:
 
     Raises:
         OSError: a file cannot be removed.
-        CheckpointError: the manifest is not one (see `read_manifest`), or another process has kept its lock
+        CheckpointError: the manifest is invalid (see `read_manifest`), or another process has kept its lock
             for too long.
     """
     with _locked(folder):

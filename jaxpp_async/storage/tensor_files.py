@@ -102,8 +102,8 @@ def write(
         OSError: the file cannot be written, for example because the disk is full.
         InterruptedError: `is_stopped` returned True.
     """
-    # Wide elements come first, as the library has them: each array then starts at a multiple of its element's
-    # size.
+    # Wide elements come first, as in files of the safetensors library, so that each array starts at a
+    # multiple of its element's size.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     header = _header(names, arrays, metadata)
     partial = path + PARTIAL
@@ -114,7 +114,7 @@ def write(
             os.fsync(file.fileno())
             size = file.tell()
         os.replace(partial, path)
-    except BaseException:  # whatever ended the writing, a part of a file is of no use
+    except BaseException:  # whatever ended the writing, a partial file is useless
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
@@ -254,7 +254,7 @@ def _write_all(file: BinaryIO, data: memoryview, is_stopped: Callable[[], bool])
     while len(data):
         if is_stopped():
             raise InterruptedError("the save was stopped")
-        # An unbuffered write may take less than it was given, as it does shortly before a disk is full.
+        # An unbuffered write may write less than it was given, for example shortly before a disk is full.
         count = file.write(data[:_BLOCK_BYTES])
         digest.update(data[:count])
         data = data[count:]
@@ -272,7 +272,7 @@ def _open_to_read(path: str) -> BinaryIO:
             might never end.
         OSError: the file cannot be opened.
     """
-    # O_NONBLOCK: else opening a pipe would wait until another process writes to it.
+    # O_NONBLOCK: otherwise opening a pipe would block until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -307,7 +307,7 @@ def _read_array(
     size_bytes = math.prod(wanted.shape) * dtype.itemsize
     begin = start + _offset(path, entries, wanted, size_bytes)
     missing = begin + size_bytes - os.fstat(file.fileno()).st_size
-    if missing > 0:  # raised before memory is allocated for the array
+    if missing > 0:  # checked before memory is allocated for the array
         raise _cut_off(path, wanted, missing)
     file.seek(begin)
     memory = np.empty(size_bytes, np.uint8)

@@ -265,21 +265,21 @@ def post_future(
     future: asyncio.Future[None] = loop.create_future()
 
     def done(error: Exception | None) -> None:
-        if future.done():  # its await was cancelled
+        if future.done():  # the future was cancelled
             return
         if error is None:
             future.set_result(None)
             return
         future.set_exception(error)
         if isinstance(error, TransferError):
-            # Marks it as seen: a failed link ends many transfers, most of which nobody awaits.
+            # Marks the error as retrieved: a failed link ends many transfers, most of which nobody awaits.
             future.exception()
 
     try:
         if post(memory, peer, tag, done):
             future.set_result(None)
     except TransferError as error:
-        done(error.with_traceback(None))  # the traceback has this frame, which holds future and memory
+        done(error.with_traceback(None))  # the traceback refers to this frame, and so to future and memory
     return future
 
 
@@ -392,8 +392,8 @@ def locate(buffer: Any, *, writable: bool) -> tuple[int, int]:
     """
     if type(buffer) is np.ndarray and not buffer.dtype.hasobject:
         try:
-            # A third of the cost of __array_interface__; takes only contiguous, writable arrays of plain
-            # dtypes.
+            # This costs a third of __array_interface__, but accepts only contiguous, writable arrays of
+            # plain dtypes.
             return ctypes.addressof(_Start.from_buffer(buffer)), buffer.nbytes  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError, BufferError):
             pass
@@ -448,7 +448,7 @@ def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 MAX_RAW_BYTES: Final = 1 << 16
 _MAGIC: Final = b"JXA"
 _VERSION: Final = 2
-# magic, version, medium, peer, epoch, how long the list of hosts is
+# magic, version, medium, peer, epoch, length of the list of hosts
 _HEADER: Final = struct.Struct(">3sB8siIH")
 _DIGEST_BYTES: Final = hashlib.sha256().digest_size
 
@@ -470,8 +470,8 @@ def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] =
 
 
 def hosts_of(address: bytes) -> tuple[str, ...]:
-    """Return the owner's IP addresses that a sealed address contains; none if it is not sealed, in which case
-    `unseal` raises an error."""
+    """Return the owner's IP addresses that an address made by `seal` contains; none if it was not made by
+    `seal`, in which case `unseal` raises an error."""
     start = _HEADER.size + _DIGEST_BYTES
     if len(address) < start or address[:4] != _MAGIC + bytes([_VERSION]):
         return ()

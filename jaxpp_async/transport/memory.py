@@ -121,7 +121,7 @@ class MemoryTransport(TransportBase):
         self._network = network
         self._links: dict[Peer, _Link] = {}
         self._streams: dict[tuple[Peer, int], _Stream] = {}
-        self._ended: list[_Transfer] = []  # whose `done` is still to be called
+        self._ended: list[_Transfer] = []  # transfers whose `done` has not been called yet
         self._closed = False
         self._address = network.join(self)
 
@@ -185,7 +185,7 @@ class MemoryTransport(TransportBase):
             self._end(transfer, TransferError(f"{transfer.what} failed: {cause}"))
         self._links[peer].sends.clear()
         for key in [key for key in self._streams if key[0] == peer]:
-            # Messages that came without a receive go with their epoch.
+            # Messages that arrived without a receive are discarded with their epoch.
             for transfer in self._streams.pop(key).receives:
                 self._end(transfer, TransferError(f"{transfer.what} failed: {cause}"))
 
@@ -212,7 +212,7 @@ class MemoryTransport(TransportBase):
         for transfer in ended:
             try:
                 transfer.done(transfer.error)
-            except Exception as failure:  # of the caller's code; the others are reported all the same
+            except Exception as failure:  # an error of the caller's code; go on with the others
                 self._loop.call_exception_handler(
                     {"message": f"{transfer.done} failed", "exception": failure}
                 )

@@ -81,13 +81,18 @@ _OWN_KIND = TransportKind("")
 
 def kind_of(name: str) -> TransportKind:
     """Return the capabilities of the transport of this name. A launcher may bring a transport of its own that
-    is not in the registry; its capabilities are the defaults, with which programs use it for everything."""
+    is not in the registry. For such a name the default capabilities are returned, with which programs use the
+    transport for everything."""
     return TRANSPORTS.get(name, _OWN_KIND)
 
 
 def transport_names(*, within_process: bool) -> tuple[str, ...]:
-    """Return the names of the transports that join actors of one process (`within_process`), or of those that
-    join processes."""
+    """Return the names of the transports that connect actors within one process, or of those that connect
+    processes.
+
+    Args:
+        within_process: whether to return the former.
+    """
     return tuple(name for name, kind in TRANSPORTS.items() if kind.within_process == within_process)
 
 
@@ -195,8 +200,8 @@ class ActorTransports:
 
     @property
     def required_ordered(self) -> OrderedTransport:
-        """The transport `programs` as an `OrderedTransport`, for messages that require one because they are
-        about links.
+        """The transport `programs` as an `OrderedTransport`, for requests about links, which only such a
+        transport has.
 
         Raises:
             ProtocolError: the transport is not an `OrderedTransport`.

@@ -1,9 +1,9 @@
 """Make memory into which another process of this host may write, and map such memory of other processes.
 
 The memory is a memfd. It has no name that could be left behind, and only processes of the same user can open
-it, by `/proc/PID/fd`. A peer's word that it runs on this host is not trusted: it must run on this host if a
-random key can be read from its memfd (see `Mailbox.ticket`). Memory into which a peer might still write is
-never used again: `SharedBlock.retire` puts other memory at its addresses.
+it, by `/proc/PID/fd`. A peer is not simply believed to run on this host: a random key that can be read from
+the peer's memfd proves it (see `Mailbox.ticket`). Memory into which a peer might still write is never used
+again: `SharedBlock.retire` puts other memory at its addresses.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SharedBlock:
         self._descriptor, key = _make_file(_whole_bytes(size_bytes))
         try:
             self._whole = _map(self._descriptor, _whole_bytes(size_bytes))
-        except BaseException:  # also a cancellation: nobody else would close it
+        except BaseException:  # including cancellations: nobody else would close it
             os.close(self._descriptor)
             raise
         self.array = self._whole[:size_bytes]
@@ -129,16 +129,16 @@ class SharedBlock:
         self._is_retired = True
 
     def share_again(self) -> None:
-        """Share a retired block again, if the system has memory for that; otherwise leave its memory private.
-        The block's content is lost."""
+        """Share the block again if it was retired and the system has memory for that; otherwise do nothing.
+        The content of a retired block is lost."""
         if not self._is_retired:
             return
-        self._is_retired = False  # tried once: it takes long to make large memory, and to be refused it
+        self._is_retired = False  # tried once, because making large memory takes long, even if it fails
         with contextlib.suppress(OSError):
             self._descriptor, key = _make_file(_whole_bytes(self.size_bytes))
             try:
                 _map_at(self.address, self._descriptor, _whole_bytes(self.size_bytes))
-            except BaseException:  # also a cancellation: nobody else would close it
+            except BaseException:  # including cancellations: nobody else would close it
                 os.close(self._descriptor)
                 raise
             self._share(key)
@@ -198,7 +198,7 @@ class Mailbox:
         return row
 
     def withdraw(self, row: int) -> None:
-        """Remove an announcement, and free its row."""
+        """Remove the announcement in a row that `announce` returned, and free the row."""
         self._rows[row] = 0
         self._free.append(row)
 
@@ -318,15 +318,15 @@ class LocalPeer:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether any block of the peer is mapped into this process."""
+        """Whether any shared block of the peer is mapped into this process."""
         return bool(self._blocks)
 
     def unmap_blocks(self) -> None:
-        """Unmap every block of the peer."""
+        """Unmap every shared block of the peer from this process."""
         self._blocks.clear()
 
     def unmap_freed_blocks(self) -> None:
-        """Unmap every block that the peer has freed, because its memory stays allocated as long as any
+        """Unmap every shared block that the peer has freed, because its memory stays allocated as long as any
         process maps it."""
         for key in [key for key, block in self._blocks.items() if block.freed.value]:
             del self._blocks[key]
@@ -374,12 +374,12 @@ def _make_file(size_bytes: int) -> tuple[int, bytes]:
     try:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit != resource.RLIM_INFINITY and descriptor >= limit // 2:
-            # the kernel gives the lowest descriptor that is free
+            # The kernel gives the lowest free descriptor, so that it shows how many are in use.
             raise OSError(errno.EMFILE, "half of the descriptors are in use")
-        # Allocated now: a peer that writes must not find by SIGBUS that there is no memory left ...
+        # Allocated now, so that a peer that writes is not killed by SIGBUS because no memory is left ...
         os.posix_fallocate(descriptor, 0, size_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # ... or that the file has shrunk.
-    except BaseException:  # also a cancellation: nobody else would close it
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # ... or the file has shrunk.
+    except BaseException:  # including cancellations: nobody else would close it
         os.close(descriptor)
         raise
     return descriptor, os.urandom(_KEY_BYTES)

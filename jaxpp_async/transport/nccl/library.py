@@ -90,7 +90,8 @@ class Channel(Protocol):
 
 
 class NcclLibrary(Protocol):
-    """The calls of NCCL in one process."""
+    """The interface to NCCL and CUDA in one process, which makes communicators and the device memory for
+    their first messages."""
 
     @property
     def version(self) -> str:
@@ -116,7 +117,7 @@ class NcclLibrary(Protocol):
         ...
 
     def word(self, device: int, value: int) -> Memory:
-        """Allocate eight bytes on a device, and store the integer `value` in them."""
+        """Allocate eight bytes on a device, store the integer `value` in them, and return their memory."""
         ...
 
     def read_word(self, word: Memory) -> int:
@@ -167,7 +168,7 @@ class _Nccl:
 
     def __init__(self, cupy: Any, core: Any, path: str, version: str):
         self._cupy, self._core, self._version = cupy, core, version
-        # the one that nccl4py and XLA have loaded: a library is there once a process
+        # the same library that nccl4py and XLA have loaded: a process loads it once
         library = ctypes.CDLL(path)
         arguments = [
             ctypes.c_void_p,
@@ -198,7 +199,7 @@ class _Nccl:
 
     def word(self, device: int, value: int) -> Memory:
         with _failures(), self._cupy.cuda.Device(device):
-            # a copy: what is computed is compiled first
+            # copied from the host, because a computation on the device would be compiled first
             array = self._cupy.asarray(numpy.array([value], numpy.uint64))
             self._cupy.cuda.get_current_stream().synchronize()
         return Memory(array.data.ptr, WORD_BYTES, array)
@@ -245,7 +246,7 @@ class _Channel:
 
     def mark(self) -> CompletionEvent:
         with _failures(), self._device:
-            # block: it sleeps, and keeps no core busy
+            # block: a thread that waits for the event sleeps, instead of keeping a core busy
             event = self._cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._stream)
         return _Event(event)
@@ -274,10 +275,10 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Raise errors of CUDA, CuPy and nccl4py in the block as `NcclFailure`."""
+    """Turn the errors that CUDA, CuPy and nccl4py raise within the `with` block into `NcclFailure`."""
     try:
         yield
-    except Exception as error:  # theirs have no common base, and each means that the call was refused
+    except Exception as error:  # they have no common base class, and each means that the call was refused
         raise NcclFailure(_with_remedy(str(error))) from error
 
 

@@ -56,7 +56,8 @@ class NcclTransfer:
 
 
 class LinkEnd:
-    """One end of a link, with the communicator and the two threads that serve it.
+    """One end of a link, which is an NCCL communicator for one direction between two devices; with the two
+    threads that serve it.
 
     Args:
         link: the link.
@@ -72,7 +73,7 @@ class LinkEnd:
         self.failure: str | None = None
         self._loop, self._here = asyncio.get_running_loop(), here
         self._queue: TurnQueue[NcclTransfer] = TurnQueue()
-        self._going: deque[NcclTransfer] = deque()  # it is or was their turn; oldest first
+        self._going: deque[NcclTransfer] = deque()  # passed on to NCCL; oldest first
         self._to_call: queue.SimpleQueue[NcclTransfer | None] = queue.SimpleQueue()
         self._marks: queue.SimpleQueue[tuple[CompletionEvent, NcclTransfer] | None] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -155,14 +156,14 @@ class LinkEnd:
     def _finish_oldest(self) -> None:
         """Report that the oldest transfer has succeeded, unless the link has failed; `_end` then reports the
         transfer's failure."""
-        if self.failure is None:  # else `_end` reports it, when nothing can be written any more
+        if self.failure is None:  # otherwise `_end` reports it, when its memory is not used any more
             self._report(self._going.popleft(), None)
 
     def _report(self, transfer: NcclTransfer, error: Exception | None) -> None:
         try:
             transfer.done(error)
         except Exception as failure:
-            # of the caller's code; the other transfers have to be reported all the same
+            # An error of the caller's code: the other transfers have to be reported all the same.
             self._loop.call_exception_handler({"message": f"{transfer.done} failed", "exception": failure})
 
     # ------------------------------------------------------------ ending
@@ -199,7 +200,7 @@ class LinkEnd:
         _settle(self._opened, None, NcclFailure(self.failure or "ended"))
         if self._gone is not None:
             await asyncio.wait([self._gone], timeout=RELEASE_TIMEOUT_S)
-            if not self._gone.done() and self._going:  # without, NCCL may take its time
+            if not self._gone.done() and self._going:  # without open transfers, there is no hurry
                 raise TransferError(
                     f"{self.link}: NCCL still holds {self.num_open} buffers {RELEASE_TIMEOUT_S:.0f} s after "
                     "the abort; this process has to end"
@@ -235,11 +236,11 @@ class LinkEnd:
                 self._wait_ready(channel)
                 self._marks.put((channel.mark(), transfer))
         except Exception as error:
-            # NCCL reports it broken, or this is a defect: the loop waits for either
+            # NCCL reports the communicator broken, or this code has a bug; tell the loop in both cases.
             self._call_on_loop(self._fail, _error_text(error))
         if channel is not None:
             with contextlib.suppress(Exception):
-                # It has failed already; the stream has to end all the same.
+                # The communicator may have failed already; its stream has to be emptied all the same.
                 channel.abort()
         self._marks.put(None)
 
@@ -248,7 +249,7 @@ class LinkEnd:
             try:
                 return self._to_call.get(timeout=_CHECK_S)
             except queue.Empty:
-                channel.is_ready()  # raises, if it has failed
+                channel.is_ready()  # raises if the communicator has failed
         return None
 
     def _wait_ready(self, channel: Channel) -> None:
@@ -267,7 +268,7 @@ class LinkEnd:
                 mark.wait()
                 if transfer.check is not None and not self._stop.is_set():
                     transfer.check()
-            except Exception as error:  # as above
+            except Exception as error:  # as in `_call_nccl`
                 self._call_on_loop(self._fail, _error_text(error))
             else:
                 self._call_on_loop(self._finish_oldest)
@@ -277,7 +278,7 @@ class LinkEnd:
         threading.Thread(target=work, name=f"jaxpp NCCL peer {self._here}: {name}", daemon=True).start()
 
     def _call_on_loop(self, function: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop has closed, so that nobody waits
             self._loop.call_soon_threadsafe(function, *args)
 
 
@@ -288,7 +289,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -
         future.set_result(result)
     else:
         future.set_exception(error)
-        future.exception()  # marks it as seen: whoever waited may have gone
+        future.exception()  # marks the error as retrieved, because nobody may await the future any more
 
 
 def _error_text(error: Exception) -> str:

@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
-        # Streams share eight hardware queues otherwise: a receive that waits would hold up computation behind
-        # it.
+        # Otherwise streams share eight hardware queues, and a receive that waits would delay computation
+        # that is queued after it.
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-        # A kernel that is loaded at its first launch waits for the device, on which a receive may be waiting.
+        # Otherwise a kernel is loaded at its first launch and waits for the device, where a receive may wait.
         "CUDA_MODULE_LOADING": "EAGER",
     }
 )
@@ -108,7 +108,12 @@ class OrderedMessage(NamedTuple):
 
 
 class TransferDirection(NamedTuple):
-    """The sends from a process to one peer, or its receives from that peer."""
+    """One direction of a process's transfers: its sends to a peer, or its receives from that peer.
+
+    Args:
+        peer: the peer.
+        sends: whether these are the sends.
+    """
 
     peer: ProcessId
     sends: bool
@@ -174,8 +179,8 @@ def order_of(here: ProcessId, messages: Iterable[OrderedMessage]) -> StepOrder:
 
 
 class TurnQueue(Generic[T]):
-    """A queue that lets posted transfers go in the order of the step, and none before the step begins; for
-    one end of one link."""
+    """A queue for one end of one link that passes posted transfers on in the order of the step, and passes
+    none on before the step begins."""
 
     __slots__ = ("_held", "_next", "_order")
 
@@ -206,8 +211,8 @@ class TurnQueue(Generic[T]):
             item: the transfer.
 
         Returns:
-            The transfers that may go now, in order: this one and the later ones that waited for it, or none
-            if others have to go first.
+            The transfers to pass on now, in order: this one and the later ones that waited for it, or none if
+            others have to be passed on first.
 
         Raises:
             ProtocolError: the program has no such transfer on this link, or it was posted before.
@@ -236,7 +241,8 @@ class TurnQueue(Generic[T]):
 
 
 def rounds(links: Iterable[NcclLink]) -> list[list[NcclLink]]:
-    """Divide links into rounds, in which each process makes its links one after the other.
+    """Divide links into rounds, in which they are made: each process makes its links round by round, one at a
+    time.
 
     All processes use the same order, so that no circle of processes waits for one another. No process waits
     long either: in a round each has at most one link, and there are about as few rounds as possible. (In

@@ -152,7 +152,7 @@ class NcclTransport(TransportBase):
             ) from None
         except NcclFailure as error:
             raise await self._end_failed(end, str(error)) from error
-        except asyncio.CancelledError:  # a communicator that nobody waits for is not left behind
+        except asyncio.CancelledError:  # do not leave a communicator behind that nobody waits for
             await self._end_failed(end, "given up")
             raise
         if self._ends.get(link) is not end:  # an abort came after the first message

@@ -28,17 +28,17 @@ from jaxpp_async.transport.ucx.net_devices import DEVICES, addresses_of_devices,
 
 _LOG = logging.getLogger("jaxpp_async")
 
-# Not set, after measuring: larger segments (UCX_POSIX_SEG_SIZE) make messages of 16 MiB a tenth faster, but
-# then each small message that comes before its receive holds a larger one; and from 64 KiB on a full one has
-# length 0 (16 bits). A copy from process to process (cma) is not to be had: UCX keeps it from endpoints with
-# error handling.
+# Larger segments of shared memory (UCX_POSIX_SEG_SIZE) were measured and are not set: they make messages of
+# 16 MiB a tenth faster, but then each small message that comes before its receive occupies a larger segment,
+# and from 64 KiB on a full segment has length 0 (16 bits). Copies from process to process (cma) cannot be
+# used, because UCX does not allow them for endpoints with error handling.
 _ENVIRONMENT = {
-    # Error handling drops shared memory else, which is four times faster than TCP.
+    # Otherwise error handling excludes shared memory, which is four times faster than TCP.
     "UCX_MM_ERROR_HANDLING": "y",
-    "UCX_TLS": "^sysv",  # the user's whole group may map its segments; POSIX shared memory is the user's own
+    "UCX_TLS": "^sysv",  # the user's group can map System V segments; POSIX ones belong to the user alone
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    # A connect stops the event loop else until it is answered: 131 s where packets are lost. With 2 it gives
-    # up after 7 s.
+    # Otherwise a connect blocks the event loop until it is answered: 131 s if packets are lost. With two
+    # retries it gives up after 7 s.
     "UCX_TCP_CONN_NB": "y",
     "UCX_TCP_SYN_CNT": "2",
 }
@@ -125,7 +125,7 @@ def _settings(network: Network | None) -> dict[str, str]:
     found: dict[str, str] = {}
     if network is not None and network.addresses is not None and DEVICES not in os.environ:
         is_users = os.environ.get("UCX_TLS", _ENVIRONMENT["UCX_TLS"]) != _ENVIRONMENT["UCX_TLS"]
-        # A user who asks for TCP among the processes of one machine gets it there alone.
+        # If the user asks for TCP among the processes of one machine, it uses the loopback interface only.
         addresses = network.addresses or (("127.0.0.1",) if is_users and _names("tcp") else ())
         devices = devices_with(addresses)
         if devices is None:
@@ -237,7 +237,7 @@ def check_config_file() -> None:
 
 def _import_ucxx() -> Any:
     set_environment()
-    if "ucxx" not in sys.modules:  # UCX reads it once, as it is loaded
+    if "ucxx" not in sys.modules:  # UCX reads the file once, when it is loaded
         check_config_file()
     try:
         import ucxx._lib.libucxx as libucxx  # pyright: ignore[reportMissingImports]
@@ -274,8 +274,8 @@ def shared_memory_folder() -> tuple[str | None, str]:
 
     Returns:
         The folder, and the reason why it is not /dev/shm, which is empty if it is. If /dev/shm cannot be
-        used, the folder is another one in which this user may have open files that are deleted already; None
-        if there is none.
+        used, the folder is another one in which this user may have files (they are deleted as soon as they
+        are open); None if there is none.
     """
     why = _unfit(SHARED_MEMORY)
     if not why:
@@ -307,7 +307,7 @@ T = TypeVar("T")
 PORTS: Final = "UCX_TCP_PORT_RANGE"
 
 _LAST_PORT: Final = 65535
-_MIN_PORTS_TRIED: Final = 2000  # before a range has none, some 20 ms; a small range several times
+_MIN_PORTS_TRIED: Final = 2000  # some 20 ms, until a range counts as full; small ranges are repeated
 _MIN_ROUNDS: Final = 3
 
 
@@ -318,21 +318,21 @@ def with_free_port(make: Callable[[str | None], T], devices: str | None) -> T:
     Args:
         make: a function that makes a listening worker. It takes a range of one port, such as `"47000-47000"`,
             or None for the ports that the environment gives.
-        devices: the devices on which UCX listens, as in the variable `UCX_NET_DEVICES`.
+        devices: the devices on which UCX listens, as in the environment variable `UCX_NET_DEVICES`.
 
     Raises:
         MeshError: no port is free, or the variable does not contain a range of TCP ports.
     """
     given = os.environ.get(PORTS, "")
     ports = _read_range(given)
-    if ports is None or devices == "":  # any port, or UCX's own error; or it listens nowhere
+    if ports is None or devices == "":  # any port will do, UCX raises its own error, or UCX listens nowhere
         return make(None)
     for port in _free_ports(ports, addresses_of_devices(devices)):
         try:
             return make(f"{port}-{port}")
         except Exception as error:
-            # of ucxx, which is not imported here, so that its type is known by the name
-            if type(error).__name__ != "UCXXBusyError":  # taken since: the next
+            # An error of ucxx, which is not imported at this point, so that its type is known by name only.
+            if type(error).__name__ != "UCXXBusyError":  # the port was taken since; try the next
                 raise
     raise MeshError(
         f"ports= {given} ({PORTS}) has no free port left on host {socket.gethostname()}; each process there "
@@ -386,7 +386,7 @@ def _is_free(port: int, addresses: list[str]) -> bool:
     with contextlib.ExitStack() as sockets:
         try:
             for address in addresses:
-                # As UCX binds its own: without SO_REUSEADDR.
+                # Without SO_REUSEADDR, as UCX binds its own sockets.
                 sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)).bind((address, port))
         except OSError:
             return False

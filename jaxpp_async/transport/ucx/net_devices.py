@@ -30,8 +30,8 @@ def check_devices(names: str | None) -> None:
     Devices that are excluded (`"^docker0"`) need not exist, because the hosts of one mesh may differ.
 
     Args:
-        names: the devices as in the variable `UCX_NET_DEVICES`, such as `"eth0,mlx5_0:1"`; None: the variable
-            is not set.
+        names: the devices as in the environment variable `UCX_NET_DEVICES`, such as `"eth0,mlx5_0:1"`; None:
+            the variable is not set.
 
     Raises:
         MeshError: a device does not exist or is down, no device is left, or UCX would not accept the list.
@@ -48,7 +48,7 @@ def check_devices(names: str | None) -> None:
         )
     rdma = _names_in(_RDMA)
     there = _names_in(_NET) | rdma
-    if not there or (are_left_out and not listed):  # no sysfs here; or no word on them
+    if not there or (are_left_out and not listed):  # no sysfs, or all are allowed
         return
     down = {name for name in there if _is_down(name)}
     devices = [_without_port(name, rdma) for name in listed]
@@ -72,7 +72,7 @@ def is_used(names: str | None, device: str) -> bool:
     """Return whether UCX uses a device, which must exist and must not be an RDMA device.
 
     Args:
-        names: the devices as in the variable `UCX_NET_DEVICES`; None: the variable is not set.
+        names: the devices as in the environment variable `UCX_NET_DEVICES`; None: the variable is not set.
         device: the name of the device.
     """
     listed, are_left_out = _read(names)
@@ -83,7 +83,7 @@ def _read(names: str | None) -> tuple[list[str], bool]:
     """Split a list of network devices as UCX does: without patterns, and without stripping blanks.
 
     Args:
-        names: the list as in the variable `UCX_NET_DEVICES`; None: the variable is not set.
+        names: the list as in the environment variable `UCX_NET_DEVICES`; None: the variable is not set.
 
     Returns:
         The names, and whether UCX excludes these devices (True) or uses only these (False). If UCX uses all
@@ -115,7 +115,7 @@ def _names_in(folder: Path) -> set[str]:
 def _is_down(name: str) -> bool:
     try:
         return not int((_NET / name / "flags").read_text(), 16) & _UP
-    except (OSError, ValueError):  # an RDMA device
+    except (OSError, ValueError):  # an RDMA device has no such file
         return False
 
 
@@ -138,8 +138,8 @@ def devices_with(addresses: Collection[str]) -> str | None:
         addresses: IPv4 addresses of this machine; with none, UCX uses no network.
 
     Returns:
-        The list in the form of the variable `UCX_NET_DEVICES`; None if no interface of this machine has one
-        of the addresses.
+        The list in the form of the environment variable `UCX_NET_DEVICES`; None if no interface of this
+        machine has one of the addresses.
     """
     if not addresses:
         return ""
@@ -147,7 +147,7 @@ def devices_with(addresses: Collection[str]) -> str | None:
     if not set(addresses) <= {address for _, address in pairs}:
         return None
     taken = {name for name, address in pairs if address in addresses}
-    # Only those that UCX would use: it warns of others.
+    # Exclude only interfaces that UCX would otherwise use: it warns of others.
     others = {name for name, address in pairs if not address.startswith("169.254.")} | _with_ipv6()
     others = {name for name in others - taken if _is_running(name)}
     return "^" + ",".join(sorted(others)) if others else "all"
@@ -163,7 +163,7 @@ def addresses_of_devices(names: str | None) -> list[str]:
     IPv4 address.
 
     Args:
-        names: the devices as in the variable `UCX_NET_DEVICES`; None: the variable is not set.
+        names: the devices as in the environment variable `UCX_NET_DEVICES`; None: the variable is not set.
     """
     return [address for name, address in _interface_addresses() if is_used(names, name)]
 
@@ -195,6 +195,6 @@ def _is_running(name: str) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             answer = fcntl.ioctl(sock.fileno(), _GIVE_FLAGS, struct.pack("40s", name.encode()[:15]))
-        except OSError:  # it has gone
+        except OSError:  # the interface does not exist any more
             return False
     return struct.unpack_from("H", answer, 16)[0] & _RUNNING == _RUNNING

@@ -32,7 +32,7 @@ MOST_HELD = 1024
 """How many offers a link remembers until their messages are sent. With more, the oldest are forgotten."""
 
 _COUNT = struct.Struct("<Q")
-_ROW = struct.Struct("<QQQQi16s")  # serial, tag on the wire, number, then a `BlockTicket` with its size first
+_ROW = struct.Struct("<QQQQi16s")  # serial, wire tag, number, then a `BlockTicket` with its size first
 _CHECK = struct.Struct("<I")
 _FIRST_ROW, _ROW_BYTES = 64, 64
 _ROWS = (RING_BYTES - _FIRST_ROW) // _ROW_BYTES
@@ -135,7 +135,7 @@ class LinkOffers:
         self._ring, self._sender_bits = ring.data, sender_bits
         self._cursor = 0
         self._held: dict[tuple[int, int], Offer] = {}
-        self._asked: dict[int, int] = {}  # the latest number by tag: offers for earlier messages are past
+        self._asked: dict[int, int] = {}  # latest number by tag: earlier offers are dropped
         self.sent, self.received = MessageNumbers(), MessageNumbers()
         self.num_in_vain = 0
 

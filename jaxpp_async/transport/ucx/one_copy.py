@@ -123,7 +123,7 @@ class Carrier(Protocol):
         ...
 
     def finish(self, transfer: UcxTransfer, status: int, length: int) -> None:
-        """Report how a transfer has ended to its caller, unless that was reported before.
+        """Tell the caller of a transfer how it has ended, unless that was done before.
 
         Args:
             transfer: the transfer.
@@ -200,7 +200,8 @@ def may_be_written(transfer: UcxTransfer) -> bool:
 
 
 def may_be_offered(transfer: UcxTransfer) -> bool:
-    """Return whether a message is numbered and of a size for which receivers offer their blocks."""
+    """Return whether a receiver may offer its memory for a message before the message is sent: the message
+    must have a number under its tag and a suitable size."""
     return transfer.number is not None and MIN_ONE_COPY_BYTES <= transfer.memory.size_bytes <= PIECE_BYTES
 
 
@@ -383,7 +384,7 @@ class _PieceCopy(NamedTuple):
     to send)."""
 
     transfer: UcxTransfer
-    target: MappedBlock  # held: it stays mapped, also when its owner has let go of it meanwhile
+    target: MappedBlock  # this reference keeps it mapped even if its owner frees it meanwhile
     data_tag: int
 
 
@@ -401,13 +402,13 @@ class OneCopySender:
         self._carrier, self._loop, self._mailbox = carrier, loop, mailbox
         self._serials = itertools.count(1)
         self._copies: deque[_PieceCopy] = deque()
-        self._written_bytes = 0  # of the first of them
+        self._written_bytes = 0  # how much of the first of them is written
         self._copy_scheduled = False
         self._written: deque[UcxTransfer] = deque()  # to be finished in the loop's next pass
         self._pass_bytes = 0  # written to offered blocks in this pass of the loop
         self._held: dict[UcxTransfer, _Held] = {}
         self._retry_scheduled = False
-        self._mapped: set[LocalPeer] = set()  # peers whose blocks are mapped here
+        self._mapped: set[LocalPeer] = set()  # peers of whom this process maps blocks
 
     @property
     def busy(self) -> bool:
@@ -496,8 +497,8 @@ class OneCopySender:
         if not self._carrier.post_own_send(link, EMPTY_FIN, transfer.tag, None):
             return False
         self._pass_bytes += memory.size_bytes
-        # Finished in the loop's next pass: whoever awaits one send after another would find no offer
-        # otherwise.
+        # Finished in the loop's next pass: a caller that awaits one send after another would otherwise send
+        # before the receiver has offered its next receive.
         self._written.append(transfer)
         if len(self._written) == 1:
             self._loop.call_soon(self._finish_written)
@@ -529,7 +530,7 @@ class OneCopySender:
         """Check the messages that are held back for an offer: write those that now have one, and send those
         without one that were held back long enough."""
         self._retry_scheduled, now_s = False, monotonic()
-        ahead: set[tuple[int, int]] = set()  # link and tag of messages that are still held
+        ahead: set[tuple[int, int]] = set()  # link and tag of messages that are still held back
         for transfer, held in list(self._held.items()):
             key = (id(transfer.link), transfer.tag)
             # Finishing one transfer may drop others.
@@ -546,7 +547,7 @@ class OneCopySender:
 
         Args:
             transfer: the send.
-            held: the message's state since it is held back.
+            held: until when the message may be held back, and its offer if that has come already.
             now_s: the present time, in seconds of `time.monotonic`.
 
         Returns:
@@ -612,7 +613,7 @@ class OneCopySender:
         if not is_sound or verdict not in (REFUSED, AS_MESSAGE, WRITE):
             self._carrier.finish(transfer, STATUS_TRUNCATED, 0)
         elif verdict == REFUSED:
-            self._carrier.finish(transfer, STATUS_OK, 0)  # UCX does not tell a sender of wrong sizes either
+            self._carrier.finish(transfer, STATUS_OK, 0)  # UCX does not tell senders about wrong sizes either
         elif verdict == AS_MESSAGE:
             self._carrier.post_own_send(transfer.link, transfer.memory, data_tag, transfer)
         else:
@@ -648,7 +649,7 @@ class OneCopySender:
             ctypes.memmove(target.address + start, memory.address + start, size_bytes)
             self._written_bytes = start + size_bytes
             if self._written_bytes == memory.size_bytes:
-                # Finished first: whoever waits posts the next send before the transport looks for messages.
+                # Finished first, so that a waiting caller posts its next send before the transport polls.
                 self._finish_first_copy(STATUS_OK)
                 self._send_fin(transfer.link, data_tag, WRITTEN)
         self._schedule_copy()

@@ -88,7 +88,7 @@ class Progress:
         worker = self._worker
         if worker is None:
             return
-        self._running = True  # an operation that is posted by a `done` meanwhile needs no pass of its own
+        self._running = True  # operations that callbacks post meanwhile need no further run
         try:
             is_settled, was_idle = self._settle(worker)
         except self._failures as error:
@@ -132,8 +132,8 @@ class Progress:
             elif num_steps < _STEPS_PER_ROUND:
                 if self._may_spin() and self.adaptive_spin.should_spin(monotonic()):
                     self._poll(worker)
-                    # The loop's turn: messages that came have set futures, whose callbacks run in its next
-                    # pass.
+                    # Return to the loop: messages that came have set futures, whose callbacks run in its
+                    # next pass.
                     return False, False
                 if self._arm(worker):
                     return True, was_idle
@@ -142,7 +142,7 @@ class Progress:
     def _arm(self, worker: Any) -> bool:
         try:
             return worker.arm()
-        except self._disturbed:  # the datagram is read by now, like any other signal
+        except self._disturbed:  # UCX has read the datagram by now, so that it causes no more wake-ups
             return False
 
     def _poll(self, worker: Any) -> None:

@@ -57,7 +57,7 @@ class _EndpointInfo(ctypes.Structure):
     _fields_ = (
         ("field_mask", ctypes.c_uint64),
         ("name", ctypes.c_char * 32),
-        ("local_sockaddr", ctypes.c_uint64 * 16),  # 128 bytes, and aligned, as `struct sockaddr_storage` is
+        ("local_sockaddr", ctypes.c_uint64 * 16),  # 128 aligned bytes, like `struct sockaddr_storage`
         ("remote_sockaddr", ctypes.c_uint64 * 16),
         ("routes", ctypes.POINTER(_Route)),
         ("num_routes", ctypes.c_uint),
@@ -103,12 +103,12 @@ class TagPort:
         self._tag_send, self._tag_recv = self._ucp.ucp_tag_send_nbx, self._ucp.ucp_tag_recv_nbx
         self.free: Callable[[int], None] = self._ucp.ucp_request_free
         self.completed: list[tuple[int, int, int]] = []
-        # Kept for as long as UCX may call them.
+        # A reference is kept for as long as UCX may call them.
         self._callbacks = _completion_callbacks(self.completed)
         send_callback, recv_callback = (ctypes.cast(c, ctypes.c_void_p).value for c in self._callbacks)
         # UCX reads a parameter block only during the call, so one of each kind serves all calls.
         self._send_param = _Param(op_attr_mask=_FIELD_CALLBACK | _FIELD_USER_DATA, callback=send_callback)
-        # Receives never end at once: UCX tells only the callback how long a truncated message was.
+        # Receives never complete in the call: UCX tells only the callback how long a truncated message was.
         self._recv_param = _Param(
             op_attr_mask=_FIELD_CALLBACK | _FIELD_USER_DATA | _NO_IMMEDIATE, callback=recv_callback
         )
@@ -157,7 +157,7 @@ class TagPort:
         if not message:
             return None
         self._recv_param.user_data = identity
-        # Into no bytes at all: UCX then drops an eager message and releases the sender of a large one.
+        # Received into zero bytes: UCX then drops an eager message, and releases the sender of a large one.
         return self._ucp.ucp_tag_msg_recv_nbx(self._worker, None, 0, message, self._recv_param_at)
 
     def cancel(self, request: int) -> None:

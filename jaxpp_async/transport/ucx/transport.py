@@ -106,7 +106,7 @@ class UCXTransport(TransportBase):
         self._raw_address: bytes = self._worker.address.tobytes()
         self._links: dict[Peer, UcxLink] = {}
         self._open: dict[int, UcxTransfer] = {}
-        self._discarding: dict[int, int] = {}  # UCX's requests
+        self._discarding: dict[int, int] = {}  # UCX's requests of messages that are discarded
         self._identities = itertools.count(1)
         self._failed: list[UcxLink] = []
         self._past_epochs: dict[Peer, int] = {}
@@ -173,7 +173,7 @@ class UCXTransport(TransportBase):
             self._one_copy.find_local_peer(ticket) if shares_memory() else None,
             self._sender_bits,
         )
-        # The callback runs inside UCX's progress: it only notes the link, and _finish_ended acts on it.
+        # The callback runs inside UCX's progress: it only records the link, and _finish_ended fails it.
         failed = self._failed
         endpoint.set_close_callback(lambda: failed.append(link))
         self._links[peer] = link
@@ -208,7 +208,7 @@ class UCXTransport(TransportBase):
         )
         if result:
             self._track(UcxTransfer(link, memory, SENDING, tag, done, number), identity, result)
-        return result == 0  # a message that is on its way leaves UCX nothing to do
+        return result == 0  # 0: UCX has taken over the message, and needs no progress
 
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         if tag & MISPLACED_TAG_BITS:
@@ -225,7 +225,7 @@ class UCXTransport(TransportBase):
         result = self._port.recv(memory.address, size_bytes, tag | link.sender_bits, identity)
         completed = self._port.completed
         if completed and completed[-1] == (identity, STATUS_OK, size_bytes) and size_bytes != RTS_BYTES:
-            completed.pop()  # the message was here
+            completed.pop()  # the message had arrived before the receive
             self._port.free(result)
             self._note_received(link)
             self._schedule_run()
@@ -256,7 +256,7 @@ class UCXTransport(TransportBase):
         buffers, a second call tries again, and the transport itself tries again regularly until UCX has
         released them."""
         if self._closing is None or (self._closing.done() and self._worker is not None):
-            # A task of its own, so that a cancelled await still gives everything back.
+            # A task of its own, so that everything is released even if this await is cancelled.
             self._closing = self._loop.create_task(
                 self._close(), name=f"close UCX transport of peer {self.peer_id}"
             )
@@ -294,11 +294,11 @@ class UCXTransport(TransportBase):
             return False
         if self._is_hurried:
             self._progress.adaptive_spin.record_message(monotonic())
-        # A transfer's `done` may post, and what then ends at once is appended while this goes on.
+        # A transfer's `done` may post, which may append to this list during the loop.
         for identity, status, length in completed:
             transfer = self._open.pop(identity, None)
             if transfer is not None:
-                # None: discarded, or finished before, in a round that an interrupt cut short
+                # None: the message was discarded, or finished in an earlier call that was interrupted
                 if transfer.request:  # 0: UCX has refused it
                     self._port.free(transfer.request)
                 self.finish(transfer, status, length)
@@ -329,7 +329,7 @@ class UCXTransport(TransportBase):
         self._open[identity] = transfer
 
     def finish(self, transfer: UcxTransfer, status: int, length: int) -> None:
-        """Report how a transfer has ended to its caller, unless that was reported before; see
+        """Tell the caller of a transfer how it has ended, unless that was done before; see
         `one_copy.Carrier.finish`."""
         done = transfer.done
         if done is None:  # a message of the one-copy protocol, or finished already
@@ -343,7 +343,7 @@ class UCXTransport(TransportBase):
         if expected != SENDING and (status != STATUS_OK or length != expected or length == RTS_BYTES):
             interpreted = self._one_copy.receiver.interpret(transfer, status, length)
             if interpreted is None:
-                return  # it goes on
+                return  # the transfer has not ended yet
             status, length = interpreted
         transfer.done = None
         if expected != SENDING:
@@ -356,7 +356,7 @@ class UCXTransport(TransportBase):
         try:
             done(error)
         except Exception as failure:
-            # of the caller's code; the other transfers have to be finished all the same
+            # An error of the caller's code: the other transfers have to be finished all the same.
             self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
 
     def _note_received(self, link: UcxLink) -> None:
@@ -372,8 +372,8 @@ class UCXTransport(TransportBase):
             self._loop.call_later(_RETRY_S, keep_accepted_from_children)
 
     def _fail_link_of(self, transfer: UcxTransfer, cause: str) -> None:
-        """Fail the link of a message that will never come, because the peer has already counted the message
-        and waits for it.
+        """Fail the link of a message that was posted but will never arrive: the peer has counted the message
+        too, and would wait for it.
 
         Args:
             transfer: the message's transfer.
@@ -420,7 +420,7 @@ class UCXTransport(TransportBase):
         if link.failure is None:
             result = self._port.recv(memory.address, memory.size_bytes, tag | link.sender_bits, identity)
         self._schedule_run()
-        if is_error(result):  # finished by _finish_ended like all others, for this may be inside a post call
+        if is_error(result):  # _finish_ended reports it later, because this may be inside a post call
             self._fail_link_of(own, self._port.status_text(result))
             self._port.completed.append((identity, result, 0))
             result = 0
@@ -429,8 +429,8 @@ class UCXTransport(TransportBase):
     # ------------------------------------------------------------ ending
 
     def _fail_link(self, link: UcxLink, cause: str) -> None:
-        """Mark a link as lost, and cancel the receives that have not got a message, which UCX does not end
-        itself."""
+        """Mark a link as lost, and cancel its receives that no message has matched yet, because UCX does not
+        end them itself."""
         link.failure = f"link lost ({cause})"
         self._cancel_receives(link)
 
@@ -444,7 +444,7 @@ class UCXTransport(TransportBase):
         if endpoint.alive:
             endpoint.close_blocking()
         else:
-            # It has failed: closed for ucxx, which will do no more, but not for UCX.
+            # The endpoint has failed: ucxx considers it closed and will not close it, but UCX has it open.
             self._port.close_endpoint(link.handle)
 
     def _cancel_receives(self, link: UcxLink) -> None:
@@ -504,14 +504,14 @@ class UCXTransport(TransportBase):
             self._closing_late.cancel()
         try:
             await self.abort()
-        except Exception:  # whatever it is, UCX may still touch memory, which stays held until it does not
+        except Exception:  # any error: UCX may still use memory, so keep it alive and try again
             self._closing_late = self._loop.call_later(_RETRY_S, self._close_late)
             raise
         self._progress.end()
         self._worker = self._context = None
         self._one_copy.close()
         self._failed.clear()
-        # uvloop gives up its handle of the descriptor in its next pass.
+        # uvloop releases its handle of the descriptor in its next pass.
         await asyncio.sleep(0)
 
     def _close_late(self) -> None:
