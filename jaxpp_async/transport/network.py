@@ -207,8 +207,8 @@ class AddressFilter:
                     shut.symmetric_difference_update({net})
 
     def has_connections(self) -> bool:
-        """Return whether anybody has connected to one of the sockets, or waits to be accepted. Since this is
-        asked before any peer knows of the sockets, such a connection is a stranger's."""
+        """Return whether anybody has connected to one of the sockets or is waiting to be accepted. Since this
+        is asked before any peer knows of the sockets, such a connection is a stranger's."""
         places = {(one.address, one.port) for one in self._sockets}
         for one in self._sockets:
             with contextlib.suppress(_GoneError), _open_own(one) as sock:
@@ -225,8 +225,8 @@ class AddressFilter:
 
 
 def refuse_strangers(sockets: Iterable[ListeningSocket], addresses: Iterable[str]) -> None:
-    """Let only these addresses connect to some sockets for as long as they exist; log it if the kernel cannot
-    refuse connections.
+    """Let only these addresses connect to some sockets, for as long as the sockets exist. If the kernel
+    cannot refuse connections, a warning is logged.
 
     Raises:
         OSError: the kernel refuses a change although it supports the option.
@@ -289,7 +289,7 @@ def _open_own(one: ListeningSocket):
 
 
 def _own_end(sock: socket.socket) -> tuple[str, int]:
-    """Return the address and port of a socket's own end. An IPv4 address is returned as such even if the
-    socket serves both IP versions."""
+    """Return the address and port of a socket's own end. An IPv4 address is returned in its usual form even
+    if the socket serves both IP versions."""
     address, port = sock.getsockname()[:2]
     return address.partition("%")[0].removeprefix("::ffff:"), port

@@ -318,7 +318,7 @@ class LocalPeer:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether any shared block of the peer is mapped into this process."""
+        """This is True while any shared block of the peer is mapped into this process."""
         return bool(self._blocks)
 
     def unmap_blocks(self) -> None:

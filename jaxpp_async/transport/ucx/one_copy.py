@@ -166,9 +166,9 @@ class OneCopyMessages:
 
     @property
     def busy(self) -> bool:
-        """Whether this side holds messages back until they may be written, or a message is being written by
-        this side or a peer. Writing takes far longer than polling for messages should, and polling takes
-        memory bandwidth from the process that writes."""
+        """This is True while this side holds messages back until they may be written, and while this side or
+        a peer is writing a message. Writing takes far longer than polling for messages should, and polling
+        takes memory bandwidth from the process that writes."""
         return self.sender.busy or self.receiver.num_being_written > 0
 
     def find_local_peer(self, ticket: bytes) -> LocalPeer | None:
@@ -412,13 +412,14 @@ class OneCopySender:
 
     @property
     def busy(self) -> bool:
-        """Whether any message is held back for an offer of its receiver, or is being written in pieces."""
+        """This is True while any message is held back for an offer of its receiver, or is being written in
+        pieces."""
         return bool(self._copies) or bool(self._held)
 
     @property
     def holds_back(self) -> bool:
-        """Whether any message is held back until its receiver offers memory for it. Later messages under its
-        tag, however small, have to be sent after it."""
+        """This is True while any message is held back until its receiver offers memory for it. Later messages
+        under its tag, however small, have to be sent after it."""
         return bool(self._held)
 
     def send(self, transfer: UcxTransfer, hurried: bool) -> bool:
