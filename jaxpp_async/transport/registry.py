@@ -91,7 +91,7 @@ def transport_names(*, within_process: bool) -> tuple[str, ...]:
     processes.
 
     Args:
-        within_process: whether to return the former.
+        within_process: whether actors within one process (True) or processes (False) are to be connected.
     """
     return tuple(name for name, kind in TRANSPORTS.items() if kind.within_process == within_process)
 

@@ -54,7 +54,8 @@ class Offer(NamedTuple):
 
 
 class OfferRing:
-    """The latest `_ROWS` offers of one transport to all peers on this host, in memory that the peers read.
+    """A ring of the latest `_ROWS` receives that one transport offers to peers on this host, in memory that
+    the peers read.
 
     Args:
         ring: `RING_BYTES` of memory that peers can read.
@@ -65,7 +66,8 @@ class OfferRing:
         self._count = 0
 
     def put(self, wire_tag: int, number: int, ticket: BlockTicket) -> int:
-        """Offer a shared block to the sender whose id is in the tag.
+        """Offer the shared block of a receive to the sender whose id is in the tag, so that it can write the
+        message into the block.
 
         Args:
             wire_tag: the tag of the receive as UCX sees it, with the sender's id.
@@ -94,11 +96,12 @@ class MessageNumbers:
         self._next: dict[int, int] = {}
 
     def next(self, tag: int) -> int | None:
-        """Count a message under a tag, and return its number.
+        """Count a message under a tag, and return its number, by which a sender finds the offer of the
+        message's receive.
 
         Receives of the host channel and of replicas (copies of the state kept for restarts) are never
-        offered, so no sender waits for an offer of theirs. Besides, each tag of the host channel is used
-        once, and would be remembered for ever.
+        offered, so their messages need no number. Besides, each tag of the host channel is used once, and
+        would be remembered for ever.
 
         Returns:
             The number; None for a message of the host channel or of replicas.
@@ -110,13 +113,13 @@ class MessageNumbers:
         return number
 
     def give_back(self, tag: int) -> None:
-        """Undo the last `next` of a tag, because UCX has refused the message."""
+        """Undo the last `next` of a tag, because UCX has refused to send or receive that message."""
         self._next[tag] -= 1
 
 
 class LinkOffers:
-    """The offers that a peer has made to this side over one link, and the numbers of the messages exchanged
-    over it. A new connection starts with a new object.
+    """The offers of receives that a peer has made to this side over one link, and the numbers of the messages
+    exchanged over it. A new connection starts with a new object.
 
     Args:
         ring: the peer's ring of offers, mapped into this process.

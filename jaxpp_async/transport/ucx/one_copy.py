@@ -412,8 +412,8 @@ class OneCopySender:
 
     @property
     def busy(self) -> bool:
-        """This is True while any message is held back for an offer of its receiver, or is being written in
-        pieces."""
+        """This is True while any message is held back until its receiver offers memory for it, or is being
+        written in pieces."""
         return bool(self._copies) or bool(self._held)
 
     @property
@@ -528,8 +528,8 @@ class OneCopySender:
             self._loop.call_soon(self._retry_held)
 
     def _retry_held(self) -> None:
-        """Check the messages that are held back for an offer: write those that now have one, and send those
-        without one that were held back long enough."""
+        """Check the messages that are held back until their receiver offers memory for them: write those that
+        now have an offer, and send those without one that were held back long enough."""
         self._retry_scheduled, now_s = False, monotonic()
         ahead: set[tuple[int, int]] = set()  # link and tag of messages that are still held back
         for transfer, held in list(self._held.items()):
@@ -543,8 +543,8 @@ class OneCopySender:
             self._schedule_retry()
 
     def _send_held(self, transfer: UcxTransfer, held: _Held, now_s: float) -> bool:
-        """Write or send a message that was held back for an offer, if the offer has come or the time to wait
-        for it is over.
+        """Write or send a message that was held back until its receiver offers memory for it, if the offer
+        has come or the time to wait for it is over.
 
         Args:
             transfer: the send.

@@ -11,9 +11,9 @@ address that was damaged, mixed up or is out of date (one garbage byte in a work
 process).
 
 After a peer was killed, `abort` and close this transport and make a new one, with a new address. A process
-that dies while it writes into this worker's shared-memory queue leaves a slot that UCX waits for for ever, so
-that the worker would never receive from anyone again. This happened in one of about five kills in the middle
-of a transfer.
+that dies while it writes into this worker's shared-memory queue leaves a slot on which UCX then waits for
+ever, so that the worker would never receive from anyone again. This happened in one of about five kills in
+the middle of a transfer.
 """
 
 from __future__ import annotations
