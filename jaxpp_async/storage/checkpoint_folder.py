@@ -1,12 +1,14 @@
 """Name the files in a checkpoint's folder, and make a set of files the folder's checkpoint atomically.
 
-The files of each save have names of their own, so that an older checkpoint in the same folder stays whole
-beside them, and so do the files that another save is writing. The manifest alone is shared: a save replaces
-the manifest that it found when it began, and from that moment on the folder holds the new checkpoint. A save
-removes its own files if it fails, else the files that the replaced manifest has named, and no others: no file
-of the manifest in place is ever removed, however many saves there are.
+The files of each save have names of their own, so that neither an older checkpoint in the same folder nor the
+files that another save is writing are overwritten. Only the manifest, which names a checkpoint's files, is
+shared: a save replaces the manifest that it found when it began, and from that moment on the folder contains
+the new checkpoint. A save that fails removes its own files; a save that succeeds removes the files that the
+replaced manifest named. No other files are removed, so that no file of the current manifest ever is, however
+many saves there are.
 
-Only `read_manifest` and `commit` have to be atomic: a store without a rename has a conditional put for them.
+Only `read_manifest` and `commit` have to be atomic: a store without a rename can use a conditional put for
+them.
 """
 
 from __future__ import annotations
@@ -52,18 +54,24 @@ _PARTIAL = re.compile(rf"({_FILE.pattern}|{re.escape(MANIFEST)}\.{_SAVE_ID}){re.
 
 
 def new_save_id() -> str:
-    """Draw an id that no other save has."""
+    """Return a random id that no other save has."""
     return secrets.token_hex(8)
 
 
 def file_name(save_id: str, actor: int | None, index: int) -> str:
-    """Return the name of one file of a save: the `index`-th of an actor, or of the controller (None)."""
+    """Return the name of one file of a save.
+
+    Args:
+        save_id: the save's id.
+        actor: the actor that writes the file; None: the controller.
+        index: the file's number among those that this actor or the controller writes.
+    """
     writer = "controller" if actor is None else f"actor-{actor}"
     return f"{save_id}-{writer}-{index}.safetensors"
 
 
 def absolute(folder: CheckpointPath) -> str:
-    """Return a folder's path for processes with other working directories.
+    """Return a folder's absolute path, for processes with other working directories.
 
     Raises:
         CheckpointError: no folder can have this name.
@@ -84,13 +92,13 @@ def absolute(folder: CheckpointPath) -> str:
 
 
 def make(folder: str) -> list[str]:
-    """Make a folder and the missing folders above it, durably.
+    """Make a folder and all missing folders above it, durably.
 
     Returns:
-        The folders made, outermost first.
+        The folders that were made, outermost first.
 
     Raises:
-        OSError: the folder cannot be made; none of the folders made above it is left then.
+        OSError: the folder cannot be made; the folders that were made above it are removed again.
     """
     missing: list[str] = []
     path = os.path.abspath(folder)
@@ -112,10 +120,11 @@ def make(folder: str) -> list[str]:
 
 
 def read_manifest(folder: str) -> bytes | None:
-    """Return the manifest in place; None if there is none.
+    """Return the content of a folder's current manifest; None if there is none.
 
     Raises:
-        OSError: the manifest cannot be read. CheckpointError: it is no file, or too long to be a manifest.
+        OSError: the manifest cannot be read.
+        CheckpointError: the manifest is not a regular file, or is too long to be a manifest.
     """
     try:
         return read_whole(os.path.join(folder, MANIFEST), MAX_MANIFEST_BYTES)
@@ -124,7 +133,8 @@ def read_manifest(folder: str) -> bytes | None:
 
 
 def files_of(manifest: bytes | None) -> tuple[str, ...]:
-    """List the files of saves that a manifest names, even a damaged one; other names in it are left out."""
+    """Return the names of the save files that a manifest lists; other names in it are left out. A manifest
+    that is None or cannot be parsed lists none."""
     try:
         files = json.loads(manifest or b"{}")["files"]
         return tuple(name for name in files if isinstance(name, str) and _FILE.fullmatch(name))
@@ -133,24 +143,29 @@ def files_of(manifest: bytes | None) -> tuple[str, ...]:
 
 
 def written_by_saves(names: Collection[str]) -> list[str]:
-    """Pick the names that saves have given from a folder's names; the manifest's is left out."""
+    """Return those of a folder's file names that belong to saves, including partial files but not the
+    manifest."""
     return [name for name in names if _FILE.fullmatch(name) or _PARTIAL.fullmatch(name)]
 
 
 def commit(
     folder: str, save_id: str, manifest: bytes, replaces: bytes | None, files: Mapping[str, int]
 ) -> None:
-    """Replace a folder's manifest: from then on the folder holds this save.
+    """Replace a folder's manifest atomically: from then on the folder contains this save's checkpoint.
 
     Args:
+        folder: the checkpoint's folder.
+        save_id: the save's id.
+        manifest: the content of the new manifest.
         replaces: the manifest to replace, as `read_manifest` returned it when the save began.
         files: the save's files and their sizes in bytes. Other hosts may have written some of them to file
             systems that this host does not see.
 
     Raises:
-        CheckpointError: another save has put its manifest there meanwhile, which stays; or a file of this
-            save is gone.
-        OSError: writing failed. The manifest may be in place all the same; then `read_manifest` returns it.
+        CheckpointError: another save has replaced or removed the manifest meanwhile, and the folder stays as
+            that save left it; or a file of this save is missing or has another size.
+        OSError: writing failed. The manifest may have been replaced all the same; then `read_manifest`
+            returns it.
     """
     path = os.path.join(folder, MANIFEST)
     partial = f"{path}.{save_id}{PARTIAL}"
@@ -170,17 +185,18 @@ def commit(
             check_files(folder, seen)
             os.replace(partial, path)
             sync_folder(folder)
-    except BaseException:  # whatever ended the commit, the partial file goes
+    except BaseException:  # whatever ended the commit, remove the partial file
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
 
 
 def check_files(folder: str, files: Mapping[str, int]) -> None:
-    """Check that files are there and as long as they were when they were written.
+    """Check that files exist and are as long as they were when they were written.
 
     Args:
-        files: sizes in bytes by name.
+        folder: the checkpoint's folder.
+        files: the sizes of the files in bytes, by name.
 
     Raises:
         CheckpointError: a file is missing or has another size.
@@ -201,14 +217,14 @@ def check_files(folder: str, files: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Keep other processes from replacing the manifest.
+    """Lock a folder's manifest, so that other processes cannot replace it during the `with` block.
 
     A file system without locks cannot exclude other processes: two saves may then both replace one
-    checkpoint. The last of them stays whole, and the other's files are left over.
+    checkpoint. The last of them stays complete, and the files of the other remain in the folder.
 
     Raises:
-        CheckpointError: another process has held the lock for too long. OSError: no file can be made in the
-            folder.
+        CheckpointError: another process has kept the lock for too long.
+        OSError: no file can be made in the folder.
     """
     path = os.path.join(folder, LOCK)
     until_s = time.monotonic() + LOCK_WAIT_S
@@ -218,7 +234,7 @@ def _locked(folder: str) -> Iterator[None]:
                 f"{shown(path)}: another save has held this lock for {LOCK_WAIT_S:g} s; a process that was "
                 "stopped there (SIGSTOP, a frozen container) has to go on or to be killed first"
             )
-        time.sleep(LOCK_LOOK_S)  # on a worker thread; no event tells of the end of a lock that is only tried
+        time.sleep(LOCK_LOOK_S)  # on a worker thread; nothing signals that the lock is free
     try:
         yield
     finally:
@@ -230,7 +246,9 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _try_to_lock(path: str) -> int | None:
-    """Return a descriptor that holds the lock; None if another one does."""
+    """Try once to lock a manifest's lock file, and return the descriptor to which the lock belongs; None if
+    another process has locked it. On a file system without locks, the file counts as locked by this
+    process."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -253,7 +271,8 @@ def _try_to_lock(path: str) -> int | None:
 
 
 def remove_files(folder: str, names: Collection[str]) -> None:
-    """Remove files of saves, whole or partial, by name; a file that is not there is no error.
+    """Remove files of saves, and their partial files, by name. A file that does not exist is no error, and
+    names that are not those of saves are ignored.
 
     Raises:
         OSError: a file cannot be removed.
@@ -269,14 +288,16 @@ def remove_files(folder: str, names: Collection[str]) -> None:
 
 
 def remove(folder: str) -> tuple[str, ...]:
-    """Remove a checkpoint, its manifest first, so that it is never half there; then the folder, if it is
-    empty.
+    """Remove a checkpoint, its manifest first, so that there is never a manifest with missing files; then
+    remove the folder, if it is empty.
 
     Returns:
-        The files that the manifest named; some may lie on other hosts.
+        The files that the manifest named; some may be on other hosts. Empty if there is no such folder.
 
     Raises:
-        OSError: a file cannot be removed. CheckpointError: as `commit`.
+        OSError: a file cannot be removed.
+        CheckpointError: the manifest is invalid (see `read_manifest`), or another process has kept its lock
+            for too long.
     """
     try:
         with _locked(folder):
@@ -292,13 +313,16 @@ def remove(folder: str) -> tuple[str, ...]:
 
 
 def remove_leftovers(folder: str) -> list[str]:
-    """Remove every file of a save that the manifest in place does not name; then the folder, if it is empty.
+    """Remove every file of a save that the current manifest does not name; then remove the folder, if it is
+    empty.
 
     Returns:
         The names of the removed files.
 
     Raises:
-        OSError: a file cannot be removed. CheckpointError: as `commit`.
+        OSError: a file cannot be removed.
+        CheckpointError: the manifest is invalid (see `read_manifest`), or another process has kept its lock
+            for too long.
     """
     with _locked(folder):
         kept = files_of(read_manifest(folder))

@@ -1,11 +1,11 @@
 """Write numpy arrays to safetensors files and read them back, each array with its SHA-256.
 
-The format is safetensors (https://github.com/huggingface/safetensors), which any of its readers opens. This
-module writes and reads it itself: that library's `serialize_file` can neither be stopped half-way nor tell
-how much of an array's bytes it has seen, and its reader holds the GIL for as long as an array is long, though
-an actor must answer meanwhile. Files are read and written in blocks, which are hashed on the way. A file that
-is read may come from anywhere: its header is compared with what the caller wants and with the file's length
-before anything follows from it.
+The format is safetensors (https://github.com/huggingface/safetensors), so that any reader of that format
+opens the files. This module implements it itself: that library's `serialize_file` can neither be stopped
+half-way nor report how much of an array it has processed, and its reader keeps the GIL for the whole of an
+array, although an actor must answer messages meanwhile. Files are read and written in blocks, which are
+hashed at the same time. A file that is read may come from anywhere: its header is compared with what the
+caller wants and with the file's length before it is used.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class WantedArray:
     """An array to read from a file.
 
     Args:
-        name: its name in the file.
-        dtype, shape: what it must be there.
-        sha256: the checksum of its bytes, in hexadecimal digits.
+        name: the array's name in the file.
+        dtype, shape: the dtype and the shape that the array in the file must have.
+        sha256: the checksum of the array's bytes, in hexadecimal digits.
     """
 
     name: str
@@ -78,7 +78,8 @@ class WantedArray:
 
 
 def is_stored_as_bytes(dtype: str) -> bool:
-    """Say whether the format has no name for this dtype."""
+    """Return whether arrays of a dtype are stored as bytes (U8), because the format has no name for the
+    dtype."""
     return dtype not in _FORMAT_NAMES
 
 
@@ -88,18 +89,21 @@ def write(
     """Write a whole file, or none: the file has a partial name until its bytes are on the disk.
 
     Args:
-        arrays: by name; little-endian, of a dtype that `numpy_dtype` knows by its name.
-        metadata: goes into the file's header, with the dtypes of arrays that are stored as bytes.
-        is_stopped: called before each block of bytes; True ends the writing.
+        path: the file's path.
+        arrays: the arrays by name; little-endian, each of a dtype that `numpy_dtype` knows by its name.
+        metadata: entries for the file's header, to which the dtypes of arrays that are stored as bytes are
+            added.
+        is_stopped: a function that is called before each block of bytes; if it returns True, writing stops.
 
     Returns:
         The file's size in bytes, and each array's SHA-256 (of its C-order bytes) by name.
 
     Raises:
-        OSError: the disk is full, or the like. InterruptedError: `is_stopped` returned True.
+        OSError: the file cannot be written, for example because the disk is full.
+        InterruptedError: `is_stopped` returned True.
     """
-    # Wide elements come first, as the library has them: each array then starts at a multiple of its element's
-    # size.
+    # Wide elements come first, as in files of the safetensors library, so that each array starts at a
+    # multiple of its element's size.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     header = _header(names, arrays, metadata)
     partial = path + PARTIAL
@@ -110,7 +114,7 @@ def write(
             os.fsync(file.fileno())
             size = file.tell()
         os.replace(partial, path)
-    except BaseException:  # whatever ended the writing, a part of a file is of no use
+    except BaseException:  # whatever ended the writing, a partial file is useless
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
@@ -119,11 +123,11 @@ def write(
 
 
 def read(path: str, wanted: Sequence[WantedArray]) -> list[np.ndarray]:
-    """Read some of a file's arrays, and check their bytes.
+    """Read some of a file's arrays, check their bytes, and return them in the order of `wanted`.
 
     Raises:
-        CheckpointError: a file is missing, cut off or damaged, or has another array; the message names the
-            file.
+        CheckpointError: the file is missing, cut off or damaged, or an array in it is not the wanted one; the
+            message names the file.
     """
     try:
         with _open_to_read(path) as file:
@@ -141,16 +145,18 @@ def read_pieces(
     pieces: Iterable[tuple[str, Sequence[int], WantedArray]],
     needed: Sequence[Index] = (),
 ) -> np.ndarray:
-    """Read an array that lies in pieces in several files.
+    """Read an array that is stored in pieces in several files.
 
     Args:
-        pieces: for each piece its file, the index of its first element in the array, and its entry in the
-            file.
+        shape: the shape of the whole array.
+        dtype: the array's dtype.
+        pieces: for each piece its file's path, the index of its first element in the array, and its entry in
+            the file.
         needed: the boxes of the array that the caller needs; a piece that overlaps none of them is not read,
-            and is zero in the result. Empty: the whole array.
+            and is zero in the result. Empty: the whole array is needed.
 
     Raises:
-        CheckpointError: as `read`.
+        CheckpointError: as for `read`.
     """
     whole = np.zeros(tuple(shape), numpy_dtype(dtype))
     for path, start, wanted in pieces:
@@ -171,9 +177,13 @@ def _overlap(one: Index, other: Index, shape: Sequence[int]) -> bool:
 def read_whole(path: str, at_most: int) -> bytes:
     """Return a small file's content.
 
+    Args:
+        path: the file's path.
+        at_most: the largest size that is accepted, in bytes.
+
     Raises:
-        CheckpointError: the file has more than `at_most` bytes, or is no file of bytes. OSError: it cannot be
-            read.
+        CheckpointError: the file is larger, was cut off while it was read, or is not a regular file.
+        OSError: the file cannot be read.
     """
     with _open_to_read(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
@@ -219,7 +229,7 @@ def _header(names: Sequence[str], arrays: Mapping[str, np.ndarray], metadata: Ma
 
 
 def _as_stored(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape as they stand in the file's header."""
+    """Return the dtype and the shape with which an array is described in a file's header."""
     if is_stored_as_bytes(dtype):
         return "U8", (*shape, numpy_dtype(dtype).itemsize)
     return _FORMAT_NAMES[dtype], tuple(shape)
@@ -230,12 +240,21 @@ def _write_array(file: BinaryIO, array: np.ndarray, is_stopped: Callable[[], boo
 
 
 def _write_all(file: BinaryIO, data: memoryview, is_stopped: Callable[[], bool]) -> str:
-    """Write bytes, and return their SHA-256."""
+    """Write bytes to a file in blocks, and return their SHA-256 in hexadecimal digits.
+
+    Args:
+        file: the file, unbuffered.
+        data: the bytes.
+        is_stopped: a function that is called before each block; if it returns True, writing stops.
+
+    Raises:
+        InterruptedError: `is_stopped` returned True.
+    """
     digest = hashlib.sha256()
     while len(data):
         if is_stopped():
             raise InterruptedError("the save was stopped")
-        # An unbuffered write may take less than it was given, as it does shortly before a disk is full.
+        # An unbuffered write may write less than it was given, for example shortly before a disk is full.
         count = file.write(data[:_BLOCK_BYTES])
         digest.update(data[:count])
         data = data[count:]
@@ -246,13 +265,14 @@ def _write_all(file: BinaryIO, data: memoryview, is_stopped: Callable[[], bool])
 
 
 def _open_to_read(path: str) -> BinaryIO:
-    """Open a file, unbuffered.
+    """Open a file for reading, unbuffered.
 
     Raises:
-        CheckpointError: the file is a pipe, a device or the like, on which reading might never end.
+        CheckpointError: the file is not a regular one (but a pipe, a device or the like), so that reading
+            might never end.
         OSError: the file cannot be opened.
     """
-    # O_NONBLOCK: else opening a pipe would wait until another process writes to it.
+    # O_NONBLOCK: otherwise opening a pipe would block until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -261,7 +281,11 @@ def _open_to_read(path: str) -> BinaryIO:
 
 
 def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, Any], int]:
-    """Return the header's entries, and the offset at which the data begins."""
+    """Return the entries of a file's header, and the offset in the file at which the arrays' data begins.
+
+    Raises:
+        CheckpointError: the header is damaged or cut off.
+    """
     length = int.from_bytes(_exactly(file, path, 8), "little")
     if length > min(_MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size):
         raise CheckpointError(
@@ -283,7 +307,7 @@ def _read_array(
     size_bytes = math.prod(wanted.shape) * dtype.itemsize
     begin = start + _offset(path, entries, wanted, size_bytes)
     missing = begin + size_bytes - os.fstat(file.fileno()).st_size
-    if missing > 0:  # raised before memory is allocated for the array
+    if missing > 0:  # checked before memory is allocated for the array
         raise _cut_off(path, wanted, missing)
     file.seek(begin)
     memory = np.empty(size_bytes, np.uint8)
@@ -308,8 +332,18 @@ def _cut_off(path: str, wanted: WantedArray, missing: int) -> CheckpointError:
 
 
 def _offset(path: str, entries: Mapping[str, Any], wanted: WantedArray, size_bytes: int) -> int:
-    """Return where the array begins in the data, after checking that the header agrees with the wanted
-    array."""
+    """Check that the file's header agrees with a wanted array, and return the offset of the array within the
+    file's data.
+
+    Args:
+        path: the file's path, for errors.
+        entries: the entries of the header.
+        wanted: the array to read.
+        size_bytes: the array's size.
+
+    Raises:
+        CheckpointError: the file has no such array, or it has another dtype, shape or size.
+    """
     dtype, shape = _as_stored(wanted.dtype, wanted.shape)
     match entries.get(wanted.name):
         case {"dtype": str(found), "shape": [*sizes], "data_offsets": [int(begin), int(end)]} if all(

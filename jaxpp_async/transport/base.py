@@ -2,15 +2,15 @@
 
 A transport moves plain buffers between peers, without knowing of programs, steps or arrays.
 
-A buffer is checked and never copied (`memory_of`): numpy arrays of any dtype (bfloat16 and the like too), and
-device arrays with `__cuda_array_interface__`. An array that is not C-contiguous, or is read-only where bytes
-will arrive, is
-refused: UCX would take it and write over other memory.
+Buffers are checked and never copied (see `memory_of`). They are numpy arrays of any dtype, bfloat16 and the
+like too, or device arrays with `__cuda_array_interface__`. An array that is not C-contiguous is refused, and
+so is a read-only array into which bytes would be received: UCX would accept it and write over other memory.
 
-A medium's raw address goes into code that trusts it: one garbage byte in a UCX worker address ends the
-process. So it travels sealed (`seal`): with its medium, its owner, its epoch, and a SHA-256 of all of that.
-This finds damage, mix-ups and addresses that are out of date. Who made it, the control channel guarantees:
-its frames carry a MAC, and addresses come by no other way.
+The raw address that a medium such as UCX gives is later passed to code that trusts it: one garbage byte in a
+UCX worker address ends the process. Raw addresses are therefore sealed before they are sent (see `seal`):
+together with their medium, owner and epoch (which counts aborts of the whole mesh) and a SHA-256 of all of
+that. The seal finds damaged, mixed-up and outdated addresses. It does not prove who made an address. That is
+the control channel's part: its frames carry a MAC, and it is the only way by which addresses come.
 """
 
 from __future__ import annotations
@@ -46,11 +46,16 @@ restarts."""
 
 
 def make_tag(epoch: int, channel: int, sequence: int) -> int:
-    """Pack a 64-bit tag: epoch 16, sender 16 (left zero), channel 8, sequence 24 bits.
+    """Pack a 64-bit tag for a message: epoch 16 bits, sender 16 bits (left zero), channel 8, sequence 24.
 
-    `epoch` changes at every restart and abort, so that a late message of an old life never matches. The
-    sender's bits belong to the transport: a medium that matches by tag alone (UCX) tells its peers apart with
-    them.
+    The sender's bits belong to the transport: a medium that matches by tag alone (UCX) tells its peers apart
+    with them.
+
+    Args:
+        epoch: the number that changes at every restart and abort of the mesh, so that a late message from
+            before never matches a receive.
+        channel: the kind of transfer, such as `PROGRAM_CHANNEL`.
+        sequence: the number that tells the messages of one channel apart.
 
     Raises:
         ValueError: a part does not fit its bits.
@@ -72,33 +77,36 @@ MISPLACED_TAG_BITS = ~((1 << EPOCH_SHIFT + EPOCH_BITS) - 1) | ((1 << SENDER_BITS
 
 
 def check_tag(tag: int) -> None:
-    """Raise ValueError for a tag that `make_tag` cannot have made."""
+    """Check that `make_tag` can have made a tag.
+
+    Raises:
+        ValueError: the tag has bits that `make_tag` never sets.
+    """
     if tag & MISPLACED_TAG_BITS:
         raise ValueError(f"tag {tag:#x} has bits outside epoch, channel and sequence; make it with make_tag")
 
 
 class Transport(Protocol):
-    """Awaitable point-to-point transfers on one event loop.
+    """The interface of every transport: awaitable point-to-point transfers on one event loop.
 
-    Every method is called on the loop's thread. Buffers are C-contiguous numpy arrays (or device arrays with
-    `__cuda_array_interface__` where the transport can take them); a receive's must be writable. A buffer
-    belongs to the transport until the transfer has ended, also after its future was cancelled: a cancelled
-    receive stays posted and takes its message, and only `abort` and `aclose` end it early. A misused call (a
-    read-only or strided buffer, a malformed tag) raises ValueError at once; everything that happens later is
+    Every method is called on the loop's thread. Buffers are C-contiguous numpy arrays, or device arrays with
+    `__cuda_array_interface__` where the transport supports them; the buffer of a receive must be writable. A
+    buffer belongs to the transport until the transfer has ended, even if its future is cancelled: a cancelled
+    receive stays posted and consumes its message, and only `abort` and `aclose` end it early. A misused call
+    (a read-only or strided buffer, a malformed tag) raises ValueError immediately; every later error is
     raised on the future.
 
-    `send` and `recv` are `post_send` and `post_recv` with a future made for each. Whoever moves thousands of
-    messages a second posts: a future costs more than a small message does, and its callbacks run a pass of
-    the loop later.
-
-    Attributes:
-        epoch: of the mesh, 0 at first. Whoever made the transport sets it before `address` is read and
-            `connect` is
-            called: an address is good in its epoch only, so that one of a transport that is gone is never
-                taken.
+    `send` and `recv` call `post_send` and `post_recv` and make a future for each transfer. Callers that move
+    thousands of messages a second use the post methods directly: a future costs more than a small message
+    does, and its callbacks run one pass of the loop later.
 
     Messages of one (peer, tag) pair arrive in the order they were sent and match receives in the order they
-    were posted. A completed send means "the buffer may be reused", not "delivered".
+    were posted. A completed send means that the buffer may be reused, not that the message was delivered.
+
+    Attributes:
+        epoch: the mesh's epoch, which counts aborts of the whole mesh; 0 at first. Whoever makes the
+            transport sets it before reading `address` or calling `connect`: an address is valid in its epoch
+            only, so that the address of a transport that no longer exists is never used.
     """
 
     epoch: int
@@ -109,52 +117,61 @@ class Transport(Protocol):
         ...
 
     def admit(self, addresses: Iterable[bytes]) -> None:
-        """Let the peers of these addresses connect here, and nobody else, before any of them connects.
+        """Allow connections from the peers with these addresses and from nobody else; call it before any peer
+        connects.
 
         Raises:
-            TransferError: the system does not allow it.
+            TransferError: the operating system does not allow the change.
         """
         ...
 
     def check_device_memory(self) -> None:
-        """Check that this transport can take the memory of this process's GPUs, before it is given any.
+        """Check that this transport can transfer memory of this process's GPUs, before any is passed to it.
 
         Raises:
-            MeshError: the medium was built or set without.
+            MeshError: the medium was built or configured without support for GPU memory.
         """
         ...
 
     async def connect(self, peer: Peer, address: bytes) -> None:
-        """Make `peer` reachable. Both sides connect before either sends.
+        """Connect to `peer`, so that transfers with it can be posted. Both sides connect before either sends.
+
+        Args:
+            peer: the peer's id.
+            address: the `address` of the peer's own transport.
 
         Raises:
             ValueError: `peer` is this transport itself, or is connected already.
             ProtocolError: `address` is damaged, of another kind of transport, another peer's, or of another
-            epoch. TransferError: the medium could not make the link, or the transport has closed.
+                epoch.
+            TransferError: the medium could not make the link, or the transport has closed.
         """
         ...
 
     def routes(self, peer: Peer) -> tuple[str, ...]:
-        """List the ways that the medium has chosen for messages to and from a connected peer, by its own
-        names (`"posix"`, `"cuda_ipc"`, `"rc_mlx5"`, `"tcp"`), sorted; none if it has but one, or does not
-        say."""
+        """Return the sorted names of the routes that the medium uses for messages to and from a connected
+        peer, such as `"posix"`, `"cuda_ipc"`, `"rc_mlx5"` or `"tcp"`; empty if the medium has only one route
+        or does not report it."""
         ...
 
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        """Start sending the whole of `buffer`.
+        """Start sending the whole of `buffer`, and return a future that is done when the buffer may be
+        reused.
 
         Raises (on the future):
-            TransferError: the link failed or was aborted. ProtocolError: the receiver expected another size,
-            where
-                the medium tells the sender so (UCX does not: there only the receive fails).
+            TransferError: the link failed or was aborted.
+            ProtocolError: the receiver expected another size, where the medium reports that to the sender.
+                (UCX does not: with it only the receive fails.)
         """
         ...
 
     def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        """Post a receive of exactly `buffer`'s size.
+        """Post a receive of exactly `buffer`'s size, and return a future that is done when the data has
+        arrived.
 
         Raises (on the future):
-            TransferError: the link failed or was aborted. ProtocolError: another size arrived.
+            TransferError: the link failed or was aborted.
+            ProtocolError: a message of another size arrived.
         """
         ...
 
@@ -162,18 +179,22 @@ class Transport(Protocol):
         """Start sending the whole of `memory`, without a future.
 
         Args:
-            memory: of `memory_of`; it belongs to the transport until the transfer has ended.
-            done: called exactly once, with None or with the error that `send` would raise on its future, and
-                only where the result is False: on the loop's thread, from the transport's own progress or its
-                `abort`, never inside a post call. It may post, and may not wait.
+            memory: the memory to send, made by `memory_of`; it belongs to the transport until the transfer
+                has ended.
+            peer: the id of the receiving peer.
+            tag: the message's tag, made by `make_tag`.
+            done: the callback for the outcome. If the result is False, it is called exactly once, with None
+                or with the error that `send` would raise on its future: on the loop's thread, from the
+                transport's own progress or its `abort`, never inside a post call. It may post transfers, and
+                must not block.
 
         Returns:
-            True: the send has completed already, and `done` is never called.
+            True if the send has completed already; `done` is then never called.
 
         Raises:
-            TransferError: `peer` is not connected, its link has failed, or the medium refuses. ValueError: a
-            malformed
-                tag. `done` is not called then, and the memory is the caller's.
+            TransferError: `peer` is not connected, its link has failed, or the medium refuses the send. Then
+                `done` is not called, and the memory belongs to the caller again.
+            ValueError: the tag is malformed; `done` is not called either.
         """
         ...
 
@@ -181,78 +202,89 @@ class Transport(Protocol):
         """Post a receive of exactly `memory`'s size, without a future.
 
         Args:
-            memory: of `memory_of(..., writable=True)`.
-            done: as for `post_send`; its error may be a ProtocolError, where another size arrived.
+            memory: the memory to receive into, made by `memory_of(..., writable=True)`.
+            peer: the id of the sending peer.
+            tag: the message's tag, made by `make_tag`.
+            done: the callback for the outcome, called as for `post_send`; its error may also be a
+                ProtocolError, if a message of another size arrived.
 
         Returns:
-            True: the data has arrived already, and `done` is never called.
+            True if the data has arrived already; `done` is then never called.
 
         Raises:
-            TransferError, ValueError: as `post_send`.
+            TransferError, ValueError: as for `post_send`.
         """
         ...
 
     def hurry(self, on: bool) -> None:
-        """Say whether the caller has nothing to compute and waits for transfers only. A hint, off at first.
+        """Tell the transport whether the caller has nothing to compute and only waits for transfers. This is
+        a hint; it is off at first.
 
-        While it is on, the transport may look for messages for up to a millisecond before the loop sleeps,
-        where that has helped lately. And it may hold a large send back for as long, with all sends that
-        follow under its tag, if the send is faster once the peer has posted the receive. The core is offered
-        to other processes meanwhile, and the loop's other work does not wait.
+        While it is on, the transport may poll for messages for up to a millisecond before the loop sleeps, if
+        polling has helped recently. It may also hold back a large send for up to a millisecond, together with
+        all later sends under the same tag, if the send is faster once the peer has posted the receive.
+        Meanwhile the core is offered to other processes, and the loop's other work is not delayed.
         """
         ...
 
     async def abort(self, peer: Peer | None = None) -> None:
-        """End every open transfer with `peer` (with all peers: None) with `TransferError`, and forget the
+        """End every open transfer with `peer` (with all peers if None) with `TransferError`, and forget the
         peer.
 
-        When it returns, no buffer of those transfers belongs to the transport any more. Memory that another
-        transfer of this process has as well, with whichever peer, may be waited for until that ends (UCX does
-        so). `connect` works again afterwards, with a new epoch in every tag. After a peer's death, close and
-        make a new transport instead: a process that is killed may leave what it shared with this one (UCX's
-        shared-memory queues) beyond repair.
+        When it returns, no buffer of those transfers belongs to the transport any more. If a transfer with
+        another peer uses the same memory too, `abort` may wait until that transfer has ended as well (UCX
+        does so). `connect` works again afterwards, with a new epoch in every tag. After a peer's death, close
+        this transport and make a new one instead: a killed process may leave what it shared with this one
+        (UCX's shared-memory queues) beyond repair.
 
         Raises:
-            TransferError: the medium still holds buffers after 5 s. Leave the process; do not reuse the
-            buffers.
+            TransferError: the medium still uses buffers after 5 s. The process must exit and must not reuse
+                the buffers.
         """
         ...
 
     async def aclose(self) -> None:
-        """Abort everything and give back descriptors and memory. A second call does nothing."""
+        """Abort all transfers and release descriptors and memory. A second call does nothing."""
         ...
 
 
 def post_future(
     loop: asyncio.AbstractEventLoop, post: Post, memory: Memory, peer: Peer, tag: int
 ) -> asyncio.Future[None]:
-    """Post a transfer and return a future of it, for a transport's `send` and `recv`.
+    """Post a transfer and return a future of its end, for a transport's `send` and `recv`.
 
-    Every TransferError, also that the peer is not connected, is raised on the future.
+    Every TransferError is raised on the future, including the one that says that the peer is not connected.
+
+    Args:
+        loop: the event loop of the future.
+        post: the transport's `post_send` or `post_recv`.
+        memory: the memory to send or to receive into.
+        peer: the peer's id.
+        tag: the message's tag.
     """
     future: asyncio.Future[None] = loop.create_future()
 
     def done(error: Exception | None) -> None:
-        if future.done():  # its await was cancelled
+        if future.done():  # the future was cancelled
             return
         if error is None:
             future.set_result(None)
             return
         future.set_exception(error)
         if isinstance(error, TransferError):
-            # Marks it as seen: a failed link ends many transfers, most of which nobody awaits.
+            # Marks the error as retrieved: a failed link ends many transfers, most of which nobody awaits.
             future.exception()
 
     try:
         if post(memory, peer, tag, done):
             future.set_result(None)
     except TransferError as error:
-        done(error.with_traceback(None))  # the traceback has this frame, which holds future and memory
+        done(error.with_traceback(None))  # the traceback refers to this frame, and so to future and memory
     return future
 
 
 class TransportBase:
-    """The parts of the `Transport` contract that are the same for most media, for transports to inherit.
+    """A base class with the parts of the `Transport` contract that are the same for most media.
 
     Args:
         peer_id: this side's id.
@@ -263,17 +295,19 @@ class TransportBase:
         self._loop = asyncio.get_running_loop()
 
     def admit(self, addresses: Iterable[bytes]) -> None:
-        """See `Transport`: for a medium to which strangers cannot connect, or that opens its sockets
-        itself."""
+        """Do nothing; see `Transport.admit`. This suits a medium to which strangers cannot connect, or whose
+        library opens the sockets itself."""
 
     def check_device_memory(self) -> None:
-        """See `Transport`: for a medium that takes all device memory, or is never given any."""
+        """Do nothing; see `Transport.check_device_memory`. This suits a medium that supports all device
+        memory, or is never given any."""
 
     def hurry(self, on: bool) -> None:
-        """See `Transport`: for a medium that never looks for messages."""
+        """Do nothing; see `Transport.hurry`. This suits a medium that never polls for messages."""
 
     def routes(self, peer: Peer) -> tuple[str, ...]:
-        """See `Transport`: for a medium that has but one way, or does not say which it takes."""
+        """Return no routes; see `Transport.routes`. This suits a medium that has only one route, or does not
+        report which one it uses."""
         return ()
 
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
@@ -289,7 +323,17 @@ class TransportBase:
         raise NotImplementedError
 
     def _check_connectable(self, peer: Peer, is_closed: bool, connected: Container[Peer]) -> None:
-        """Raise what `connect` raises where this transport has closed, or may not connect to a peer."""
+        """Raise the errors of `connect` that do not depend on the address or the medium.
+
+        Args:
+            peer: the peer to connect to.
+            is_closed: whether this transport has closed.
+            connected: the peers that are connected already.
+
+        Raises:
+            TransferError: the transport has closed.
+            ValueError: the peer is this transport itself, or is connected already.
+        """
         if is_closed:
             raise TransferError(f"peer {self.peer_id}: the transport has closed")
         if peer == self.peer_id:
@@ -305,15 +349,16 @@ _Start = ctypes.c_char * 0
 
 
 class Memory(NamedTuple):
-    """Bytes that a transport may read or, if they were checked for it, write. `memory_of` makes it.
+    """A range of bytes that a transport may read or, if it was checked for that, write; made by `memory_of`.
 
-    A caller that uses one buffer again and again keeps its `Memory`: checking costs more than posting.
+    A caller that uses one buffer repeatedly keeps its `Memory`: checking costs more than posting.
 
     Args:
-        address: of the first byte, on the host or on a device.
-        size_bytes: how many bytes.
-        owner: keeps the bytes alive; the transport holds it for as long as it holds the memory.
-        on_device: the bytes are in a GPU's memory, which the CPU cannot read or write.
+        address: the address of the first byte, on the host or on a device.
+        size_bytes: the number of bytes.
+        owner: an object that keeps the bytes alive; a transport keeps a reference to it as long as it uses
+            the memory.
+        on_device: whether the bytes are in a GPU's memory, which the CPU cannot read or write.
     """
 
     address: int
@@ -326,11 +371,11 @@ def memory_of(buffer: Any, *, writable: bool) -> Memory:
     """Check a numpy array, a device array or a shared block, and return its memory.
 
     Args:
-        buffer: C-contiguous, of any dtype without references.
-        writable: the memory will receive.
+        buffer: the array or block; C-contiguous, of any dtype that holds no Python references.
+        writable: whether the memory will be received into.
 
     Raises:
-        ValueError: as `locate`.
+        ValueError: the array cannot be transferred; see `locate`.
     """
     if type(buffer) is SharedBlock:
         return Memory(buffer.address, buffer.size_bytes, buffer)
@@ -339,15 +384,16 @@ def memory_of(buffer: Any, *, writable: bool) -> Memory:
 
 
 def locate(buffer: Any, *, writable: bool) -> tuple[int, int]:
-    """Check a numpy or device array. Returns: its address, and its size in bytes.
+    """Check a numpy or device array, and return its address and its size in bytes.
 
     Raises:
-        ValueError: neither of the two, not C-contiguous, or read-only though `writable` is asked.
+        ValueError: `buffer` is neither of the two, is not C-contiguous, or is read-only although `writable`
+            is True.
     """
     if type(buffer) is np.ndarray and not buffer.dtype.hasobject:
         try:
-            # A third of the cost of __array_interface__; takes only contiguous, writable arrays of plain
-            # dtypes.
+            # This costs a third of __array_interface__, but accepts only contiguous, writable arrays of
+            # plain dtypes.
             return ctypes.addressof(_Start.from_buffer(buffer)), buffer.nbytes  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError, BufferError):
             pass
@@ -402,20 +448,21 @@ def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 MAX_RAW_BYTES: Final = 1 << 16
 _MAGIC: Final = b"JXA"
 _VERSION: Final = 2
-# magic, version, medium, peer, epoch, how long the list of hosts is
+# magic, version, medium, peer, epoch, length of the list of hosts
 _HEADER: Final = struct.Struct(">3sB8siIH")
 _DIGEST_BYTES: Final = hashlib.sha256().digest_size
 
 
 def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] = ()) -> bytes:
-    """Seal a raw address, so that `unseal` can check it.
+    """Seal a raw address with its medium, owner, epoch and a checksum, so that `unseal` can check it.
 
     Args:
         medium: the name of the transport, at most 8 ASCII letters.
         raw: the address as the medium gave it.
-        peer: its owner.
-        epoch: of the mesh, in which it is good.
-        hosts: IP addresses on which the owner's TCP sockets listen, and from which it connects to others.
+        peer: the id of the address's owner.
+        epoch: the epoch of the mesh (the number of aborts of the whole mesh so far) in which the address is
+            valid.
+        hosts: the IP addresses on which the owner's TCP sockets listen, and from which it connects to others.
     """
     listed = ",".join(sorted(set(hosts))).encode("ascii")
     header = _HEADER.pack(_MAGIC, _VERSION, medium.encode("ascii"), peer, epoch, len(listed))
@@ -423,7 +470,8 @@ def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] =
 
 
 def hosts_of(address: bytes) -> tuple[str, ...]:
-    """List the IP addresses of a sealed address; none if it is not sealed, for which `unseal` raises."""
+    """Return the owner's IP addresses that an address made by `seal` contains; none if it was not made by
+    `seal`, in which case `unseal` raises an error."""
     start = _HEADER.size + _DIGEST_BYTES
     if len(address) < start or address[:4] != _MAGIC + bytes([_VERSION]):
         return ()
@@ -433,10 +481,11 @@ def hosts_of(address: bytes) -> tuple[str, ...]:
 
 
 def unseal(medium: str, address: bytes, peer: Peer, epoch: int) -> bytes:
-    """Check that a sealed address is `peer`'s and of `epoch`, and return the raw address.
+    """Check that a sealed address is of this medium, of `peer` and of `epoch`, and return the raw address.
 
     Raises:
-        ProtocolError: it is damaged, of another kind, somebody else's, or out of date.
+        ProtocolError: the address is damaged, of another kind of transport, of another peer, or of another
+            epoch.
     """
     data = bytes(address)
     start = _HEADER.size + _DIGEST_BYTES

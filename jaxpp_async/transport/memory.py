@@ -1,9 +1,9 @@
 """Carry buffers between transports of one process and one event loop, through an object instead of a network.
 
-It is deterministic: a message without a delay arrives at once, in the order of the calls. Like UCX it
-completes a small send at once and a larger one only when its receive is matched, and never touches a buffer
-that the receiver has not posted. Tests set delays and faults on the `MemoryNetwork`. It starts no thread and
-keeps no module state.
+This transport is deterministic: a message without a delay arrives immediately, in the order of the calls.
+Like UCX it completes a small send immediately and a larger one only when its receive is matched, and never
+writes to a buffer that the receiver has not posted. Tests set delays and faults on the `MemoryNetwork`. The
+module starts no thread and keeps no module state.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ class MemoryNetwork:
     """The medium that joins `MemoryTransport`s; tests may set its attributes at any time.
 
     Attributes:
-        eager_bytes: sends up to this size complete at once, larger ones when matched; None: all complete at
-            once.
-        delay: how long a message is under way; order within a (peer, tag) pair holds all the same. None: 0 s.
-        drop: which messages are lost: an eager send completes, a larger one stays open. None: none.
+        eager_bytes: the size up to which a send completes immediately; a larger one completes when it is
+            matched. None: every send completes immediately.
+        delay: a rule that gives each message's delay in seconds; messages of one (peer, tag) pair keep their
+            order all the same. None: no delay.
+        drop: a rule that chooses the messages that are lost: a small (eager) send still completes, a larger
+            one stays open. None: no message is lost.
     """
 
     def __init__(
@@ -43,22 +45,22 @@ class MemoryNetwork:
         self._num_addresses = 0
 
     def fail_link(self, one: Peer, other: Peer) -> None:
-        """End every transfer between the two with `TransferError`, and later ones until both abort and
-        connect anew."""
+        """End every transfer between two peers with `TransferError`, and every later one until both have
+        aborted and connected again. For tests."""
         for transport in self._transports.values():
             for here, there in ((one, other), (other, one)):
                 if transport.peer_id == here:
                     transport.fail_link(there, "link lost (injected)")
 
     def join(self, transport: MemoryTransport) -> bytes:
-        """Give `transport` an address, never given before."""
+        """Register `transport`, and return a new address for it that was never used before."""
         self._num_addresses += 1
         address = b"memory:%d:%d" % (transport.peer_id, self._num_addresses)
         self._transports[address] = transport
         return address
 
     def leave(self, address: bytes) -> None:
-        """Forget an address."""
+        """Remove an address and its transport from the network."""
         self._transports.pop(address, None)
 
     def find(self, address: bytes) -> MemoryTransport | None:
@@ -68,7 +70,7 @@ class MemoryNetwork:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """An open send or receive, and its outcome once it has ended."""
+    """A send or receive that was posted, and its outcome once it has ended."""
 
     memory: Memory
     done: OnEnd
@@ -79,8 +81,8 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """A message on its way or arrived: its own copy of the bytes or, for a large one, the sender's open
-    transfer."""
+    """A message that is still delayed or has arrived. It has its own copy of the bytes or, if it is large,
+    the sender's memory and the sender's open transfer."""
 
     bytes: bytes | Memory
     sending: _Transfer | None
@@ -90,7 +92,8 @@ class _Message:
 
 @dataclass(slots=True)
 class _Stream:
-    """The messages and the receives of one (peer, tag) pair at the receiver, in order of the calls."""
+    """The messages and the receives of one (peer, tag) pair at the receiver, each in the order of the
+    calls."""
 
     messages: deque[_Message] = field(default_factory=deque)
     receives: deque[_Transfer] = field(default_factory=deque)
@@ -98,7 +101,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Link:
-    """A connected peer, and the open sends to it."""
+    """The state of the connection to one peer, with the sends to it that are still open."""
 
     remote: MemoryTransport
     failure: str | None = None
@@ -106,7 +109,7 @@ class _Link:
 
 
 class MemoryTransport(TransportBase):
-    """The `Transport` contract within one process, on the running event loop.
+    """A transport between peers in one process, on the running event loop; see `Transport` for the contract.
 
     Args:
         network: the medium, shared with the peers.
@@ -118,7 +121,7 @@ class MemoryTransport(TransportBase):
         self._network = network
         self._links: dict[Peer, _Link] = {}
         self._streams: dict[tuple[Peer, int], _Stream] = {}
-        self._ended: list[_Transfer] = []  # whose `done` is still to be called
+        self._ended: list[_Transfer] = []  # transfers whose `done` has not been called yet
         self._closed = False
         self._address = network.join(self)
 
@@ -170,8 +173,8 @@ class MemoryTransport(TransportBase):
         self._network.leave(self._address)
 
     def fail_link(self, peer: Peer, cause: str) -> None:
-        """End the transfers with `peer` as if the medium had lost it. For tests, through
-        `MemoryNetwork.fail_link`."""
+        """End the transfers with `peer` as if the medium had lost the connection. `MemoryNetwork.fail_link`
+        calls it, for tests."""
         if peer in self._links:
             self._links[peer].failure = cause
             self._end_transfers(peer, cause)
@@ -182,22 +185,23 @@ class MemoryTransport(TransportBase):
             self._end(transfer, TransferError(f"{transfer.what} failed: {cause}"))
         self._links[peer].sends.clear()
         for key in [key for key in self._streams if key[0] == peer]:
-            # Messages that came without a receive go with their epoch.
+            # Messages that arrived without a receive are discarded with their epoch.
             for transfer in self._streams.pop(key).receives:
                 self._end(transfer, TransferError(f"{transfer.what} failed: {cause}"))
 
     # ------------------------------------------------------------ ends of transfers
 
     def _end(self, transfer: _Transfer, error: Exception | None = None) -> None:
-        """Note the end of a transfer. Its `done` is called in the loop's next pass: this may be inside a post
-        call."""
+        """Record that a transfer has ended, with its error if it failed. Its `done` callback is called in the
+        loop's next pass, because this method may run inside a post call."""
         if not self._ended:
             self._loop.call_soon(self._report_ended)
         transfer.ended, transfer.error = True, error
         self._ended.append(transfer)
 
     def _ended_already(self, transfer: _Transfer) -> bool:
-        """Whether a transfer's own post call has ended it well; then its `done` is not called."""
+        """Return whether a transfer has ended successfully within its own post call, and if so cancel the
+        call of its `done`."""
         if not transfer.ended or transfer.error is not None:
             return False
         self._ended.remove(transfer)
@@ -208,7 +212,7 @@ class MemoryTransport(TransportBase):
         for transfer in ended:
             try:
                 transfer.done(transfer.error)
-            except Exception as failure:  # of the caller's code; the others are reported all the same
+            except Exception as failure:  # an error of the caller's code; go on with the others
                 self._loop.call_exception_handler(
                     {"message": f"{transfer.done} failed", "exception": failure}
                 )
@@ -237,7 +241,14 @@ class MemoryTransport(TransportBase):
     # ------------------------------------------------------------ receiving
 
     def _accept(self, key: tuple[Peer, int], message: _Message, delay_s: float) -> None:
-        """Put a message in order now; it can be received `delay_s` later."""
+        """Add a message to its stream now, so that the order is kept, and let it be received `delay_s`
+        seconds later.
+
+        Args:
+            key: the sender and the tag.
+            message: the message.
+            delay_s: the delay in seconds.
+        """
         self._streams.setdefault(key, _Stream()).messages.append(message)
         if delay_s > 0:
             self._loop.call_later(delay_s, self._arrive, key, message)
@@ -284,7 +295,8 @@ class MemoryTransport(TransportBase):
 def make_transport(
     peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]
 ) -> MemoryTransport:
-    """Make a transport on the mesh's one `MemoryNetwork`; a `registry.Factory`."""
+    """Make a transport on the mesh's one `MemoryNetwork`, which is made if `shared` does not have it yet;
+    this is a `registry.Factory`."""
     return MemoryTransport(shared.setdefault("memory", MemoryNetwork()), peer_id)
 
 

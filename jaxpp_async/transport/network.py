@@ -1,14 +1,14 @@
-"""Say on which addresses a process listens, and refuse connections from any others than its peers.
+"""Choose the addresses on which a process listens, and refuse connections from everybody except its peers.
 
-A medium that opens its own sockets (UCX, gloo, the coordinator of `jax.distributed`) lets everybody connect.
-The kernel lets every process, without any right, say which connections a socket of its own refuses: a
+A medium that opens its own sockets (UCX, gloo, the coordinator of `jax.distributed`) accepts connections from
+everybody. The Linux kernel lets an unprivileged process choose which connections its own sockets refuse: a
 listening socket may require that packets from a range of addresses are signed (TCP's MD5 option, RFC 2385).
-Here all addresses are in such ranges but those of peers, and nobody has the key. So a stranger's first packet
-is dropped before there is a connection, and packets of peers are neither signed nor checked, which costs
-nothing. (A socket filter would say the same, but since 2026 Linux lets only administrators attach one to a
-TCP socket.)
+This module puts all addresses except those of peers into such ranges, and nobody has the key. A stranger's
+first packet is therefore dropped before there is a connection. Packets of peers are neither signed nor
+checked, which costs nothing. (A socket filter could do the same, but since 2026 Linux lets only
+administrators attach one to a TCP socket.)
 
-This does not tell users of one machine apart, and believes the address that a packet bears.
+This protection does not tell users of one machine apart, and it trusts the source address in each packet.
 """
 
 from __future__ import annotations
@@ -33,24 +33,28 @@ class Network:
     """The network on which a process's transports listen.
 
     Args:
-        addresses: IP addresses of this machine by which the other processes reach it: transports listen on
-            their interfaces and on no other. Empty: every process is on this machine, and no network is
-            needed. None: not known, so that transports listen wherever their medium does.
+        addresses: the IP addresses of this machine by which the other processes connect to it; transports
+            listen on their interfaces and on no other. Empty: every process is on this machine, and no
+            network is needed. None: the addresses are not known, so that transports listen wherever their
+            medium does by default.
     """
 
     addresses: tuple[str, ...] | None = None
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address never leaves its machine."""
+    """Return whether an IP address is a loopback address, by which only processes of the same machine can
+    connect."""
     return ip_address(address).is_loopback
 
 
 def network_by(address: str | None) -> Network:
-    """Make the network of a process that the others reach by one address (`messages.Configure.address`).
+    """Return the network of a process to which the others connect by one address
+    (`messages.Configure.address`).
 
     Args:
-        address: an IP address, loopback if every process is on one machine; None: not known.
+        address: an IP address, which is a loopback address if every process is on one machine. None: not
+            known.
     """
     if address is None:
         return Network(None)
@@ -58,7 +62,7 @@ def network_by(address: str | None) -> Network:
 
 
 def leave_machine(addresses: Iterable[str]) -> bool:
-    """Whether any of these addresses can be reached from other machines."""
+    """Return whether other machines can connect to any of these addresses."""
     return not all(map(is_loopback, addresses))
 
 
@@ -88,9 +92,9 @@ class ListeningSocket(NamedTuple):
     """A socket on which this process listens.
 
     Args:
-        descriptor: of the socket.
-        inode: of the socket, by which it is known whether the descriptor is still the same one's.
-        address, port: on which it listens.
+        descriptor: the socket's file descriptor.
+        inode: the socket's inode, which shows whether the descriptor still belongs to the same socket.
+        address, port: the address and the port on which it listens.
     """
 
     descriptor: int
@@ -100,8 +104,8 @@ class ListeningSocket(NamedTuple):
 
 
 def listening_sockets() -> set[ListeningSocket]:
-    """List the TCP sockets on which this process listens now; none where the system does not say (no
-    /proc)."""
+    """Return the TCP sockets on which this process listens now; none if the system does not list descriptors
+    (no /proc)."""
     found: set[ListeningSocket] = set()
     for descriptor in open_descriptors():
         with contextlib.suppress(OSError), borrowed_socket(descriptor) as sock:
@@ -111,18 +115,18 @@ def listening_sockets() -> set[ListeningSocket]:
 
 
 class AddressFilter:
-    """A filter of the addresses from which peers may connect to some listening sockets of this process: at
-    first none.
+    """A filter that lets only admitted IP addresses connect to some listening sockets of this process. At
+    first no address is admitted.
 
     Args:
-        sockets: which sockets.
+        sockets: the sockets to protect.
 
     Attributes:
-        admitted: the networks whose addresses may connect; wider than was asked for where the kernel keeps no
-            more ranges for a socket.
+        admitted: the networks whose addresses may connect. They include more addresses than were asked for if
+            the kernel cannot keep enough ranges for a socket.
 
     Raises:
-        OSError: the kernel cannot refuse connections (built without TCP's MD5 option).
+        OSError: the kernel cannot refuse connections (it was built without TCP's MD5 option).
     """
 
     def __init__(self, sockets: Iterable[ListeningSocket]):
@@ -135,8 +139,12 @@ class AddressFilter:
 
     @classmethod
     def for_reached(cls, sockets: Iterable[ListeningSocket]) -> AddressFilter | None:
-        """Make the filter of those sockets that other machines reach. None: there are none, or the kernel
-        cannot refuse connections, which is logged."""
+        """Make a filter for those of the sockets to which other machines can connect.
+
+        Returns:
+            The filter. None if there are no such sockets, or if the kernel cannot refuse connections, which
+            is logged.
+        """
         reached = [one for one in sockets if not is_loopback(one.address)]
         try:
             return cls(reached) if reached else None
@@ -150,10 +158,10 @@ class AddressFilter:
             return None
 
     def admit(self, addresses: Iterable[str]) -> None:
-        """Let these addresses connect, and nobody else. Connections that exist stay.
+        """Allow connections from these addresses and from nobody else. Existing connections stay open.
 
         Raises:
-            OSError: the kernel refuses.
+            OSError: the kernel refuses the change.
         """
         wanted = {ip_network(address) for address in addresses}
         self.admitted = frozenset()
@@ -177,7 +185,13 @@ class AddressFilter:
                     break
 
     def _set(self, one: ListeningSocket, wanted: set[IPNetwork]) -> None:
-        """Refuse exactly these ranges on a socket. Meanwhile, and where that fails, it refuses everybody."""
+        """Make a socket refuse exactly the given address ranges. While the change is made, and if it fails,
+        the socket refuses everybody.
+
+        Args:
+            one: the socket.
+            wanted: the address ranges to refuse.
+        """
         shut, everybody = self._shut[one], complement((), _version(one.address))
         if shut == wanted:
             return
@@ -193,8 +207,8 @@ class AddressFilter:
                     shut.symmetric_difference_update({net})
 
     def has_connections(self) -> bool:
-        """Whether anybody has connected to one of the sockets, or is about to be accepted. It is asked before
-        any peer knows of the sockets."""
+        """Return whether anybody has connected to one of the sockets or is waiting to be accepted. Since this
+        is asked before any peer knows of the sockets, such a connection is a stranger's."""
         places = {(one.address, one.port) for one in self._sockets}
         for one in self._sockets:
             with contextlib.suppress(_GoneError), _open_own(one) as sock:
@@ -211,10 +225,11 @@ class AddressFilter:
 
 
 def refuse_strangers(sockets: Iterable[ListeningSocket], addresses: Iterable[str]) -> None:
-    """Let only these addresses connect to some sockets, for good; where the kernel cannot, that is logged.
+    """Let only these addresses connect to some sockets, for as long as the sockets exist. If the kernel
+    cannot refuse connections, a warning is logged.
 
     Raises:
-        OSError: the kernel refuses what it has allowed before.
+        OSError: the kernel refuses a change although it supports the option.
     """
     own = AddressFilter.for_reached(sockets)
     if own is not None:
@@ -222,7 +237,13 @@ def refuse_strangers(sockets: Iterable[ListeningSocket], addresses: Iterable[str
 
 
 def complement(admitted: Iterable[IPNetwork], version: int) -> set[IPNetwork]:
-    """Compute the fewest ranges that hold every address of an IP version but the admitted ones."""
+    """Return the fewest address ranges that together contain every address of an IP version except the
+    admitted ones.
+
+    Args:
+        admitted: the networks to leave out.
+        version: the IP version, 4 or 6.
+    """
     everybody = ip_network("0.0.0.0/0" if version == 4 else "::/0")
     ends = sorted((int(net.network_address), int(net.broadcast_address)) for net in admitted)
     kind: Any = type(everybody.network_address)
@@ -239,8 +260,8 @@ def _version(address: str) -> int:
 
 
 def _require_signature(sock: socket.socket, net: IPNetwork, key: bytes) -> None:
-    """Have a socket take packets from a network only if they are signed with a key (`struct tcp_md5sig` of
-    `linux/tcp.h`); with an empty key, take them again unsigned."""
+    """Make a socket accept packets from a network only if they are signed with a key (`struct tcp_md5sig` of
+    `linux/tcp.h`); with an empty key, make it accept them unsigned again."""
     packed = net.network_address.packed
     if sock.family == socket.AF_INET:
         place = struct.pack("=HH4s", socket.AF_INET, 0, packed)
@@ -253,7 +274,7 @@ def _require_signature(sock: socket.socket, net: IPNetwork, key: bytes) -> None:
 
 
 class _GoneError(Exception):
-    """The socket was closed by its owner."""
+    """The error for a socket that its owner has closed."""
 
 
 @contextlib.contextmanager
@@ -268,7 +289,7 @@ def _open_own(one: ListeningSocket):
 
 
 def _own_end(sock: socket.socket) -> tuple[str, int]:
-    """Return address and port of a socket's own end; an IPv4 address as such, also where the socket is for
-    both versions."""
+    """Return the address and port of a socket's own end. An IPv4 address is returned in its usual form even
+    if the socket serves both IP versions."""
     address, port = sock.getsockname()[:2]
     return address.partition("%")[0].removeprefix("::ffff:"), port

@@ -1,7 +1,7 @@
-"""Name every transport with its capabilities, and make the transports of one process from such a name.
+"""Name every transport with its capabilities, and make the transports of one process by their names.
 
 A new transport is a module with a factory, and one line in `TRANSPORTS`. A transport's module is imported
-when the transport is first made: a process without a GPU needs no NCCL.
+when the transport is first made, so that a process without a GPU does not need NCCL.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ and everybody may connect); a dict that all transports of one inline mesh share.
 
 @dataclass(frozen=True, slots=True)
 class TransportKind:
-    """The capabilities of a transport that the rest of the package has to know before it is made.
+    """The capabilities of a transport that the rest of the package has to know before the transport is made.
 
     Args:
-        factory: `module:function`, a `Factory`.
-        within_process: it joins actors of one process only (`launcher="inline"`); else it joins processes
-            only.
-        device_memory: it moves GPU memory itself; else arrays of GPUs go through host memory.
-        ordered: it is an `OrderedTransport`, and moves GPU memory only.
-        host_transport: the name of the transport that carries host values and replicas beside it; None: it
-            carries them itself. The controller has only this one.
-        environment: variables that actors have before CUDA starts, unless their host or their user says
-            otherwise.
+        factory: the name of the `Factory` that makes it, as `module:function`.
+        within_process: whether it joins actors of one process only (`launcher="inline"`); otherwise it joins
+            processes only.
+        device_memory: whether it moves GPU memory itself; otherwise arrays of GPUs are moved through host
+            memory.
+        ordered: whether it is an `OrderedTransport`, which also means that it moves GPU memory only.
+        host_transport: the name of the other transport that carries host values and replicas (copies of the
+            state kept for restarts). None: it carries them itself. The controller has only this other
+            transport.
+        environment: the environment variables that actors get before CUDA starts, unless their host or their
+            user sets them otherwise.
     """
 
     factory: str
@@ -47,7 +49,14 @@ class TransportKind:
     environment: Mapping[str, str] | None = None
 
     def make(self, peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]) -> Transport:
-        """Import the transport's module and make one; see `Factory`."""
+        """Import the transport's module and make a transport with its factory.
+
+        Args:
+            peer_id: the id of the process that the transport is for.
+            network: the network on which it listens. None: the environment decides, and everybody may
+                connect.
+            shared: a dict that all transports of one inline mesh share.
+        """
         module, _, function = self.factory.partition(":")
         factory: Factory = getattr(importlib.import_module(module), function)
         return factory(peer_id, network, shared)
@@ -71,27 +80,34 @@ _OWN_KIND = TransportKind("")
 
 
 def kind_of(name: str) -> TransportKind:
-    """The capabilities of a transport. A launcher may have a transport of its own, which is not in the
-    registry: programs then use it for everything."""
+    """Return the capabilities of the transport of this name. A launcher may bring a transport of its own that
+    is not in the registry. For such a name the default capabilities are returned, with which programs use the
+    transport for everything."""
     return TRANSPORTS.get(name, _OWN_KIND)
 
 
 def transport_names(*, within_process: bool) -> tuple[str, ...]:
-    """The names of the transports that join actors of one process, or of those that join processes."""
+    """Return the names of the transports that connect actors within one process, or of those that connect
+    processes.
+
+    Args:
+        within_process: whether actors within one process (True) or processes (False) are to be connected.
+    """
     return tuple(name for name, kind in TRANSPORTS.items() if kind.within_process == within_process)
 
 
 def make_process_transport(name: str, peer_id: Peer, network: Network | None = None) -> Transport:
-    """Make a process's end of a transport that joins processes.
+    """Make one process's transport, for a mesh whose actors are processes of their own.
 
     Args:
-        name: of `TRANSPORTS`. peer_id: the process's number, or `CONTROLLER`.
-        network: where it listens; None: as the environment says, and everybody may connect.
+        name: the transport's name in `TRANSPORTS`.
+        peer_id: the process's number, or `CONTROLLER`.
+        network: the network on which it listens. None: the environment decides, and everybody may connect.
 
     Raises:
-        InstallError: a package that it needs is missing.
-        MeshError: there is no such transport, it does not leave the process, or it lacks something that it
-        needs.
+        InstallError: a package that the transport needs is missing.
+        MeshError: there is no transport of this name, it works only within one process, or something that it
+            needs is missing.
     """
     between = transport_names(within_process=False)
     if name not in TRANSPORTS:
@@ -105,14 +121,15 @@ def make_process_transport(name: str, peer_id: Peer, network: Network | None = N
 
 
 def make_inline_transport(name: str, peer_id: Peer, shared: MutableMapping[str, Any]) -> Transport:
-    """Make an actor's end, or the controller's, of a transport that joins actors of one process.
+    """Make one actor's transport, or the controller's, for a mesh whose actors all run in one process.
 
     Args:
-        name: of `TRANSPORTS`. peer_id: the actor's process number, or `CONTROLLER`.
-        shared: a dict of the mesh's, the same for all its ends.
+        name: the transport's name in `TRANSPORTS`.
+        peer_id: the actor's process number, or `CONTROLLER`.
+        shared: a dict that belongs to the mesh and is the same for all of its transports.
 
     Raises:
-        MeshError: there is no such transport, or it joins processes.
+        MeshError: there is no transport of this name, or it joins processes only.
     """
     within = transport_names(within_process=True)
     if name not in within:
@@ -127,34 +144,42 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class OrderedTransport(Transport, Protocol):
-    """A transport that has to know the order of a program's transfers before a step, over links that are made
-    before.
+    """A transport that has to know the order of a program's transfers before each step.
+
+    Transfers go over links, which are made before a program's first step. A link carries data in one
+    direction between a device of one process and a device of another.
 
     Attributes:
-        name: says what to call a process where a link to it cannot be made.
+        name: a function that returns the name of a process, for the error that a link to it cannot be made.
     """
 
     name: Callable[[Peer], str]
 
     @property
     def version(self) -> str:
-        """The version of its library, such as `"2.32.3"`; all ends need the same one."""
+        """The version of the transport's library, such as `"2.32.3"`; all processes need the same one."""
         ...
 
     def is_connected(self, peer: Peer) -> bool:
-        """Whether `connect` has been called for a peer."""
+        """Return whether `connect` has been called for a peer."""
         ...
 
     def make_id(self) -> bytes:
-        """Make an id for a link whose `maker` this process is. It may block: call it on a thread."""
+        """Make the id of a new link whose `maker` is this process. This may block: call it on a thread."""
         ...
 
     async def join(self, link: NcclLink, unique_id: bytes) -> None:
-        """Make this process's end of a link; the other end does the same meanwhile."""
+        """Make this process's end of a link, while the other process makes the other end.
+
+        Args:
+            link: the link to make.
+            unique_id: the link's id, made by `make_id` on the link's `maker`.
+        """
         ...
 
     def begin(self, order: StepOrder) -> None:
-        """Begin a step: on each link, transfers go in this order from here on, whenever they are posted."""
+        """Begin a step, by fixing the order in which its transfers go on each link, whatever the order in
+        which they are posted."""
         ...
 
 
@@ -163,9 +188,10 @@ class ActorTransports:
     """The transports of one actor's process.
 
     Args:
-        programs: for `Send` and `Recv`.
-        host: for host values to and from the controller, and for replicas; may be the same.
-        ordered: `programs`, if it is an `OrderedTransport`.
+        programs: the transport for `Send` and `Recv` instructions.
+        host: the transport for host values to and from the controller, and for replicas (copies of the state
+            kept for restarts); it may be the same as `programs`.
+        ordered: the transport `programs` again, if it is an `OrderedTransport`; otherwise None.
     """
 
     programs: Transport
@@ -174,38 +200,43 @@ class ActorTransports:
 
     @property
     def required_ordered(self) -> OrderedTransport:
-        """The transport of programs, where a message asks for links.
+        """The transport `programs` as an `OrderedTransport`, for requests about links, which only such a
+        transport has.
 
         Raises:
-            ProtocolError: it has no links.
+            ProtocolError: the transport is not an `OrderedTransport`.
         """
         if self.ordered is None:
             raise ProtocolError("links are asked for, but this actor's transport has none")
         return self.ordered
 
     def admit(self, addresses: Iterable[bytes]) -> None:
-        """Let the processes of these addresses connect, and nobody else.
+        """Allow connections from the processes with these addresses and from nobody else.
 
         Raises:
-            TransferError: as `Transport.admit`.
+            TransferError: as for `Transport.admit`.
         """
         self.host.admit(addresses)
         if self.host is not self.programs:
             self.programs.admit(addresses)
 
     async def connect(self, addresses: Mapping[Peer, bytes]) -> None:
-        """Make peers reachable for host values; for programs too, if one transport carries both.
+        """Connect the host transport to peers. If one transport carries both host values and programs, this
+        connects it for programs too.
+
+        Args:
+            addresses: the address of each peer, by its id.
 
         Raises:
-            As `Transport.connect`.
+            ValueError, ProtocolError, TransferError: as for `Transport.connect`.
         """
         await asyncio.gather(*(self.host.connect(peer, address) for peer, address in addresses.items()))
 
     async def abort(self) -> None:
-        """End every transfer of each transport.
+        """End every transfer of both transports.
 
         Raises:
-            TransferError: a medium does not let go of its buffers.
+            TransferError: a medium does not release its buffers.
         """
         try:
             await self.programs.abort()
@@ -214,7 +245,7 @@ class ActorTransports:
                 await self.host.abort()
 
     async def aclose(self) -> None:
-        """Close each transport."""
+        """Close both transports."""
         try:
             await self.programs.aclose()
         finally:
@@ -225,16 +256,16 @@ class ActorTransports:
 def open_transports(
     name: str, epoch: int, network: Network, make_transport: Callable[[str, Network], Transport]
 ) -> ActorTransports:
-    """Make the transports of an actor's process.
+    """Make the transports of an actor's process, and set their epoch.
 
     Args:
-        name: of the transport of programs.
-        epoch: of the mesh.
-        network: where they listen.
-        make_transport: makes a transport from a name and a network.
+        name: the name of the transport that programs use.
+        epoch: the mesh's epoch, which counts aborts of the whole mesh.
+        network: the network on which the transports listen.
+        make_transport: a function that makes a transport from a name and a network.
 
     Raises:
-        InstallError, MeshError: as `make_transport`.
+        InstallError, MeshError: raised by `make_transport`.
     """
     kind = kind_of(name)
     programs = make_transport(name, network)

@@ -1,9 +1,9 @@
-"""Give memory that another process of this host may write into, and map such memory of another process.
+"""Make memory into which another process of this host may write, and map such memory of other processes.
 
-Memory is a memfd: it has no name that could be left behind, and only processes of the same user can open it,
-by `/proc/PID/fd`. A peer is not believed to be on this host: it has to be, if a random key can be read out of
-its memfd (see `Mailbox.ticket`). Memory into which a peer might still write is never used again:
-`SharedBlock.retire` puts other memory in its place.
+The memory is a memfd. It has no name that could be left behind, and only processes of the same user can open
+it, by `/proc/PID/fd`. A peer is not simply believed to run on this host: a random key that can be read from
+the peer's memfd proves it (see `Mailbox.ticket`). Memory into which a peer might still write is never used
+again: `SharedBlock.retire` puts other memory at its addresses.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _MAP_FIXED = 0x10
 
 
 class BlockTicket(NamedTuple):
-    """The way by which a peer finds a block: a descriptor of its owner's process, and the key that has to be
-    there."""
+    """The data by which a peer finds and checks a shared block: a descriptor in the owner's process, the key
+    that the block must contain, and the block's size."""
 
     descriptor: int
     key: bytes
@@ -59,17 +59,18 @@ class BlockTicket(NamedTuple):
 
 
 class SharedBlock:
-    """Memory to receive into, which peers on this host can write themselves.
+    """Memory to receive into, which peers on this host can map and write to themselves.
 
     Args:
-        size_bytes: of the data.
+        size_bytes: the size of the data.
 
     Attributes:
-        address, size_bytes: of the data. It starts at a page, and stays where it is for as long as `array`
-            lives.
-        array: the data as flat uint8.
-        ticket: for peers; None if the memory is not shared.
-        mark: the serial of the offer that a sender has used, which the sender writes.
+        address, size_bytes: the address and the size of the data. The data starts at a page, and its address
+            stays the same as long as `array` lives.
+        array: the data as a flat uint8 array.
+        ticket: the data by which peers find the block; None while the memory is not shared.
+        mark: a 64-bit number in the block: a sender that was offered the block (`ucx/offers.py`) writes the
+            offer's serial number into it when it has written the data.
     """
 
     __slots__ = (
@@ -90,7 +91,7 @@ class SharedBlock:
         self._descriptor, key = _make_file(_whole_bytes(size_bytes))
         try:
             self._whole = _map(self._descriptor, _whole_bytes(size_bytes))
-        except BaseException:  # also a cancellation: nobody else would close it
+        except BaseException:  # including cancellations: nobody else would close it
             os.close(self._descriptor)
             raise
         self.array = self._whole[:size_bytes]
@@ -100,8 +101,12 @@ class SharedBlock:
 
     @classmethod
     def make(cls, size_bytes: int) -> SharedBlock | None:
-        """Make a block; None where the system has none to give (not Linux, or too many descriptors in
-        use)."""
+        """Make a block.
+
+        Returns:
+            The block; None if the system cannot provide one (it is not Linux, has no memory left, or has too
+            many descriptors in use).
+        """
         if not hasattr(os, "memfd_create"):
             return None
         try:
@@ -110,30 +115,30 @@ class SharedBlock:
             return None
 
     def retire(self) -> None:
-        """Put private memory, all zeros, at the same addresses, so that a peer's late writes go into the old
-        memory.
+        """Stop sharing the block, and put private memory, all zeros, at the same addresses, so that a peer's
+        late writes go into the old memory.
 
-        An abort retires many blocks at once, so nothing is allocated before somebody writes there, or shares
-        it again.
+        An abort retires many blocks together, so the new memory is only allocated when it is first written
+        to, or when the block is shared again.
 
         Raises:
-            OSError: there is no memory to be had. Leave the process.
+            OSError: there is no memory left. The process must exit.
         """
         self._stop_sharing()
         _map_at(self.address, -1, _whole_bytes(self.size_bytes))
         self._is_retired = True
 
     def share_again(self) -> None:
-        """Share the memory of a block that was retired, if the system has any to give. Its content is
-        lost."""
+        """Share the block again if it was retired and the system has memory for that; otherwise do nothing.
+        The content of a retired block is lost."""
         if not self._is_retired:
             return
-        self._is_retired = False  # tried once: it takes long to make large memory, and to be refused it
+        self._is_retired = False  # tried once, because making large memory takes long, even if it fails
         with contextlib.suppress(OSError):
             self._descriptor, key = _make_file(_whole_bytes(self.size_bytes))
             try:
                 _map_at(self.address, self._descriptor, _whole_bytes(self.size_bytes))
-            except BaseException:  # also a cancellation: nobody else would close it
+            except BaseException:  # including cancellations: nobody else would close it
                 os.close(self._descriptor)
                 raise
             self._share(key)
@@ -151,18 +156,19 @@ class SharedBlock:
 
 
 class Mailbox:
-    """Memory in which this process tells other processes of this host what they need for one copy.
+    """Memory by which this process tells other processes of this host what they need to exchange large
+    messages with it.
 
-    A mailbox holds the messages that this process announces, as rows of (serial, tag, size in bytes); the
-    names of the mailboxes that this process can read; and the ring of the receives that it offers. Of two
-    processes one may be able to read the other's mailbox and not the other way round: another user's, or one
-    that is out of descriptors.
+    A mailbox contains the messages that this process announces, as rows of (serial, tag, size in bytes); the
+    names of the mailboxes that this process can read; and a ring of the receives that it offers to senders.
+    Reading can be one-sided: of two processes, one may be able to read the other's mailbox while the other
+    cannot read its own, because they belong to different users or one has no descriptors left.
 
     Attributes:
-        ticket: for peers, to find the mailbox and to prove that they are on this host.
-        key: random; whoever knows it has read the mailbox.
-        name: a digest of the key, by which other mailboxes name this one.
-        ring: the `RING_BYTES` of it for the receives that wait (`ucx/offers.py`).
+        ticket: the bytes by which a peer finds the mailbox and proves that it runs on this host.
+        key: a random key; whoever knows it has read the mailbox.
+        name: a digest of the key, by which the mailboxes of other processes refer to this one.
+        ring: the part of the memory, `RING_BYTES` long, for receives that are offered (`ucx/offers.py`).
     """
 
     def __init__(self) -> None:
@@ -175,7 +181,16 @@ class Mailbox:
         self.ticket = _TICKET.pack(*_host_identity(), os.getpid(), self._descriptor, self.key)
 
     def announce(self, serial: int, tag: int, size_bytes: int) -> int | None:
-        """Announce a message. Returns: its row; None if no row is free."""
+        """Announce a message to the peers that read this mailbox.
+
+        Args:
+            serial: the message's serial number.
+            tag: the message's tag.
+            size_bytes: the message's size.
+
+        Returns:
+            The row of the announcement, for `withdraw`; None if no row is free.
+        """
         if not self._free:
             return None
         row = self._free.pop()
@@ -183,35 +198,37 @@ class Mailbox:
         return row
 
     def withdraw(self, row: int) -> None:
-        """Take an announcement's row back."""
+        """Remove the announcement in a row that `announce` returned, and free the row."""
         self._rows[row] = 0
         self._free.append(row)
 
     def add_readable(self, local_peer: LocalPeer) -> None:
-        """Note that this process can read a peer's mailbox. Without a free place that is not noted."""
+        """Publish that this process can read a peer's mailbox. If there is no space for another name, nothing
+        happens."""
         free = np.flatnonzero(~self._readable.any(axis=1))
         if len(free):
             self._readable[free[0]] = np.frombuffer(_name_of(local_peer.key), np.uint8)
 
     def remove_readable(self, local_peer: LocalPeer) -> None:
-        """Remove the note of `add_readable`."""
+        """Stop publishing that this process can read a peer's mailbox."""
         self._readable[(self._readable == np.frombuffer(_name_of(local_peer.key), np.uint8)).all(axis=1)] = 0
 
     def close(self) -> None:
-        """Give the descriptor back. A second call does nothing."""
+        """Close the mailbox's descriptor. A second call does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class MappedBlock:
-    """A peer's block that is mapped into this process.
+    """A peer's shared block that is mapped into this process.
 
     Attributes:
-        address: of its first byte.
-        size_bytes: of all of it, with its trailer.
-        freed: whether its owner has freed it.
-        mark: the serial of the offer that this side has used, for the owner to read.
+        address: the address of its first byte in this process.
+        size_bytes: the size of the whole block, including its trailer.
+        freed: a flag in the block that is set once its owner has freed it.
+        mark: a 64-bit number in the block: this side writes the serial number of the offer that it has used
+            into it, for the owner to read.
     """
 
     __slots__ = ("_whole", "address", "freed", "mark", "size_bytes")
@@ -224,11 +241,17 @@ class MappedBlock:
 
 
 class LocalPeer:
-    """A process on this host: its mailbox, and its blocks that are mapped here.
+    """Another process on this host, with its mailbox and those of its blocks that are mapped into this
+    process.
+
+    Args:
+        pid: the peer's process id.
+        key: the key of its mailbox.
+        mailbox: the peer's mailbox, mapped into this process.
 
     Attributes:
-        key: of its mailbox.
-        ring: the part of its mailbox that `ucx/offers.py` reads.
+        key: the key of its mailbox.
+        ring: the part of its mailbox in which it offers receives, which `ucx/offers.py` reads.
     """
 
     def __init__(self, pid: int, key: bytes, mailbox: np.ndarray):
@@ -239,8 +262,12 @@ class LocalPeer:
 
     @classmethod
     def from_ticket(cls, ticket: bytes) -> LocalPeer | None:
-        """Return the process that made a mailbox's ticket; None if it is not on this host: another boot,
-        another process id namespace, or the key is not there."""
+        """Return the process that made a mailbox's ticket.
+
+        Returns:
+            The process; None if it is not on this host (the boot id or the process id namespace differs), if
+            its mailbox cannot be read or does not contain the key, or if the ticket is malformed.
+        """
         if len(ticket) != _TICKET.size:
             return None
         *place, pid, descriptor, key = _TICKET.unpack(ticket)
@@ -253,26 +280,28 @@ class LocalPeer:
         return cls(pid, key, mailbox) if mailbox[-_KEY_BYTES:].tobytes() == key else None
 
     def announced(self, tag: int) -> list[tuple[int, int]]:
-        """List (serial, size in bytes) of the messages that it announces under a tag and that got no CTS,
-        oldest first."""
+        """Return (serial, size in bytes) of the messages that the peer announces under a tag and that were
+        not answered yet (see `note_answered`), oldest first."""
         rows = self._rows.tolist()
         return sorted((n, size) for n, at, size in rows if n and at == tag and n not in self._answered)
 
     def note_answered(self, serial: int) -> None:
-        """Leave an announced message out of `announced`. The peer withdraws its row once it has the CTS."""
+        """Leave an announced message out of `announced` from now on, because it is being answered with a CTS
+        ("clear to send"). The peer withdraws its row when it receives the CTS."""
         self._answered.add(serial)
         if len(self._answered) > _MAILBOX_ROWS:
             self._answered &= {serial, *self._rows[:, 0].tolist()}
 
     def can_read(self, mailbox: Mailbox) -> bool:
-        """Whether the peer has noted that it can read a mailbox of this process."""
+        """Return whether the peer has published that it can read a mailbox of this process."""
         return mailbox.name in self._readable.tobytes()
 
     def map_block(self, ticket: BlockTicket) -> MappedBlock:
-        """Map a block of the peer, unless it is mapped already.
+        """Map a block of the peer into this process, unless it is mapped already, and return it.
 
         Raises:
-            OSError, ValueError: it cannot be mapped, or is not what the ticket says.
+            OSError, ValueError: the block cannot be mapped, is not the one that the ticket describes, or was
+                freed by its owner.
         """
         block = self._blocks.get(ticket.key)
         if block is None:
@@ -289,23 +318,23 @@ class LocalPeer:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether any block of the peer is mapped here."""
+        """This is True while any shared block of the peer is mapped into this process."""
         return bool(self._blocks)
 
     def unmap_blocks(self) -> None:
-        """Unmap every block of the peer."""
+        """Unmap every shared block of the peer from this process."""
         self._blocks.clear()
 
     def unmap_freed_blocks(self) -> None:
-        """Unmap every block that the peer has freed: its memory is in use for as long as it is mapped
-        here."""
+        """Unmap every shared block that the peer has freed, because its memory stays allocated as long as any
+        process maps it."""
         for key in [key for key, block in self._blocks.items() if block.freed.value]:
             del self._blocks[key]
 
 
 class _Mapping:
-    """Mapped memory that is unmapped when no array shows it any more. (`mmap.mmap` would keep a descriptor
-    for each.)"""
+    """Mapped memory that is unmapped once no array refers to it any more. (`mmap.mmap` would keep a
+    descriptor open for each mapping.)"""
 
     def __init__(self, address: int, size_bytes: int, writable: bool):
         self.__array_interface__ = {
@@ -322,31 +351,35 @@ def _whole_bytes(size_bytes: int) -> int:
 
 
 def _mailbox_parts(mailbox: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Split a mailbox into the messages that it announces, the names of readable mailboxes, and the ring of
-    offers."""
+    """Split a mailbox into three arrays: the messages that it announces, the names of the mailboxes that its
+    process can read, and the ring of offered receives."""
     names_at, ring_at = _MAILBOX_ROWS * _ROW_BYTES, _MAILBOX_ROWS * _ROW_BYTES + _MAILBOX_NAMES * _NAME_BYTES
     rows, names, ring = np.split(mailbox[:-_KEY_BYTES], [names_at, ring_at])
     return rows.view(np.uint64).reshape(_MAILBOX_ROWS, 3), names.reshape(_MAILBOX_NAMES, _NAME_BYTES), ring
 
 
 def _name_of(key: bytes) -> bytes:
-    """Digest a mailbox's key, for processes that must not know the key."""
+    """Return a mailbox's public name, a digest from which its secret key cannot be recovered."""
     return hashlib.sha256(key).digest()[:_NAME_BYTES]
 
 
 def _make_file(size_bytes: int) -> tuple[int, bytes]:
-    """Make a memfd. Returns: its descriptor, and a random key. Half of the descriptors that this process may
-    have are left to others."""
+    """Make a memfd of a fixed size, and return its descriptor and a random key.
+
+    Raises:
+        OSError: the memory cannot be allocated, or half of the descriptors that this process may have are in
+            use; the other half is left for other purposes.
+    """
     descriptor = os.memfd_create("jaxpp-async", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit != resource.RLIM_INFINITY and descriptor >= limit // 2:
-            # the kernel gives the lowest descriptor that is free
+            # The kernel gives the lowest free descriptor, so that it shows how many are in use.
             raise OSError(errno.EMFILE, "half of the descriptors are in use")
-        # Allocated now: a peer that writes must not find by SIGBUS that there is no memory left ...
+        # Allocated now, so that a peer that writes is not killed by SIGBUS because no memory is left ...
         os.posix_fallocate(descriptor, 0, size_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # ... or that the file has shrunk.
-    except BaseException:  # also a cancellation: nobody else would close it
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # ... or the file has shrunk.
+    except BaseException:  # including cancellations: nobody else would close it
         os.close(descriptor)
         raise
     return descriptor, os.urandom(_KEY_BYTES)
@@ -376,8 +409,14 @@ def _map(descriptor: int, size_bytes: int, *, writable: bool = True) -> np.ndarr
 
 
 def _map_at(address: int | None, descriptor: int, size_bytes: int, *, writable: bool = True) -> int:
-    """Map a file, or fresh memory (descriptor -1), at any address or in the place of the memory at a given
-    one."""
+    """Map a file or fresh memory into this process, and return the address of the mapping.
+
+    Args:
+        address: the address at which to replace the present mapping; None: any free address.
+        descriptor: the file's descriptor; -1 for fresh private memory.
+        size_bytes: the number of bytes to map.
+        writable: whether the memory may be written to.
+    """
     kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if address is not None:
         kind |= _MAP_FIXED
@@ -397,7 +436,8 @@ def _libc() -> Any:
 
 
 def _host_identity() -> tuple[bytes, int]:
-    """Identify the host: the kernel's boot id, and this process's process id namespace."""
+    """Return what identifies this host: the kernel's boot id and the inode of this process's process id
+    namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = bytes.fromhex(file.read().strip().replace("-", ""))
     return boot, os.stat("/proc/self/ns/pid").st_ino

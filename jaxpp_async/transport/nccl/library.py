@@ -1,15 +1,17 @@
-"""Declare the few calls of NCCL and CUDA that the transport makes, as protocols, and make the real ones.
+"""Declare the few calls of NCCL and CUDA that the transport makes, as protocols, and implement them.
 
-This is the only module that imports NCCL's bindings; tests give the transport a library without a GPU. Order
-and policy are the transport's. Any of the calls may take long: none is for the event loop's thread.
+This is the only module that imports NCCL's bindings; tests give the transport a library that needs no GPU.
+The transport decides on order and policy. Any of the calls may take long, so that none may be made on the
+event loop's thread.
 
-Communicators are made and aborted through nccl4py, NVIDIA's own binding, which knows NCCL's configuration
-(CuPy's binding has no non-blocking communicators, so a peer that never comes would hold the caller for ever).
-`ncclSend` and `ncclRecv` are called by their C names, as in the public header: nccl4py inspects a buffer each
-time, which takes longer than the call. Both release Python's lock. Streams and events are CuPy's.
+Communicators are made and aborted through nccl4py, NVIDIA's own binding, which supports NCCL's configuration
+(CuPy's binding has no non-blocking communicators, so that a caller would wait for ever for a peer that never
+comes). `ncclSend` and `ncclRecv` are called directly as C functions of the public header: nccl4py inspects a
+buffer in each call, which takes longer than the call. Both release Python's lock. Streams and events are
+CuPy's.
 
-Whether a transfer is done is asked of an event, by a thread that sleeps in `cudaEventSynchronize`. A host
-function on the stream would hold that stream up until it has Python's lock (CuPy's runs Python), and is never
+A thread finds out that a transfer has ended by sleeping in `cudaEventSynchronize` on an event. A host
+function on the stream would block that stream until it gets Python's lock (CuPy's runs Python), and is never
 called once the CUDA context has failed.
 """
 
@@ -31,14 +33,16 @@ WORD_BYTES = 8
 
 
 class NcclFailure(JaxppAsyncError):
-    """NCCL or CUDA refused a call, or lost a peer; the message says which and why."""
+    """The error for a call that NCCL or CUDA has refused, or for a peer that was lost; the message says which
+    and why."""
 
 
 class CompletionEvent(Protocol):
-    """An event that was recorded in a stream."""
+    """A CUDA event that was recorded in a stream, by which a thread can wait for all work before it."""
 
     def wait(self) -> None:
-        """Sleep until everything before it is done. Called on threads that have nothing else to do.
+        """Sleep until all work that was given to the stream before this event is finished. This is called on
+        threads that have nothing else to do.
 
         Raises:
             NcclFailure: the device has failed.
@@ -47,62 +51,65 @@ class CompletionEvent(Protocol):
 
 
 class Channel(Protocol):
-    """One end of a communicator of two, with a stream of its own. One thread makes all calls; none waits for
-    a peer."""
+    """One end of a communicator of two ranks, with a stream of its own. One thread makes all calls, and no
+    call waits for a peer."""
 
     def is_ready(self) -> bool:
-        """Whether NCCL is done with the last call; before, it must not be given another.
+        """Return whether NCCL has finished the last call. Until then, no other call may be made.
 
         Raises:
-            NcclFailure: the communicator has failed; all that is left to do is to abort it.
+            NcclFailure: the communicator has failed, and can only be aborted.
         """
         ...
 
     def send(self, memory: Memory) -> None:
-        """Send to the other rank, behind all that the stream has. `memory` holds its value already.
+        """Enqueue a send to the other rank, after all work in the stream. `memory` must already contain the
+        value to send.
 
         Raises:
-            NcclFailure: NCCL refused it.
+            NcclFailure: NCCL refused the send.
         """
         ...
 
     def recv(self, memory: Memory) -> None:
-        """Receive from the other rank, behind all that the stream has.
+        """Enqueue a receive from the other rank, after all work in the stream.
 
         Raises:
-            NcclFailure: NCCL refused it.
+            NcclFailure: NCCL refused the receive.
         """
         ...
 
     def mark(self) -> CompletionEvent:
-        """Record an event at the stream's present end."""
+        """Record an event after all work that is in the stream now, and return it."""
         ...
 
     def abort(self) -> None:
-        """End everything and free the communicator; nothing of it may be called afterwards. It may take
-        seconds. Events that were recorded before complete."""
+        """End all work and free the communicator, which may take seconds; no other method may be called
+        afterwards. This also completes the events that were recorded earlier."""
         ...
 
 
 class NcclLibrary(Protocol):
-    """The calls of NCCL in one process."""
+    """The interface to NCCL and CUDA in one process, which makes communicators and the device memory for
+    their first messages."""
 
     @property
     def version(self) -> str:
-        """The version, such as `"2.32.3"`; both ends of a communicator need the same one."""
+        """The version of NCCL, such as `"2.32.3"`; both ends of a communicator need the same one."""
         ...
 
     def make_id(self) -> bytes:
-        """Make an id for one communicator. The process that makes it has to take part."""
+        """Make an id for one communicator. The process that makes the id must be one of its ranks."""
         ...
 
     def join(self, unique_id: bytes, rank: int, device: int) -> Channel:
-        """Begin to make a communicator of two; `is_ready` says when the other end has come. It may take
-        seconds.
+        """Begin to make a communicator of two ranks, and return this process's end; its `is_ready` says when
+        the other end has joined. The call may take seconds.
 
         Args:
-            unique_id: of the communicator. rank: 0 or 1.
-            device: position among this process's devices.
+            unique_id: the communicator's id.
+            rank: this process's rank, 0 or 1.
+            device: the device's position among this process's devices.
 
         Raises:
             NcclFailure: NCCL refused.
@@ -110,11 +117,11 @@ class NcclLibrary(Protocol):
         ...
 
     def word(self, device: int, value: int) -> Memory:
-        """Allocate eight bytes on a device that hold `value`."""
+        """Allocate eight bytes on a device, store the integer `value` in them, and return their memory."""
         ...
 
     def read_word(self, word: Memory) -> int:
-        """Read the value that `word` holds now."""
+        """Return the integer that is stored in a `word` now."""
         ...
 
 
@@ -125,10 +132,10 @@ _NCCL_UINT8 = 1
 
 
 def load_library() -> NcclLibrary:
-    """Load NCCL for this machine's GPUs.
+    """Load NCCL for this machine's GPUs, and return its calls.
 
     Raises:
-        InstallError: a package or NCCL itself is missing; names the extra that brings it.
+        InstallError: a package or NCCL itself is missing; the message names the extra that installs it.
         NcclFailure: there is no GPU, or its driver does not work.
     """
     try:
@@ -157,11 +164,11 @@ def load_library() -> NcclLibrary:
 
 
 class _Nccl:
-    """`NcclLibrary` through nccl4py, CuPy and libnccl."""
+    """The implementation of `NcclLibrary` with nccl4py, CuPy and libnccl."""
 
     def __init__(self, cupy: Any, core: Any, path: str, version: str):
         self._cupy, self._core, self._version = cupy, core, version
-        # the one that nccl4py and XLA have loaded: a library is there once a process
+        # the same library that nccl4py and XLA have loaded: a process loads it once
         library = ctypes.CDLL(path)
         arguments = [
             ctypes.c_void_p,
@@ -192,7 +199,7 @@ class _Nccl:
 
     def word(self, device: int, value: int) -> Memory:
         with _failures(), self._cupy.cuda.Device(device):
-            # a copy: what is computed is compiled first
+            # copied from the host, because a computation on the device would be compiled first
             array = self._cupy.asarray(numpy.array([value], numpy.uint64))
             self._cupy.cuda.get_current_stream().synchronize()
         return Memory(array.data.ptr, WORD_BYTES, array)
@@ -203,7 +210,7 @@ class _Nccl:
 
 
 class _Channel:
-    """`Channel` on a non-blocking communicator."""
+    """The implementation of `Channel` with a non-blocking communicator."""
 
     def __init__(self, cupy: Any, calls: Any, communicator: Any, stream: Any, other: int, device: int):
         self._cupy, self._calls, self._communicator, self._other = cupy, calls, communicator, other
@@ -239,7 +246,7 @@ class _Channel:
 
     def mark(self) -> CompletionEvent:
         with _failures(), self._device:
-            # block: it sleeps, and keeps no core busy
+            # block: a thread that waits for the event sleeps, instead of keeping a core busy
             event = self._cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._stream)
         return _Event(event)
@@ -250,7 +257,7 @@ class _Channel:
 
 
 class _Event:
-    """`CompletionEvent` on a CUDA event."""
+    """The implementation of `CompletionEvent` with a CUDA event."""
 
     __slots__ = ("_event",)
 
@@ -268,10 +275,10 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Raise the errors of CUDA, CuPy and nccl4py as `NcclFailure`."""
+    """Turn the errors that CUDA, CuPy and nccl4py raise within the `with` block into `NcclFailure`."""
     try:
         yield
-    except Exception as error:  # theirs have no common base, and each means that the call was refused
+    except Exception as error:  # they have no common base class, and each means that the call was refused
         raise NcclFailure(_with_remedy(str(error))) from error
 
 

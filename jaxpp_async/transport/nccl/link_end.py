@@ -1,10 +1,10 @@
-"""Run one end of a link: give posted transfers to NCCL in their turn, and report each once it is done.
+"""Run one end of a link: pass posted transfers to NCCL in their turn, and report each one when it has ended.
 
-Two threads do the calls that take time. One owns the communicator from `join` to `abort` and makes every call
-on it: on a communicator that does not block, NCCL hands each call to a thread of its own, and nothing may
-follow (no event either) before that one is through. The other sleeps until the oldest transfer is done. The
-event loop puts transfers in turn and reports their ends. No buffer is given back before the communicator is
-gone and its stream is empty.
+Two threads make the calls that take time. One owns the communicator from `join` to `abort` and makes every
+call on it: if a communicator is non-blocking, NCCL hands each call to a thread of its own, and no further
+call (not even recording an event) may be made before that one is finished. The other thread sleeps until the
+oldest transfer has ended. The event loop sorts transfers by turn and reports their ends. No buffer is given
+back before the communicator has been freed and its stream is empty.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ time."""
 
 @dataclass(slots=True, eq=False)
 class NcclTransfer:
-    """A posted transfer. It holds the memory: NCCL keeps no reference.
+    """A transfer that was posted. It keeps the memory alive, because NCCL keeps no reference to it.
 
     Args:
-        memory: what is sent, or received into.
-        tag: of the message.
-        done: is called with its outcome.
-        check: called on the waiting thread once the data is there; raises NcclFailure if the data is wrong.
+        memory: the memory to send or to receive into.
+        tag: the message's tag.
+        done: the callback for the outcome.
+        check: a function that checks the received data on the waiting thread and raises NcclFailure if it is
+            wrong; None if there is nothing to check.
     """
 
     memory: Memory
@@ -55,15 +56,16 @@ class NcclTransfer:
 
 
 class LinkEnd:
-    """One end of a link.
+    """One end of a link, which is an NCCL communicator for one direction between two devices; with the two
+    threads that serve it.
 
     Args:
         link: the link.
-        here: the process that has this end.
+        here: the process at this end.
 
     Attributes:
-        sends: whether this is the end that sends.
-        failure: why nothing can be posted any more; None while something can.
+        sends: whether this is the sending end.
+        failure: the reason for which nothing can be posted any more; None while transfers can be posted.
     """
 
     def __init__(self, link: NcclLink, here: Peer):
@@ -71,7 +73,7 @@ class LinkEnd:
         self.failure: str | None = None
         self._loop, self._here = asyncio.get_running_loop(), here
         self._queue: TurnQueue[NcclTransfer] = TurnQueue()
-        self._going: deque[NcclTransfer] = deque()  # it is or was their turn; oldest first
+        self._going: deque[NcclTransfer] = deque()  # passed on to NCCL; oldest first
         self._to_call: queue.SimpleQueue[NcclTransfer | None] = queue.SimpleQueue()
         self._marks: queue.SimpleQueue[tuple[CompletionEvent, NcclTransfer] | None] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -86,21 +88,23 @@ class LinkEnd:
 
     @property
     def num_open(self) -> int:
-        """How many transfers have begun and not ended."""
+        """The number of transfers that were passed on to NCCL and have not ended."""
         return len(self._going)
 
     # ------------------------------------------------------------ opening
 
     async def open(self, library: NcclLibrary, unique_id: bytes, greeting: int) -> None:
-        """Make the communicator and pass one word: NCCL connects two ends at their first message, and a step
-        must not wait for that. The other end does the same meanwhile.
+        """Make the communicator and pass a first message over it, while the other end does the same. NCCL
+        connects two ends at their first message, and no step should have to wait for that.
 
         Args:
-            library: NCCL's calls. unique_id: of the communicator.
-            greeting: the word, 64 bits, which both ends know and which no other link has.
+            library: the calls of NCCL.
+            unique_id: the communicator's id.
+            greeting: the content of the first message, 64 bits that both ends know and that no other link
+                uses.
 
         Raises:
-            NcclFailure: NCCL refused, or another word came.
+            NcclFailure: NCCL refused, or a message with other content came.
         """
         self._gone = self._loop.create_future()
         self._start(
@@ -125,18 +129,22 @@ class LinkEnd:
     # ------------------------------------------------------------ transferring
 
     def begin(self, order: LinkOrder) -> None:
-        """Begin a step, with these transfers in this order.
+        """Begin a step, whose transfers on this link go in the given order.
 
         Raises:
-            ProtocolError: as `TurnQueue.begin`.
+            ProtocolError: not all transfers of the previous step have been posted.
         """
         self._queue.begin(order)
 
     def post(self, sequence: int, transfer: NcclTransfer) -> None:
-        """Take a transfer, to go when it is its turn.
+        """Add a transfer, and pass it to NCCL when its turn comes.
+
+        Args:
+            sequence: the sequence number in the transfer's tag.
+            transfer: the transfer.
 
         Raises:
-            ProtocolError: as `TurnQueue.offer`.
+            ProtocolError: the program has no such transfer on this link, or it was posted before.
         """
         for one in self._queue.offer(sequence, transfer):
             self._go(one)
@@ -146,32 +154,37 @@ class LinkEnd:
         self._to_call.put(transfer)
 
     def _finish_oldest(self) -> None:
-        """Report the oldest transfer: it is done."""
-        if self.failure is None:  # else `_end` reports it, when nothing can be written any more
+        """Report that the oldest transfer has succeeded, unless the link has failed; `_end` then reports the
+        transfer's failure."""
+        if self.failure is None:  # otherwise `_end` reports it, when its memory is not used any more
             self._report(self._going.popleft(), None)
 
     def _report(self, transfer: NcclTransfer, error: Exception | None) -> None:
         try:
             transfer.done(error)
         except Exception as failure:
-            # of the caller's code; the other transfers have to be reported all the same
+            # An error of the caller's code: the other transfers have to be reported all the same.
             self._loop.call_exception_handler({"message": f"{transfer.done} failed", "exception": failure})
 
     # ------------------------------------------------------------ ending
 
     async def end(self, cause: str) -> None:
-        """End the communicator, wait until its stream is empty, and report what was open. A second call waits
-        for the first one's end.
+        """End the communicator, wait until its stream is empty, and fail the transfers that are open. A
+        second call waits for the end that the first one began.
+
+        Args:
+            cause: the reason, for error messages.
 
         Raises:
-            TransferError: NCCL does not let go in time; nothing is reported, since the buffers are still
-            NCCL's.
+            TransferError: NCCL does not release the buffers in time. No transfer is reported as ended then,
+                since NCCL may still use the buffers.
         """
         self.failure = self.failure or cause
         await asyncio.shield(self._begin_end())
 
     def _fail(self, cause: str) -> None:
-        """End a communicator that NCCL reports broken, and then its transfers."""
+        """End a communicator that NCCL reports broken, and fail its transfers when NCCL has released their
+        buffers."""
         if self.failure is None:
             self.failure = f"link lost ({cause})" if self._opened.done() else cause
             self._begin_end().add_done_callback(_log_failure)
@@ -187,7 +200,7 @@ class LinkEnd:
         _settle(self._opened, None, NcclFailure(self.failure or "ended"))
         if self._gone is not None:
             await asyncio.wait([self._gone], timeout=RELEASE_TIMEOUT_S)
-            if not self._gone.done() and self._going:  # without, NCCL may take its time
+            if not self._gone.done() and self._going:  # without open transfers, there is no hurry
                 raise TransferError(
                     f"{self.link}: NCCL still holds {self.num_open} buffers {RELEASE_TIMEOUT_S:.0f} s after "
                     "the abort; this process has to end"
@@ -203,7 +216,14 @@ class LinkEnd:
     # ------------------------------------------------------------ the thread that calls NCCL
 
     def _call_nccl(self, library: NcclLibrary, unique_id: bytes, word: int) -> None:
-        """Make every call on the communicator, from its beginning to its end; runs on a thread."""
+        """Make every call on the communicator, from creating it to aborting it; this runs on a thread of its
+        own.
+
+        Args:
+            library: the calls of NCCL.
+            unique_id: the communicator's id.
+            word: the initial value of the device memory for the first message.
+        """
         channel: Channel | None = None
         try:
             channel = library.join(unique_id, self.link.rank_of(self._here), self.link.device_of(self._here))
@@ -216,11 +236,11 @@ class LinkEnd:
                 self._wait_ready(channel)
                 self._marks.put((channel.mark(), transfer))
         except Exception as error:
-            # NCCL reports it broken, or this is a defect: the loop waits for either
+            # NCCL reports the communicator broken, or this code has a bug; tell the loop in both cases.
             self._call_on_loop(self._fail, _error_text(error))
         if channel is not None:
             with contextlib.suppress(Exception):
-                # It has failed already; the stream has to end all the same.
+                # The communicator may have failed already; its stream has to be emptied all the same.
                 channel.abort()
         self._marks.put(None)
 
@@ -229,7 +249,7 @@ class LinkEnd:
             try:
                 return self._to_call.get(timeout=_CHECK_S)
             except queue.Empty:
-                channel.is_ready()  # raises, if it has failed
+                channel.is_ready()  # raises if the communicator has failed
         return None
 
     def _wait_ready(self, channel: Channel) -> None:
@@ -248,7 +268,7 @@ class LinkEnd:
                 mark.wait()
                 if transfer.check is not None and not self._stop.is_set():
                     transfer.check()
-            except Exception as error:  # as above
+            except Exception as error:  # as in `_call_nccl`
                 self._call_on_loop(self._fail, _error_text(error))
             else:
                 self._call_on_loop(self._finish_oldest)
@@ -258,7 +278,7 @@ class LinkEnd:
         threading.Thread(target=work, name=f"jaxpp NCCL peer {self._here}: {name}", daemon=True).start()
 
     def _call_on_loop(self, function: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop has closed, so that nobody waits
             self._loop.call_soon_threadsafe(function, *args)
 
 
@@ -269,7 +289,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -
         future.set_result(result)
     else:
         future.set_exception(error)
-        future.exception()  # marks it as seen: whoever waited may have gone
+        future.exception()  # marks the error as retrieved, because nobody may await the future any more
 
 
 def _error_text(error: Exception) -> str:

@@ -1,12 +1,13 @@
-"""Decide which communicators a program needs, and in which order its transfers go on each.
+"""Decide which NCCL communicators a program needs, and in which order its transfers go on each of them.
 
 NCCL has no tags: on a communicator the n-th send meets the n-th receive. All transfers of a program are known
-before it runs, so both ends know which transfer is the n-th, and a transfer that is posted out of its turn
-waits for it here.
+before it runs, so both ends know which transfer is the n-th. A transfer that is posted before its turn waits
+in a `TurnQueue`.
 
 A communicator carries one direction. Its kernels run one after the other whatever streams they were given
-(NCCL chains them, `ncclLaunchPrepare` in its source), and a receive occupies it until its data comes: if both
-directions shared one, a receive that was posted early would keep out the very send that its data depends on.
+(NCCL chains them, `ncclLaunchPrepare` in its source), and a receive occupies it until the data comes. If both
+directions shared one communicator, a receive that was posted early would block the very send on which its
+data depends.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ T = TypeVar("T")
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
-        # Streams share eight hardware queues otherwise: a receive that waits would hold up computation behind
-        # it.
+        # Otherwise streams share eight hardware queues, and a receive that waits would delay computation
+        # that is queued after it.
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-        # A kernel that is loaded at its first launch waits for the device, on which a receive may be waiting.
+        # Otherwise a kernel is loaded at its first launch and waits for the device, where a receive may wait.
         "CUDA_MODULE_LOADING": "EAGER",
     }
 )
@@ -48,22 +49,22 @@ _MULTI_RANK_FROM = (2, 30)
 
 
 def ranks_may_share(version: str, environ: Mapping[str, str]) -> bool:
-    """Whether NCCL takes two ranks on one GPU.
+    """Return whether NCCL allows two ranks on one GPU.
 
     Args:
-        version: of NCCL, such as `"2.32.3"`.
-        environ: the process's environment.
+        version: the version of NCCL, such as `"2.32.3"`.
+        environ: the process's environment variables.
     """
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     return numbers >= _MULTI_RANK_FROM and environ.get(MULTI_RANK, "").strip() not in ("", "0")
 
 
 class NcclLink(NamedTuple):
-    """One direction between a device of one process and a device of another: a communicator of its own.
+    """A communicator for one direction between a device of one process and a device of another.
 
     Args:
-        sender, receiver: processes.
-        from_device, to_device: positions among the sender's devices, and among the receiver's.
+        sender, receiver: the numbers of the two processes.
+        from_device, to_device: the device's position among the sender's devices, and among the receiver's.
     """
 
     sender: ProcessId
@@ -72,27 +73,27 @@ class NcclLink(NamedTuple):
     to_device: int = 0
 
     def peer_of(self, here: ProcessId) -> ProcessId:
-        """Return the process at the other end."""
+        """Return the process at the other end of the link from process `here`."""
         return self.receiver if here == self.sender else self.sender
 
     def rank_of(self, here: ProcessId) -> int:
-        """Return a process's rank in the communicator: the sender's is 0."""
+        """Return the rank of process `here` in the communicator: 0 for the sender, 1 for the receiver."""
         return 0 if here == self.sender else 1
 
     def device_of(self, here: ProcessId) -> int:
-        """Return the position of a process's device among its devices."""
+        """Return which of its devices process `here` uses for the link, as a position among them."""
         return self.from_device if here == self.sender else self.to_device
 
     @property
     def maker(self) -> ProcessId:
-        """The process that makes the communicator's id: the one with the lower number."""
+        """The process that makes the communicator's id, which is the one with the lower number."""
         return min(self.sender, self.receiver)
 
     def __str__(self) -> str:
         return self.text("peer {}".format)
 
     def text(self, name: Callable[[ProcessId], str]) -> str:
-        """Describe the link for errors; `name` gives the words for a process."""
+        """Return a description of the link for errors; `name` returns the name of a process."""
         devices = f"device {self.from_device}"
         if self.to_device != self.from_device:
             devices += f" to device {self.to_device}"
@@ -100,14 +101,19 @@ class NcclLink(NamedTuple):
 
 
 class OrderedMessage(NamedTuple):
-    """One message of a program: the sequence part of its tag, and the link that it takes."""
+    """A message of a program: the sequence number in its tag, and the link on which it is sent."""
 
     sequence: int
     link: NcclLink
 
 
 class TransferDirection(NamedTuple):
-    """A direction of a process's transfers: sends to a peer, or receives from it."""
+    """One direction of a process's transfers: its sends to a peer, or its receives from that peer.
+
+    Args:
+        peer: the peer.
+        sends: whether these are the sends.
+    """
 
     peer: ProcessId
     sends: bool
@@ -115,11 +121,11 @@ class TransferDirection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinkOrder:
-    """The order of transfers on one link.
+    """The order of one step's transfers on one link.
 
     Args:
-        sequences: of the tags, in order.
-        places: each sequence's position in that order.
+        sequences: the sequence numbers in the transfers' tags, in order.
+        places: the position of each sequence number in that order.
     """
 
     sequences: tuple[int, ...]
@@ -132,11 +138,11 @@ NO_TRANSFERS = LinkOrder((), {})
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """One process's transfers in one step of a program.
+    """The order of one process's transfers in one step of a program.
 
     Args:
-        orders: the order on each link.
-        links: for each direction, the link of each sequence.
+        orders: the order of transfers on each link.
+        links: for each direction, the link that carries each sequence number.
     """
 
     orders: Mapping[NcclLink, LinkOrder]
@@ -144,14 +150,14 @@ class StepOrder:
 
 
 def order_of(here: ProcessId, messages: Iterable[OrderedMessage]) -> StepOrder:
-    """Build the order of one process's transfers.
+    """Build the order of one process's transfers from its messages.
 
     Args:
         here: the process.
-        messages: its messages, those of each link in the program's order.
+        messages: the messages that it sends or receives; those of one link are in the program's order.
 
     Raises:
-        ValueError: a sequence stands twice in one direction.
+        ValueError: one direction has a sequence number twice.
     """
     sequences: dict[NcclLink, list[int]] = {}
     links: dict[TransferDirection, dict[int, NcclLink]] = {}
@@ -173,8 +179,8 @@ def order_of(here: ProcessId, messages: Iterable[OrderedMessage]) -> StepOrder:
 
 
 class TurnQueue(Generic[T]):
-    """A queue at one end of one link that lets transfers go in the order of the step, and none before a step
-    begins."""
+    """A queue for one end of one link that passes posted transfers on in the order of the step, and passes
+    none on before the step begins."""
 
     __slots__ = ("_held", "_next", "_order")
 
@@ -184,10 +190,10 @@ class TurnQueue(Generic[T]):
         self._held: dict[int, T] = {}
 
     def begin(self, order: LinkOrder) -> None:
-        """Begin a step, whose transfers go in this order.
+        """Begin a step, whose transfers go in the given order.
 
         Raises:
-            ProtocolError: the step before has not posted all of its transfers.
+            ProtocolError: not all transfers of the previous step have been posted.
         """
         if self._next < len(self._order.sequences):
             left = len(self._order.sequences) - self._next
@@ -198,17 +204,18 @@ class TurnQueue(Generic[T]):
         self._order, self._next = order, 0
 
     def offer(self, sequence: int, item: T) -> list[T]:
-        """Take a transfer.
+        """Add a transfer that was posted, and return the transfers whose turn has come.
 
         Args:
-            sequence: of its tag. item: the transfer.
+            sequence: the sequence number in the transfer's tag.
+            item: the transfer.
 
         Returns:
-            The transfers that go now, in this order: none if others go first; with those that waited for this
-            one.
+            The transfers to pass on now, in order: this one and the later ones that waited for it, or none if
+            others have to be passed on first.
 
         Raises:
-            ProtocolError: the program has no such transfer here, or it was posted before.
+            ProtocolError: the program has no such transfer on this link, or it was posted before.
         """
         order = self._order
         place = order.places.get(sequence)
@@ -228,17 +235,18 @@ class TurnQueue(Generic[T]):
         return going
 
     def clear(self) -> list[T]:
-        """Remove and return the transfers that wait for their turn."""
+        """Remove the transfers that wait for their turn, and return them."""
         held, self._held = list(self._held.values()), {}
         return held
 
 
 def rounds(links: Iterable[NcclLink]) -> list[list[NcclLink]]:
-    """Order the making of links in rounds: each process makes its links one by one, round after round.
+    """Divide links into rounds, in which they are made: each process makes its links round by round, one at a
+    time.
 
-    It is one order for all processes, so that none waits in a circle. And none waits long: in a round each
-    process has one link at most, and there are as few rounds as is easy to find. (In ascending order the last
-    process of a pipeline would wait until all before it have made theirs.)
+    All processes use the same order, so that no circle of processes waits for one another. No process waits
+    long either: in a round each has at most one link, and there are about as few rounds as possible. (In
+    ascending order the last process of a pipeline would wait until all before it had made their links.)
     """
     found: list[list[NcclLink]] = []
     taken: dict[ProcessId, set[int]] = {}
@@ -253,7 +261,7 @@ def rounds(links: Iterable[NcclLink]) -> list[list[NcclLink]]:
 
 
 def batches(links: Iterable[NcclLink]) -> dict[ProcessId, list[NcclLink]]:
-    """Group links by the process that makes their ids, each group in ascending order."""
+    """Group links by the process that makes their ids; each group is in ascending order."""
     made: dict[ProcessId, list[NcclLink]] = {}
     for link in sorted(set(links)):
         made.setdefault(link.maker, []).append(link)

@@ -1,17 +1,19 @@
 """Carry device memory between processes over NCCL.
 
-There is a communicator and a stream for each direction to each peer (`order.py`), made by `join` before the
-first step; ids are exchanged by the maker of the transport. On each, transfers go in the program's order
-(`begin`); threads call NCCL and wait, the event loop never does (`link_end.py`).
+There is one communicator with one stream for each direction between two devices of different processes,
+called a link (`order.py`). `join` makes it before the first step, with an id that the controller gets from
+one end and passes to the other. On each link, transfers go in the program's order (`begin`). Threads call
+NCCL and wait for it; the event loop never does (`link_end.py`).
 
-A peer that is gone is no error to NCCL: its kernels look for data for ever. So `abort` ends every
-communicator with `ncclCommAbort`, waits until their streams are empty, and only then gives buffers back; a
+NCCL does not report that a peer has died: its kernels look for data for ever. `abort` therefore ends every
+communicator with `ncclCommAbort`, waits until their streams are empty, and only then gives buffers back. A
 communicator that NCCL itself reports broken is ended in the same way. NCCL cannot match by tag, complete a
 send that nobody receives, or notice that the two ends differ in size: programs are checked for that when they
 are loaded (`controller.deploy.links_of`).
 
-NCCL does not say which way it takes (`NCCL_DEBUG=INFO` logs it), and opens its sockets itself. Host values,
-replicas and all transfers without an order take the host transport (`registry.TransportKind`).
+NCCL does not report which route it uses (`NCCL_DEBUG=INFO` logs it), and it opens its sockets itself. Host
+values, replicas (copies of the state kept for restarts) and all transfers without an order go over the host
+transport (`registry.TransportKind`).
 """
 
 from __future__ import annotations
@@ -46,17 +48,18 @@ _SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 
 
 class NcclTransport(TransportBase):
-    """The `registry.OrderedTransport` contract over NCCL, on the running event loop, but for what NCCL cannot
-    do (see above).
+    """A transport over NCCL, on the running event loop. It fulfils the contract of
+    `registry.OrderedTransport` except for what NCCL cannot do: match by tag, complete a send that nobody
+    receives, or notice differing sizes.
 
-    A peer can be reached once it is connected and `join` has made the links to it.
+    Transfers with a peer can be posted once it is connected and `join` has made the links to it.
 
     Args:
         peer_id: this side's id.
-        library: NCCL's calls in this process.
+        library: the calls of NCCL in this process.
 
     Attributes:
-        name: gives the words for a process in the error that a link to it cannot be made.
+        name: a function that returns the name of a process, for the error that a link to it cannot be made.
     """
 
     def __init__(self, peer_id: Peer, library: NcclLibrary):
@@ -77,7 +80,7 @@ class NcclTransport(TransportBase):
 
     @property
     def version(self) -> str:
-        """The version of NCCL; all ends need the same one."""
+        """The version of NCCL; all processes need the same one."""
         return self._library.version
 
     @property
@@ -85,7 +88,14 @@ class NcclTransport(TransportBase):
         return seal(MEDIUM, self._library.version.encode("ascii"), self.peer_id, self.epoch)
 
     async def connect(self, peer: Peer, address: bytes) -> None:
-        """Check that `peer` is of this mesh and epoch, and has the same NCCL. Links are made by `join`."""
+        """Check that `peer` is of this mesh and epoch (the number of aborts of the whole mesh so far) and has
+        the same version of NCCL, and remember it. Links to it are made later, by `join`.
+
+        Raises:
+            ValueError: `peer` is this transport itself, or is connected already.
+            ProtocolError: `address` is not valid (see `unseal`), or the peer's version of NCCL differs.
+            TransferError: the transport has closed.
+        """
         self._check_connectable(peer, self._closing is not None, self._peers)
         theirs = unseal(MEDIUM, address, peer, self.epoch).decode("ascii", "replace")
         if theirs != self._library.version:
@@ -96,11 +106,12 @@ class NcclTransport(TransportBase):
         self._peers.add(peer)
 
     def is_connected(self, peer: Peer) -> bool:
-        """Whether `connect` has been called for it."""
+        """Return whether `connect` has been called for a peer."""
         return peer in self._peers
 
     def make_id(self) -> bytes:
-        """Make an id for a link whose `maker` this process is. The first one takes long: call it on a thread.
+        """Make the id of a new link whose `maker` is this process. The first call takes long: call it on a
+        thread.
 
         Raises:
             TransferError: NCCL refused.
@@ -111,17 +122,18 @@ class NcclTransport(TransportBase):
             raise TransferError(f"peer {self.peer_id}: NCCL makes no id: {error}") from error
 
     async def join(self, link: NcclLink, unique_id: bytes, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Make this end of a link; the other end does the same meanwhile. Returns when a first message has
-        passed.
+        """Make this process's end of a link, while the other process makes the other end, and return once a
+        first message has passed between them.
 
         Args:
-            link: one of this side's.
-            unique_id: from the link's `maker`.
-            timeout_s: how long the other end may take to come, in seconds.
+            link: a link of which this process is one end.
+            unique_id: the link's id, made by `make_id` on the link's `maker`.
+            timeout_s: how long to wait for the other end, in seconds.
 
         Raises:
-            ValueError: the link is not this side's, or there is one already.
-            TransferError: the peer is not connected, did not come in time, has another id, or NCCL refused.
+            ValueError: the link does not end at this process, or exists already.
+            TransferError: the peer is not connected, did not make its end in time, or used another id; or
+                NCCL refused.
         """
         if self.peer_id not in (link.sender, link.receiver):
             raise ValueError(f"the {link} does not end at peer {self.peer_id}")
@@ -140,7 +152,7 @@ class NcclTransport(TransportBase):
             ) from None
         except NcclFailure as error:
             raise await self._end_failed(end, str(error)) from error
-        except asyncio.CancelledError:  # a communicator that nobody waits for is not left behind
+        except asyncio.CancelledError:  # do not leave a communicator behind that nobody waits for
             await self._end_failed(end, "given up")
             raise
         if self._ends.get(link) is not end:  # an abort came after the first message
@@ -163,13 +175,15 @@ class NcclTransport(TransportBase):
     # ------------------------------------------------------------ transferring
 
     def begin(self, order: StepOrder) -> None:
-        """Begin a step: on each link, transfers go in this order from here on, whenever they are posted.
+        """Begin a step, by fixing the order in which its transfers go on each link, whatever the order in
+        which they are posted.
 
-        Posting a transfer that is in no order raises ProtocolError: NCCL would match it with another one.
+        From then on, posting a transfer that is not in the order raises ProtocolError, because NCCL would
+        match it with a different one.
 
         Raises:
             TransferError: the program has transfers on a link that was never made.
-            ProtocolError: the step before has not posted all of its transfers.
+            ProtocolError: not all transfers of the previous step have been posted.
         """
         for link in order.orders:
             if link not in self._joined:
@@ -234,11 +248,13 @@ class NcclTransport(TransportBase):
 
 
 def make_transport(peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]) -> NcclTransport:
-    """Make a process's transport; NCCL chooses the network itself. A `registry.Factory`."""
+    """Make a process's NCCL transport; this is a `registry.Factory`. The network is ignored, because NCCL
+    chooses it itself."""
     return NcclTransport(peer_id, load_library())
 
 
 def _greeting(link: NcclLink, epoch: int) -> int:
-    """Make the content of the first message on a link, which differs on every link of every epoch."""
+    """Return the 64-bit content of the first message on a link, which is different for every link and every
+    epoch (the epoch counts aborts of the whole mesh)."""
     devices = (link.from_device & 0xFF) << 8 | link.to_device & 0xFF
     return (epoch & 0xFFFF) << 48 | (link.sender & 0xFFFF) << 32 | (link.receiver & 0xFFFF) << 16 | devices

@@ -1,11 +1,11 @@
-"""Transfers between processes over UCX. The modules, in reading order:
+"""Transfer buffers between processes over UCX. The modules, in reading order:
 
 transport     the transport: links to peers, operations that UCX has not finished, aborts
 links         a connected peer, an operation, and their errors
 progress      UCX's progress on the event loop
 one_copy      large messages within a host, as one copy into the receiver's memory
-offers        receives that are offered to senders of this host before they send
-context       UCX with this package's settings, its limits and ports (the only importer of ucxx)
+offers        receives whose memory is offered to senders of this host before they send
+context       UCX contexts with this package's settings, their limits and ports (the only importer of ucxx)
 net_devices   the network devices that UCX will use
 tag_api       UCX's C functions for tagged messages
 """

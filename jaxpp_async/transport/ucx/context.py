@@ -1,9 +1,9 @@
-"""Open UCX contexts with the settings that a network needs, after checks of what UCX takes without saying so.
+"""Open UCX contexts with the settings for a given network, after checks of conditions that UCX handles badly.
 
-UCX only says "Input/output error" where it lacks descriptors or shared memory, so both are checked before.
-Where every port of `UCX_TCP_PORT_RANGE` is taken, UCX draws one after the other for ever, and where the range
-is one port it prints lines of its own, so a free port is found before. A setting that the user has made is
-never overridden. This is the only module that imports ucxx.
+UCX only reports "Input/output error" when descriptors or shared memory run out, so both are checked before.
+If every port of `UCX_TCP_PORT_RANGE` is in use, UCX tries ports for ever, and if the range is one port it
+prints lines of its own, so a free port is found before. A setting that the user has made is never overridden.
+This is the only module that imports ucxx.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from jaxpp_async.transport.ucx.net_devices import DEVICES, addresses_of_devices,
 
 _LOG = logging.getLogger("jaxpp_async")
 
-# Not set, after measuring: larger segments (UCX_POSIX_SEG_SIZE) make messages of 16 MiB a tenth faster, but
-# then each small message that comes before its receive holds a larger one; and from 64 KiB on a full one has
-# length 0 (16 bits). A copy from process to process (cma) is not to be had: UCX keeps it from endpoints with
-# error handling.
+# Larger segments of shared memory (UCX_POSIX_SEG_SIZE) were measured and are not set: they make messages of
+# 16 MiB a tenth faster, but then each small message that comes before its receive occupies a larger segment,
+# and from 64 KiB on a full segment has length 0 (16 bits). Copies from process to process (cma) cannot be
+# used, because UCX does not allow them for endpoints with error handling.
 _ENVIRONMENT = {
-    # Error handling drops shared memory else, which is four times faster than TCP.
+    # Otherwise error handling excludes shared memory, which is four times faster than TCP.
     "UCX_MM_ERROR_HANDLING": "y",
-    "UCX_TLS": "^sysv",  # the user's whole group may map its segments; POSIX shared memory is the user's own
+    "UCX_TLS": "^sysv",  # the user's group can map System V segments; POSIX ones belong to the user alone
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    # A connect stops the event loop else until it is answered: 131 s where packets are lost. With 2 it gives
-    # up after 7 s.
+    # Otherwise a connect blocks the event loop until it is answered: 131 s if packets are lost. With two
+    # retries it gives up after 7 s.
     "UCX_TCP_CONN_NB": "y",
     "UCX_TCP_SYN_CNT": "2",
 }
@@ -53,8 +53,8 @@ each network device."""
 
 @cache
 def _first_process() -> int:
-    """Return the process in which UCX was started first: a process that was forked from it lacks UCX's
-    threads."""
+    """Return the id of the process in which UCX was first started: a process that is forked from it lacks
+    UCX's threads."""
     return os.getpid()
 
 
@@ -62,7 +62,7 @@ class Context(NamedTuple):
     """A UCX context with one worker.
 
     Args:
-        ucxx: the low-level module.
+        ucxx: the low-level module of ucxx.
         ucp: the context.
         worker: its only worker.
     """
@@ -73,17 +73,20 @@ class Context(NamedTuple):
 
 
 def open_context(network: Network | None) -> Context:
-    """Open a context and its worker, which listens from now on.
+    """Open a UCX context and its worker, which starts to listen.
 
-    Each transport has its own, so that a process may have one that leaves the machine beside one that does
-    not.
+    Each transport has its own context, so that one process may have both a transport that leaves the machine
+    and one that does not.
 
     Args:
-        network: where it listens, unless the user says so in the environment; None: as UCX likes.
+        network: the network on which to listen, unless the user has chosen one in the environment. None:
+            UCX's own choice.
 
     Raises:
-        InstallError: ucxx is not installed. TransferError: this process was forked.
-        MeshError: no network device of that name here, no port left in the range, or less than UCX needs.
+        InstallError: ucxx is not installed.
+        TransferError: this process was forked after UCX had started.
+        MeshError: a network device that was named does not exist, no port of the range is free, or UCX lacks
+            descriptors or shared memory.
     """
     ucxx = _import_ucxx()
     if _first_process() != os.getpid():
@@ -110,11 +113,19 @@ def open_context(network: Network | None) -> Context:
 
 
 def _settings(network: Network | None) -> dict[str, str]:
-    """Choose the settings that a context gets beside the environment, under UCX's names without `UCX_`."""
+    """Return the settings to pass to a context in addition to the environment, with UCX's names without
+    `UCX_`.
+
+    Args:
+        network: the network on which the context is to listen; see `open_context`.
+
+    Raises:
+        MeshError: all processes are to share memory, and there is no folder for it.
+    """
     found: dict[str, str] = {}
     if network is not None and network.addresses is not None and DEVICES not in os.environ:
         is_users = os.environ.get("UCX_TLS", _ENVIRONMENT["UCX_TLS"]) != _ENVIRONMENT["UCX_TLS"]
-        # A user who asks for TCP among the processes of one machine gets it there alone.
+        # If the user asks for TCP among the processes of one machine, it uses the loopback interface only.
         addresses = network.addresses or (("127.0.0.1",) if is_users and _names("tcp") else ())
         devices = devices_with(addresses)
         if devices is None:
@@ -142,23 +153,24 @@ def _settings(network: Network | None) -> dict[str, str]:
 
 
 def resources(text: str) -> list[tuple[str, str]]:
-    """List transports and their devices.
+    """Return the (transport, device) pairs that a UCX context can use.
 
     Args:
-        text: as UCX prints it (`ucp_context_print_info`), with lines such as `resource 1  :  md 1  dev 1
-            flags -- tcp/eth0`.
+        text: the description of the context that UCX prints (`ucp_context_print_info`), with lines such as
+            `resource 1  :  md 1  dev 1  flags -- tcp/eth0`.
     """
     return re.findall(r"^#\s+resource\s+\d+\s*:.*\s([\w.-]+)/(\S+)\s*$", text, re.MULTILINE)
 
 
 def check_takes_gpu_memory(found: Sequence[tuple[str, str]]) -> None:
-    """Check that UCX knows GPU memory: it would take its addresses for the host's else, and end the process.
+    """Check that a UCX context supports GPU memory. Without support it would treat GPU addresses as host
+    addresses, and crash the process.
 
     Args:
-        found: of `resources`.
+        found: the (transport, device) pairs of the context, from `resources`.
 
     Raises:
-        MeshError: it does not.
+        MeshError: the context does not support GPU memory.
     """
     names = {name for name, _ in found}
     if not names or any(name.startswith("cuda") for name in names):
@@ -177,36 +189,40 @@ def check_takes_gpu_memory(found: Sequence[tuple[str, str]]) -> None:
 
 
 def shares_memory() -> bool:
-    """Whether `UCX_TLS` lets processes of one host share memory: a user who keeps UCX from it keeps us from
-    it too."""
+    """Return whether the environment variable `UCX_TLS` allows UCX to use shared memory among the processes
+    of one host. If the user forbids that to UCX, this package does not share memory either."""
     return _names("sm", "shm", "mm", "posix")
 
 
 def _names(*kinds: str) -> bool:
-    """Whether `UCX_TLS` leaves UCX a transport of any of these names."""
+    """Return whether the environment variable `UCX_TLS` allows UCX to use any transport of the given
+    names."""
     names = os.environ.get("UCX_TLS", _ENVIRONMENT["UCX_TLS"])
     named = {"all", *kinds} & set(names.removeprefix("^").split(","))
     return not named if names.startswith("^") else bool(named)
 
 
 def describe_limits() -> str:
-    """Describe this process's descriptors and shared memory, for errors whose cause UCX does not tell."""
+    """Return a description of this process's descriptors and shared memory, for errors whose cause UCX does
+    not report."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     folder, why = shared_memory_folder()
     return f"{num_descriptors()} of {most} descriptors in use; shared memory: {why or folder}"
 
 
 def set_environment() -> None:
-    """Set the variables that UCX reads when it is loaded, except those that the user has set."""
+    """Set the environment variables that UCX reads when it is loaded, except those that the user has set."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def check_config_file() -> None:
-    """Refuse to load UCX where the working directory has settings for it, which may name libraries to load.
+    """Check that UCX, when it is loaded, will not read a settings file in the working directory that may be
+    somebody else's: such a file can make UCX load any library.
 
     Raises:
-        MeshError: so it is, and the user has not named this folder.
+        MeshError: there is such a file, and the folder is neither the user's home nor named by
+            `UCX_CONFIG_DIR`.
     """
     named = [os.environ.get("UCX_CONFIG_DIR"), os.environ.get("HOME")]
     if os.path.lexists(CONFIG_FILE) and not any(
@@ -221,7 +237,7 @@ def check_config_file() -> None:
 
 def _import_ucxx() -> Any:
     set_environment()
-    if "ucxx" not in sys.modules:  # UCX reads it once, as it is loaded
+    if "ucxx" not in sys.modules:  # UCX reads the file once, when it is loaded
         check_config_file()
     try:
         import ucxx._lib.libucxx as libucxx  # pyright: ignore[reportMissingImports]
@@ -254,11 +270,12 @@ MIN_FREE_BYTES: Final = 16 << 20
 
 
 def shared_memory_folder() -> tuple[str | None, str]:
-    """Choose the folder in which UCX keeps the memory that processes of this host share.
+    """Choose the folder for the memory that UCX shares among the processes of this host.
 
     Returns:
-        The folder: /dev/shm, else one where this user may have files that are deleted already; None: there is
-        no fit one. And the reason why it is not /dev/shm; empty if it is.
+        The folder, and the reason why it is not /dev/shm, which is empty if it is. If /dev/shm cannot be
+        used, the folder is another one in which this user may have files (they are deleted as soon as they
+        are open); None if there is none.
     """
     why = _unfit(SHARED_MEMORY)
     if not why:
@@ -268,7 +285,7 @@ def shared_memory_folder() -> tuple[str | None, str]:
 
 
 def _unfit(folder: str) -> str:
-    """Say why a folder cannot hold shared memory; empty if it can."""
+    """Return the reason why a folder cannot hold shared memory; empty if it can."""
     try:
         found = os.statvfs(folder)
     except OSError as error:
@@ -290,30 +307,32 @@ T = TypeVar("T")
 PORTS: Final = "UCX_TCP_PORT_RANGE"
 
 _LAST_PORT: Final = 65535
-_MIN_PORTS_TRIED: Final = 2000  # before a range has none, some 20 ms; a small range several times
+_MIN_PORTS_TRIED: Final = 2000  # some 20 ms, until a range counts as full; small ranges are repeated
 _MIN_ROUNDS: Final = 3
 
 
 def with_free_port(make: Callable[[str | None], T], devices: str | None) -> T:
-    """Call `make` with free ports of `UCX_TCP_PORT_RANGE` until UCX listens on one.
+    """Call `make` with one free port of `UCX_TCP_PORT_RANGE` after the other until UCX listens on one, and
+    return its result.
 
     Args:
-        make: makes a worker that listens; takes a range of one port, or None: as the environment says.
-        devices: on which UCX listens, as `UCX_NET_DEVICES` has them.
+        make: a function that makes a listening worker. It takes a range of one port, such as `"47000-47000"`,
+            or None for the ports that the environment gives.
+        devices: the devices on which UCX listens, as in the environment variable `UCX_NET_DEVICES`.
 
     Raises:
-        MeshError: no port is free, or the variable has no range of ports.
+        MeshError: no port is free, or the variable does not contain a range of TCP ports.
     """
     given = os.environ.get(PORTS, "")
     ports = _read_range(given)
-    if ports is None or devices == "":  # any port, or UCX's own error; or it listens nowhere
+    if ports is None or devices == "":  # any port will do, UCX raises its own error, or UCX listens nowhere
         return make(None)
     for port in _free_ports(ports, addresses_of_devices(devices)):
         try:
             return make(f"{port}-{port}")
         except Exception as error:
-            # of ucxx, which is not imported here, so that its type is known by the name
-            if type(error).__name__ != "UCXXBusyError":  # taken since: the next
+            # An error of ucxx, which is not imported at this point, so that its type is known by name only.
+            if type(error).__name__ != "UCXXBusyError":  # the port was taken since; try the next
                 raise
     raise MeshError(
         f"ports= {given} ({PORTS}) has no free port left on host {socket.gethostname()}; each process there "
@@ -323,13 +342,14 @@ def with_free_port(make: Callable[[str | None], T], devices: str | None) -> T:
 
 
 def _read_range(given: str) -> range | None:
-    """Read `"47000-47100"` or `"47000"` as UCX does: blanks in front of a number, anything behind it.
+    """Parse a range of ports, `"47000-47100"` or `"47000"`, as UCX does: blanks before a number and anything
+    after it are ignored.
 
     Returns:
-        The ports; None: any port (0), or a text that UCX cannot read either.
+        The ports; None if any port may be used (0), or if UCX cannot parse the text either.
 
     Raises:
-        MeshError: these cannot be TCP ports. UCX would cut the numbers off, or look for ever.
+        MeshError: the numbers cannot be TCP ports. UCX would truncate them, or search for ever.
     """
     first, dash, last = given.partition("-")
     numbers = [re.match(r"\s*\+?(\d+)", part, re.ASCII) for part in (first, last if dash else first)]
@@ -346,13 +366,13 @@ def _read_range(given: str) -> range | None:
 def _free_ports(ports: range, addresses: list[str]) -> Iterator[int]:
     """Yield ports of a range on which nobody listens now, going through the range several times.
 
-    Processes that start together begin at different ports. A port may still look taken for the moment in
-    which another process binds it to see whether it is free: so a small range is gone through again, after
+    Processes that start together begin at different ports. A port may seem in use only because another
+    process binds it for a moment to see whether it is free. A small range is therefore tried again, after
     other processes have run.
 
     Args:
         ports: the range.
-        addresses: IPv4 addresses on which the port has to be free.
+        addresses: the IPv4 addresses on which the port has to be free.
     """
     begin = os.getpid() % len(ports)
     for _ in range(max(_MIN_ROUNDS, _MIN_PORTS_TRIED // len(ports))):
@@ -366,7 +386,7 @@ def _is_free(port: int, addresses: list[str]) -> bool:
     with contextlib.ExitStack() as sockets:
         try:
             for address in addresses:
-                # As UCX binds its own: without SO_REUSEADDR.
+                # Without SO_REUSEADDR, as UCX binds its own sockets.
                 sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)).bind((address, port))
         except OSError:
             return False

@@ -1,4 +1,5 @@
-"""Keep what the UCX transport knows of a peer and of an unfinished operation, and word their errors."""
+"""Define the UCX transport's record of a connected peer and of an unfinished operation, with the texts of
+their errors."""
 
 from __future__ import annotations
 
@@ -16,22 +17,24 @@ SENDING = -1
 
 
 class UcxLink:
-    """A connected peer: its endpoint, why the link has ended if it has, and its process if that is on this
-    host.
+    """The connection to one peer: its endpoint, the reason for which it has failed if it has, and, if the
+    peer is on this host, its process.
 
     Args:
-        peer: its id.
-        endpoint: of ucxx.
-        local_peer: its process, if that is on this host.
-        own_bits: this side's id, as peers' `sender_bits`.
+        peer: the peer's id.
+        endpoint: the endpoint of ucxx.
+        local_peer: the peer's process if it is on this host; otherwise None.
+        own_bits: this side's id as it is stored in tags; see `sender_bits_of`.
 
     Attributes:
-        offers: the receives that it offers; None, as `local_peer`, if it is on another host or the link is
-            closed.
+        sender_bits: the peer's id as it is stored in tags.
+        offers: the receives that the peer offers; None if the peer is on another host or the link is closed,
+            as for `local_peer`.
         handle: UCX's handle of the endpoint.
-        epoch: of its transfers, once there was one.
-        failure: why nothing can be posted any more; None while something can.
-        has_received: whether any message has come from it.
+        epoch: the epoch (the number of aborts of the whole mesh so far) of the link's transfers; None before
+            the first one.
+        failure: the reason for which nothing can be posted any more; None while transfers can be posted.
+        has_received: whether any message has come from the peer.
     """
 
     __slots__ = (
@@ -57,7 +60,11 @@ class UcxLink:
         self.has_received = False
 
     def endpoint_error(self, failures: type[Exception]) -> str:
-        """Ask UCX why it has closed the endpoint; ucxx raises the answer as one of `failures`."""
+        """Return UCX's reason for having closed the endpoint.
+
+        Args:
+            failures: the class of the errors by which ucxx reports the reason.
+        """
         try:
             self.endpoint.raise_on_error()
         except failures as error:
@@ -66,19 +73,24 @@ class UcxLink:
 
 
 class UcxTransfer:
-    """An operation that UCX has not finished. It holds the memory: UCX itself keeps no reference.
+    """An operation that UCX has not finished. It keeps the memory alive, because UCX keeps no reference to
+    it.
 
     Args:
-        link: to whose peer. memory: what is sent, or received into. tag: of the message.
-        size_bytes: how many bytes are expected, or SENDING.
-        done: is called when it has ended; None for a message of the transport's own protocol.
-        number: which message of its tag it is (`offers.MessageNumbers`), taken when it is posted; None: never
-            offered. A send that fails afterwards takes its link along, for the peer goes on counting.
+        link: the link to the peer.
+        memory: the memory to send or to receive into.
+        size_bytes: the number of bytes expected, or `SENDING` for a send.
+        tag: the message's tag.
+        done: the callback for the outcome; None for a message of the transport's own one-copy protocol.
+        number: the number of the message under its tag (`offers.MessageNumbers`), assigned when it is posted;
+            None: its receive is never offered to the sender. If a numbered send fails afterwards, its link
+            fails too, because the peer goes on counting.
 
     Attributes:
-        then: called with status and length when an operation of the transport's own protocol has ended.
-        request: UCX's, 0 if UCX has refused it.
-        offer: the serial of a receive that was offered, else 0.
+        then: a callback that gets the status and the length when an operation of the one-copy protocol has
+            ended.
+        request: UCX's request handle; 0 if UCX has refused the operation.
+        offer: the serial number of the offer of this receive to its sender; 0 if it was not offered.
     """
 
     __slots__ = ("done", "link", "memory", "number", "offer", "request", "size_bytes", "tag", "then")
@@ -99,19 +111,23 @@ class UcxTransfer:
         self.then: Callable[[int, int], None] | None = None
 
     def describe(self, ours: Peer) -> str:
-        """Name sender, receiver and tag, as errors begin; `ours` is this side's id."""
+        """Return the beginning of an error's text, with sender, receiver and tag.
+
+        Args:
+            ours: this side's id.
+        """
         theirs = self.link.peer
         way = f"{ours} to peer {theirs}" if self.size_bytes == SENDING else f"{theirs} to peer {ours}"
         return f"transfer from peer {way}, tag {self.tag:#x}"
 
     def error(self, ours: Peer, status: int, length: int, text_of: Callable[[int], str]) -> Exception:
-        """Make the error with which it ends badly.
+        """Return the error for an operation that has failed or got a message of the wrong size.
 
         Args:
             ours: this side's id.
-            status: UCX's.
-            length: how many bytes came.
-            text_of: gives UCX's words for a status.
+            status: UCX's status.
+            length: the number of bytes that came.
+            text_of: a function that returns UCX's description of a status.
         """
         if status == STATUS_TRUNCATED and self.size_bytes == SENDING:
             return ProtocolError(
@@ -122,13 +138,19 @@ class UcxTransfer:
         return self.failed(ours, status, text_of)
 
     def failed(self, ours: Peer, status: int, text_of: Callable[[int], str]) -> TransferError:
-        """Make the error of an operation that UCX refused, canceled or lost."""
+        """Return the error for an operation that UCX refused, cancelled or lost.
+
+        Args:
+            ours: this side's id.
+            status: UCX's status.
+            text_of: a function that returns UCX's description of a status.
+        """
         cause = self.link.failure or ("UCX canceled it" if status == STATUS_CANCELED else text_of(status))
         return TransferError(f"{self.describe(ours)} failed: {cause}")
 
 
 def sender_bits_of(peer: Peer) -> int:
-    """Shift a peer's id, from -1 on, to its place in the tag on the wire.
+    """Return a peer's id, which is -1 or more, shifted to its position in the tags that UCX sends.
 
     Raises:
         ValueError: the id does not fit its bits.

@@ -1,7 +1,8 @@
-"""Check the network devices that UCX is to use, and find those that have given IP addresses of this machine.
+"""Check the network devices that UCX is told to use, and find those that have given IP addresses of this
+machine.
 
-UCX only warns of a device that is not there, or is down, and goes on with the others: perhaps none that
-leaves the host. Launchers ask too, so this module does not import UCX.
+UCX only logs a warning if a device does not exist or is down, and continues with the others, even if none of
+them can send to other hosts. Launchers need these checks too, so this module does not import UCX.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ _UP = 1  # IFF_UP
 
 
 def check_devices(names: str | None) -> None:
-    """Check that this host has the devices that UCX is to use.
+    """Check that this host has the network devices that UCX is told to use.
 
-    Devices that are left out (`"^docker0"`) need not be there: hosts of one run may differ.
+    Devices that are excluded (`"^docker0"`) need not exist, because the hosts of one mesh may differ.
 
     Args:
-        names: as `UCX_NET_DEVICES` has them, such as `"eth0,mlx5_0:1"`; None: it is not set.
+        names: the devices as in the environment variable `UCX_NET_DEVICES`, such as `"eth0,mlx5_0:1"`; None:
+            the variable is not set.
 
     Raises:
-        MeshError: a device is not there, or is down; none is left; UCX would not take the list.
+        MeshError: a device does not exist or is down, no device is left, or UCX would not accept the list.
     """
     listed, are_left_out = _read(names)
     if not listed and not are_left_out:
@@ -46,7 +48,7 @@ def check_devices(names: str | None) -> None:
         )
     rdma = _names_in(_RDMA)
     there = _names_in(_NET) | rdma
-    if not there or (are_left_out and not listed):  # no sysfs here; or no word on them
+    if not there or (are_left_out and not listed):  # no sysfs, or all are allowed
         return
     down = {name for name in there if _is_down(name)}
     devices = [_without_port(name, rdma) for name in listed]
@@ -67,35 +69,53 @@ def check_devices(names: str | None) -> None:
 
 
 def is_used(names: str | None, device: str) -> bool:
-    """Whether UCX uses a device, which exists and is no RDMA device."""
+    """Return whether UCX uses a device, which must exist and must not be an RDMA device.
+
+    Args:
+        names: the devices as in the environment variable `UCX_NET_DEVICES`; None: the variable is not set.
+        device: the name of the device.
+    """
     listed, are_left_out = _read(names)
     return (device in listed) != are_left_out
 
 
 def _read(names: str | None) -> tuple[list[str], bool]:
-    """Split a list of devices as UCX does: no pattern, no blank is taken out. Returns: the names, and whether
-    these are left out instead of taken."""
+    """Split a list of network devices as UCX does: without patterns, and without stripping blanks.
+
+    Args:
+        names: the list as in the environment variable `UCX_NET_DEVICES`; None: the variable is not set.
+
+    Returns:
+        The names, and whether UCX excludes these devices (True) or uses only these (False). If UCX uses all
+        devices, no names and True.
+    """
     text = names if names is not None else "all"
     listed = [name for name in text.removeprefix("^").split(",") if name]
     return ([], True) if listed == ["all"] else (listed, text.startswith("^"))
 
 
 def _without_port(name: str, rdma: set[str]) -> str:
-    """Cut the port off a name: `mlx5_0` of `mlx5_0:1`. Only RDMA devices have ports: `eth0:1` is an address,
-    unknown to UCX."""
+    """Remove the port from a device's name: `mlx5_0:1` becomes `mlx5_0`. Only RDMA devices have ports;
+    `eth0:1` is the label of an address, which UCX does not know.
+
+    Args:
+        name: the name as the user gave it.
+        rdma: the names of this host's RDMA devices.
+    """
     device, _, port = name.partition(":")
     return device if device in rdma and port.isdigit() else name
 
 
 def _names_in(folder: Path) -> set[str]:
-    """List the devices of a folder of sysfs: its subfolders (`bonding_masters` is a file)."""
+    """Return the names of the devices in a folder of sysfs, which are its subfolders (`bonding_masters` is a
+    file)."""
     return {entry.name for entry in folder.iterdir() if entry.is_dir()} if folder.is_dir() else set()
 
 
 def _is_down(name: str) -> bool:
     try:
         return not int((_NET / name / "flags").read_text(), 16) & _UP
-    except (OSError, ValueError):  # an RDMA device
+    except (OSError, ValueError):  # an RDMA device has no such file
         return False
 
 
@@ -111,13 +131,15 @@ _LINK_LOCAL = 0x20  # IPV6_ADDR_LINKLOCAL
 
 
 def devices_with(addresses: Collection[str]) -> str | None:
-    """Make the list of devices that leaves UCX the interfaces of some addresses, and all RDMA devices.
+    """Return the list of devices with which UCX uses only the interfaces that have given addresses, and all
+    RDMA devices.
 
     Args:
-        addresses: IPv4 addresses of this machine; none: UCX uses no network.
+        addresses: IPv4 addresses of this machine; with none, UCX uses no network.
 
     Returns:
-        The list as `UCX_NET_DEVICES` has it; None: some address is of no interface here.
+        The list in the form of the environment variable `UCX_NET_DEVICES`; None if no interface of this
+        machine has one of the addresses.
     """
     if not addresses:
         return ""
@@ -125,25 +147,29 @@ def devices_with(addresses: Collection[str]) -> str | None:
     if not set(addresses) <= {address for _, address in pairs}:
         return None
     taken = {name for name, address in pairs if address in addresses}
-    # Only those that UCX would use: it warns of others.
+    # Exclude only interfaces that UCX would otherwise use: it warns of others.
     others = {name for name, address in pairs if not address.startswith("169.254.")} | _with_ipv6()
     others = {name for name in others - taken if _is_running(name)}
     return "^" + ",".join(sorted(others)) if others else "all"
 
 
 def interface_with(address: str) -> str | None:
-    """Return the name of the interface that has an IPv4 address; None: there is none."""
+    """Return the name of the interface that has an IPv4 address; None if there is none."""
     return next((name for name, own in _interface_addresses() if own == address), None)
 
 
 def addresses_of_devices(names: str | None) -> list[str]:
-    """List the IPv4 addresses of the devices on which UCX will listen; UCX takes IPv6 only where there is
-    none."""
+    """Return the IPv4 addresses of the devices on which UCX will listen. UCX uses IPv6 only if there is no
+    IPv4 address.
+
+    Args:
+        names: the devices as in the environment variable `UCX_NET_DEVICES`; None: the variable is not set.
+    """
     return [address for name, address in _interface_addresses() if is_used(names, name)]
 
 
 def _interface_addresses() -> list[tuple[str, str]]:
-    """List name and address of each interface that has an IPv4 address, once for each address."""
+    """Return (interface name, IPv4 address) for each IPv4 address of this machine's interfaces."""
     buffer = ctypes.create_string_buffer(_MOST_ADDRESSES * _IFREQ.size)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         asked = struct.pack("iP", len(buffer), ctypes.addressof(buffer))
@@ -156,7 +182,7 @@ def _interface_addresses() -> list[tuple[str, str]]:
 
 
 def _with_ipv6() -> set[str]:
-    """Return the names of the interfaces that have an IPv6 address which is good beyond its link."""
+    """Return the names of the interfaces that have an IPv6 address which is valid beyond its link."""
     try:
         with open("/proc/net/if_inet6") as file:
             rows = [line.split() for line in file]  # address, index, prefix, scope, flags, name
@@ -169,6 +195,6 @@ def _is_running(name: str) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             answer = fcntl.ioctl(sock.fileno(), _GIVE_FLAGS, struct.pack("40s", name.encode()[:15]))
-        except OSError:  # it has gone
+        except OSError:  # the interface does not exist any more
             return False
     return struct.unpack_from("H", answer, 16)[0] & _RUNNING == _RUNNING

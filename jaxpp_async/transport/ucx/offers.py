@@ -1,11 +1,13 @@
-"""Offer receives to senders of this host before they send: the CTS_AHEAD of `one_copy.py`.
+"""Offer receives to senders of this host before they send: the CTS_AHEAD messages of `one_copy.py`.
 
-A receiver writes an offer for each receive that a peer may write itself into a ring in its own mailbox; the
-peer reads the ring when it sends, and again for as long as it holds a message back for its offer. Nobody is
-woken: an offer that comes too late or is overwritten is never used. An offer is for one message only: both
-    sides number the messages of a
-tag, which match in order whatever their sizes, so an offer and its message have the same number, and an offer
-for a message that is past is dropped. So is a row that is torn (written and read at once).
+For each receive into which a peer may write directly, the receiver writes an offer into a ring in its own
+mailbox (`shared_memory.Mailbox`). The peer reads the ring when it sends, and again for as long as it holds a
+message back in the hope of an offer. An offer wakes no process: an offer that comes too late or is
+overwritten is never used.
+
+An offer is for one message only. Both sides number the messages of a tag, which match in order whatever their
+sizes, so that an offer and its message have the same number. An offer for a message that was sent already is
+dropped, and so is a row of the ring that was read while it was being written.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ MOST_HELD = 1024
 """How many offers a link remembers until their messages are sent. With more, the oldest are forgotten."""
 
 _COUNT = struct.Struct("<Q")
-_ROW = struct.Struct("<QQQQi16s")  # serial, tag on the wire, number, then a `BlockTicket` with its size first
+_ROW = struct.Struct("<QQQQi16s")  # serial, wire tag, number, then a `BlockTicket` with its size first
 _CHECK = struct.Struct("<I")
 _FIRST_ROW, _ROW_BYTES = 64, 64
 _ROWS = (RING_BYTES - _FIRST_ROW) // _ROW_BYTES
@@ -40,11 +42,11 @@ _UNNUMBERED = frozenset(channel << SEQUENCE_BITS for channel in (HOST_CHANNEL, C
 
 
 class Offer(NamedTuple):
-    """A receive that waits for its message.
+    """A posted receive that a sender may fill by writing into the receiver's memory.
 
     Args:
-        serial: unlike that of any other offer of the receiver.
-        ticket: of the block to write to.
+        serial: a number that no other offer of this receiver has.
+        ticket: the ticket of the shared block to write to.
     """
 
     serial: int
@@ -52,7 +54,8 @@ class Offer(NamedTuple):
 
 
 class OfferRing:
-    """The offers of one transport to all peers on this host, the latest `_ROWS` of them.
+    """A ring of the latest `_ROWS` receives that one transport offers to peers on this host, in memory that
+    the peers read.
 
     Args:
         ring: `RING_BYTES` of memory that peers can read.
@@ -63,15 +66,16 @@ class OfferRing:
         self._count = 0
 
     def put(self, wire_tag: int, number: int, ticket: BlockTicket) -> int:
-        """Offer a block to the sender whose id is in the tag.
+        """Offer the shared block of a receive to the sender whose id is in the tag, so that it can write the
+        message into the block.
 
         Args:
-            wire_tag: of the receive, with the sender's id.
-            number: of the message under its tag (`MessageNumbers`).
-            ticket: of the block.
+            wire_tag: the tag of the receive as UCX sees it, with the sender's id.
+            number: the number of the message under its tag (see `MessageNumbers`).
+            ticket: the ticket of the block.
 
         Returns:
-            The offer's serial, from 1.
+            The offer's serial number, from 1.
         """
         serial = self._count + 1
         row = _ROW.pack(serial, wire_tag, number, ticket.size_bytes, ticket.descriptor, ticket.key)
@@ -83,7 +87,8 @@ class OfferRing:
 
 
 class MessageNumbers:
-    """Counts the messages of each tag in one direction, from 0. Both sides count alike: see above."""
+    """A counter of the messages of each tag in one direction of a link, from 0. Sender and receiver count
+    alike, so that an offer and its message have the same number."""
 
     __slots__ = ("_next",)
 
@@ -91,10 +96,15 @@ class MessageNumbers:
         self._next: dict[int, int] = {}
 
     def next(self, tag: int) -> int | None:
-        """Count a message. Returns: its number; None for a message of the host channel or of replicas.
+        """Count a message under a tag, and return its number, by which a sender finds the offer of the
+        message's receive.
 
-        Receives of these two are never offered, so no sender waits for an offer of theirs. And each tag of
-        the host channel is used once, and would be remembered for ever.
+        Receives of the host channel and of replicas (copies of the state kept for restarts) are never
+        offered, so their messages need no number. Besides, each tag of the host channel is used once, and
+        would be remembered for ever.
+
+        Returns:
+            The number; None for a message of the host channel or of replicas.
         """
         if tag & _CHANNEL_MASK in _UNNUMBERED:
             return None
@@ -103,20 +113,23 @@ class MessageNumbers:
         return number
 
     def give_back(self, tag: int) -> None:
-        """Count the last message of a tag no longer: UCX has refused it."""
+        """Undo the last `next` of a tag, because UCX has refused to send or receive that message."""
         self._next[tag] -= 1
 
 
 class LinkOffers:
-    """The offers that one link has got, and the messages that it has counted; a new connection starts anew.
+    """The offers of receives that a peer has made to this side over one link, and the numbers of the messages
+    exchanged over it. A new connection starts with a new object.
 
     Args:
-        ring: the peer's, as it can be read here.
-        sender_bits: this side's, as in tags on the wire.
+        ring: the peer's ring of offers, mapped into this process.
+        sender_bits: this side's id as it is stored in the tags of messages.
 
     Attributes:
-        sent, received: the messages so far, also held ones and receives that wait.
-        num_in_vain: how many messages in a row were held back in vain or not at all; see `OneCopySender`.
+        sent, received: counters of the messages posted so far, including sends that are held back and
+            receives that have not ended.
+        num_in_vain: the number of messages in a row that had no offer in time, whether they were held back
+            for it or not; see `OneCopySender`.
     """
 
     __slots__ = ("_asked", "_cursor", "_held", "_ring", "_sender_bits", "num_in_vain", "received", "sent")
@@ -125,12 +138,13 @@ class LinkOffers:
         self._ring, self._sender_bits = ring.data, sender_bits
         self._cursor = 0
         self._held: dict[tuple[int, int], Offer] = {}
-        self._asked: dict[int, int] = {}  # the latest number by tag: offers for earlier messages are past
+        self._asked: dict[int, int] = {}  # latest number by tag: earlier offers are dropped
         self.sent, self.received = MessageNumbers(), MessageNumbers()
         self.num_in_vain = 0
 
     def take(self, tag: int, number: int) -> Offer | None:
-        """Take the offer for the `number`-th message of a tag, if it is here; it is never returned again."""
+        """Return the offer for the `number`-th message of a tag, and remove it; None if there is no such
+        offer yet."""
         key = (tag, number)
         self._asked[tag] = number
         if key not in self._held:
@@ -138,7 +152,8 @@ class LinkOffers:
         return self._held.pop(key, None)
 
     def _read(self) -> None:
-        """Remember the offers for this side that were written since the last time."""
+        """Read the offers for this side that the peer has written to its ring since the last call, and
+        remember them."""
         ring = self._ring
         (count,) = _COUNT.unpack_from(ring, 0)
         for serial in range(max(self._cursor, count - _ROWS) + 1, count + 1):

@@ -1,29 +1,31 @@
-"""Carry large messages within a host as one copy: the sender writes into the receiver's memory.
+"""Carry large messages within a host with one copy: the sender writes into the receiver's memory.
 
-UCX copies such a message twice, into a queue in shared memory and out of it. Here UCX carries only the
-protocol between the sender S and the receiver R:
+UCX copies such a message twice, into a queue in shared memory and out of it. In this module UCX carries only
+the messages of a protocol between the sender S and the receiver R. RTS means "ready to send", CTS "clear to
+send", FIN "finished", and a block is memory that the receiver shares (`shared_memory.SharedBlock`):
 
-    where the receive was posted first, 1 to 4 MiB     else, from 4 MiB on
+    where the receive was posted first, 1 to 4 MiB     otherwise, from 4 MiB on
     R -- CTS_AHEAD --> S   a block                     S -- RTS --> R   size, serial; under the message's tag
     S    writes                                        S <-- CTS -- R   a block, "as a message", or "refused"
     S -- empty FIN --> R   under the message's tag     S    writes a piece in each pass of its event loop
                                                        S -- FIN --> R   written, or "a message follows"
 
-A CTS_AHEAD (an offer, `offers.py`) names a block before any RTS: it stands in a ring that the sender reads,
-and nobody is woken. RTS and the empty FIN take the message's place under its tag, so messages match in the
-order of all others, and each side has one operation of UCX's open at any time, which fails as all do when the
-peer dies or is aborted. A sender without an offer holds a smaller message back for 1 ms if it is in a hurry
-(`Transport.hurry`); after that, or at once, the message goes by UCX. A receiver that fails puts other memory
-in the place of what a peer may still write to.
+A CTS_AHEAD, called an offer (`offers.py`), names a block before any RTS is sent. The receiver writes it into
+a ring that the sender reads, and wakes nobody. The RTS and the empty FIN are sent in place of the message
+under its tag, so that messages match in the same order as all others. Each side always has one UCX operation
+open, which fails like any other operation if the peer dies or is aborted. A sender without an offer holds a
+smaller message back for up to 1 ms if its caller only waits for transfers (`Transport.hurry`); after that, or
+immediately if the caller does not, the message is sent through UCX. If a receive fails, the receiver replaces
+the memory into which a peer may still write by other memory.
 
-Offered messages are written where they are posted, up to a piece's size in one pass of the loop; more of them
-wait for the next passes, and what is sent under their tags waits behind them. The sender writes only between
-two passes of its loop or where it posts, only into a block whose key it has read, never past the block's end;
-`drop` stops it at once.
+Offered messages are written within the post call, up to the size of one piece in each pass of the loop.
+Further ones are written in the next passes, and whatever is sent under their tags is sent after them. The
+sender writes only between two passes of its loop or within a post call, only into a block whose key it has
+read, and never past the block's end; `drop` stops it immediately.
 
-A peer that cannot read this process's mailbox could take an RTS for data. So a sender sends an RTS only to
-peers whose mailboxes say that they read its own. The message also stands in the mailbox, for a receive too
-short for the RTS.
+A peer that cannot read this process's mailbox could mistake an RTS for data. A sender therefore sends an RTS
+only to peers whose mailboxes say that they can read its own. The message is also announced in the sender's
+mailbox, for a receive that is too short for the RTS.
 """
 
 from __future__ import annotations
@@ -89,31 +91,56 @@ _SWEEP_S = 1.0
 
 
 class Carrier(Protocol):
-    """The transport that sends and receives the protocol's messages, and reports how transfers end."""
+    """The transport that sends and receives the messages of the one-copy protocol, and reports how transfers
+    end."""
 
     def post_own_send(self, link: UcxLink, memory: Memory, tag: int, transfer: UcxTransfer | None) -> bool:
-        """Send; finishes `transfer` when the send has ended, or nothing. False: UCX refused, and it is
-        finished so."""
+        """Send a message of the one-copy protocol.
+
+        Args:
+            link: the link to the receiver.
+            memory: the message.
+            tag: the message's tag, without the sender's id.
+            transfer: the transfer to finish when the send has ended; None: no transfer depends on this send.
+
+        Returns:
+            False if UCX refused the send; the transfer, if any, has then been finished with that error.
+        """
         ...
 
     def post_own_recv(
         self, link: UcxLink, memory: Memory, tag: int, then: Callable[[int, int], None] | UcxTransfer
     ) -> None:
-        """Receive; calls `then` with status and length, or finishes the transfer."""
+        """Receive a message of the one-copy protocol.
+
+        Args:
+            link: the link to the sender.
+            memory: the memory to receive into.
+            tag: the message's tag, without the sender's id.
+            then: a callback that gets the status and the length of what came, or the transfer to finish with
+                them.
+        """
         ...
 
     def finish(self, transfer: UcxTransfer, status: int, length: int) -> None:
-        """Report how a transfer has ended, unless that was reported before."""
+        """Tell the caller of a transfer how it has ended, unless that was done before.
+
+        Args:
+            transfer: the transfer.
+            status: UCX's status.
+            length: the number of bytes received; 0 for a send.
+        """
         ...
 
 
 class OneCopyMessages:
-    """One transport's messages of one copy.
+    """Both sides of the one-copy protocol for one transport, and their mailbox, which is memory that peers on
+    this host read.
 
     Args:
         carrier: the transport.
-        loop: on which pieces are written.
-        own_bits: this side's id, as peers' `sender_bits`.
+        loop: the event loop on which messages are written.
+        own_bits: this side's id as it is stored in tags; see `links.sender_bits_of`.
 
     Attributes:
         sender, receiver: the two sides of the protocol; they share no state.
@@ -133,55 +160,65 @@ class OneCopyMessages:
 
     @property
     def ticket(self) -> bytes:
-        """The mailbox's ticket, by which peers find out whether they are on this host; empty without a
+        """The mailbox's ticket, by which peers find out whether they are on this host; empty if there is no
         mailbox."""
         return self._mailbox.ticket if self._mailbox is not None else b""
 
     @property
     def busy(self) -> bool:
-        """Whether this side waits for offers, or it or a peer writes. Writing takes far longer than looking
-        for messages may, and looking takes memory bandwidth from whoever writes."""
+        """This is True while this side holds messages back until they may be written, and while this side or
+        a peer is writing a message. Writing takes far longer than polling for messages should, and polling
+        takes memory bandwidth from the process that writes."""
         return self.sender.busy or self.receiver.num_being_written > 0
 
     def find_local_peer(self, ticket: bytes) -> LocalPeer | None:
-        """Return the process of a mailbox's ticket if it is on this host, and let it know that it may send an
-        RTS."""
+        """Return the process that made a mailbox's ticket, and publish that this process can read its
+        mailbox, so that the peer may announce large messages (RTS); None if the process is not on this
+        host."""
         local_peer = LocalPeer.from_ticket(ticket) if self._mailbox is not None else None
         if self._mailbox is not None and local_peer is not None:
             self._mailbox.add_readable(local_peer)
         return local_peer
 
     def drop(self, link: UcxLink) -> None:
-        """Stop writing for a link: when this returns, its buffers are their owners' again, and no block of
-        the peer's is mapped."""
+        """Stop writing messages to a peer. When this returns, their buffers belong to their owners again, and
+        no memory of the peer is mapped."""
         self.sender.drop(link)
         if self._mailbox is not None and link.local_peer is not None:
             self._mailbox.remove_readable(link.local_peer)
             link.local_peer.unmap_blocks()
 
     def close(self) -> None:
-        """Give back the mailbox, after every link was dropped."""
+        """Close the mailbox; call this after every link was dropped."""
         if self._mailbox is not None:
             self._mailbox.close()
 
 
 def may_be_written(transfer: UcxTransfer) -> bool:
-    """Whether a message is large enough for one copy, and in host memory."""
+    """Return whether a message is large enough for the one-copy protocol, and in host memory."""
     return transfer.memory.size_bytes >= MIN_ONE_COPY_BYTES and not transfer.memory.on_device
 
 
 def may_be_offered(transfer: UcxTransfer) -> bool:
-    """Whether a receive is numbered and of a size that is offered."""
+    """Return whether a receiver may offer its memory for a message before the message is sent: the message
+    must have a number under its tag and a suitable size."""
     return transfer.number is not None and MIN_ONE_COPY_BYTES <= transfer.memory.size_bytes <= PIECE_BYTES
 
 
 def protocol_tag(tag: int, channel: int, serial: int) -> int:
-    """Make the tag of a CTS, a FIN or a following message: in the epoch of the announced message's tag."""
+    """Return the tag of a message of the one-copy protocol: a CTS (clear to send), a FIN, or the data if it
+    is sent as an ordinary message after all.
+
+    Args:
+        tag: the tag of the large message that was announced; the result has the same epoch.
+        channel: `CTS_CHANNEL`, or `DATA_CHANNEL` for FIN and data.
+        serial: the serial number of the announcement.
+    """
     return tag >> EPOCH_SHIFT << EPOCH_SHIFT | channel << SEQUENCE_BITS | serial % _SEQUENCES
 
 
 def memory_with(size_bytes: int, content: bytes = b"") -> Memory:
-    """Allocate memory that holds `content`, to be sent, or into which something is received."""
+    """Allocate host memory of `size_bytes` that begins with `content`, to be sent or received into."""
     owner = ctypes.create_string_buffer(content, size_bytes)
     return Memory(ctypes.addressof(owner), size_bytes, owner)
 
@@ -190,19 +227,21 @@ def memory_with(size_bytes: int, content: bytes = b"") -> Memory:
 
 
 class OneCopyReceiver:
-    """The receiving side: offers receives, and answers each RTS with a CTS. It never waits.
+    """The receiving side of the one-copy protocol. It offers receives to senders, and answers each
+    announcement of a message (RTS) with a CTS (clear to send). It never blocks.
 
-    A receive that has given its memory back has other memory at its address, so that no peer writes to it.
+    If a receive fails, its shared block is retired: other memory is put at its address, so that no peer
+    writes to it.
 
     Args:
         carrier: the transport.
-        ring: where receives are offered, if there is one.
-        own_bits: this side's id, as peers' `sender_bits`.
+        ring: the ring in which receives are offered; None if there is no mailbox.
+        own_bits: this side's id as it is stored in tags; see `links.sender_bits_of`.
 
     Attributes:
-        num_being_written: receives that peers write to at present, after a CTS.
-        exposed: receives into whose memory a peer might still write, because no other memory could be put
-            there. While there are any, this process may not go on.
+        num_being_written: the number of receives into which peers are writing now, after a CTS.
+        exposed: the receives into whose memory a peer might still write, because no other memory could be put
+            at its address. If there are any, this process must exit.
     """
 
     def __init__(self, carrier: Carrier, ring: OfferRing | None, own_bits: int):
@@ -212,13 +251,14 @@ class OneCopyReceiver:
 
     @staticmethod
     def share_block(memory: Memory) -> None:
-        """Share a receive's block again if it was retired, before UCX knows its memory: a failed receive
-        retires its block, and an abort has no time to share it again."""
+        """Share the memory of a receive with senders again if it was retired, before the receive is posted to
+        UCX. A receive that fails retires its shared block, and an abort has no time to share it again."""
         if isinstance(memory.owner, SharedBlock):
             memory.owner.share_again()
 
     def offer(self, transfer: UcxTransfer) -> None:
-        """Write a CTS_AHEAD for a receive that was posted, if it has a number and a block."""
+        """Offer the memory of a posted receive to its sender (CTS_AHEAD), if the receive is numbered and its
+        memory is a shared block."""
         number, block = transfer.number, transfer.memory.owner
         if self._ring is None or not isinstance(block, SharedBlock) or block.ticket is None:
             return
@@ -228,14 +268,16 @@ class OneCopyReceiver:
         transfer.offer = self._ring.put(transfer.tag | transfer.link.sender_bits, number, block.ticket)
 
     def interpret(self, transfer: UcxTransfer, status: int, length: int) -> tuple[int, int] | None:
-        """Interpret what a receive got that is not what it expected, or has the size of an RTS.
+        """Interpret a message that a receive got instead of data of the expected size, or that has the size
+        of an RTS (the announcement of a large message). If it is an RTS, answer it.
 
         Args:
-            transfer: the receive. status: UCX's.
-            length: how many bytes came.
+            transfer: the receive.
+            status: UCX's status.
+            length: the number of bytes that came.
 
         Returns:
-            Status and length as they are to be taken, or None: the receive goes on.
+            The status and the length with which the receive has ended; None if it has not ended yet.
         """
         serial, transfer.offer = transfer.offer, 0
         rts = self._read_rts(transfer, status) if length == RTS_BYTES else None
@@ -252,11 +294,13 @@ class OneCopyReceiver:
         return status, length
 
     def _read_rts(self, transfer: UcxTransfer, status: int) -> tuple[int, int] | None:
-        """Return serial and size of the announced message, if what a receive got is an RTS.
+        """Return the serial number and the size of the large message that a peer announces by an RTS; None if
+        what the receive got is not an RTS.
 
         Args:
-            transfer: the receive, which got as many bytes as an RTS has.
-            status: UCX's; where it says truncated, the RTS does not lie in the receive's memory.
+            transfer: the receive, which got a message as long as an RTS.
+            status: UCX's status; if it says that the message was truncated, the receive's memory does not
+                contain the RTS.
         """
         local_peer, memory = transfer.link.local_peer, transfer.memory
         if local_peer is None or status not in (STATUS_OK, STATUS_TRUNCATED):
@@ -267,8 +311,13 @@ class OneCopyReceiver:
         return next(iter(local_peer.announced(transfer.tag | self._own_bits)), None)
 
     def _accept(self, transfer: UcxTransfer, serial: int) -> None:
-        """Answer an RTS whose message has the right size: with the block, or "as a message" where there is
-        none."""
+        """Answer the announcement (RTS) of a message of the right size: with the receive's shared block, into
+        which the peer then writes, or with "as a message" if the receive has none.
+
+        Args:
+            transfer: the receive.
+            serial: the serial number in the RTS.
+        """
         memory, data_tag = transfer.memory, protocol_tag(transfer.tag, DATA_CHANNEL, serial)
         ticket = memory.owner.ticket if isinstance(memory.owner, SharedBlock) else None
         if ticket is None:
@@ -310,7 +359,8 @@ class OneCopyReceiver:
             self._carrier.post_own_recv(transfer.link, memory, data_tag, transfer)
 
     def _retire_block(self, transfer: UcxTransfer) -> None:
-        """Let a peer's late writes go to memory that nobody reads."""
+        """Replace the memory of a failed receive, so that a peer's late writes go into memory that nobody
+        reads."""
         try:
             transfer.memory.owner.retire()
         except OSError:
@@ -321,63 +371,68 @@ class OneCopyReceiver:
 
 
 class _Held(NamedTuple):
-    """How a message is held back: until when for its offer; or with its offer, until a later pass of the
-    loop."""
+    """The state of a message that is held back until its receiver offers memory to write it into. Without an
+    offer, it waits for one until the time `until_s`, in seconds of `time.monotonic`; with an offer, it waits
+    to be written in a later pass of the loop."""
 
     until_s: float
     offer: Offer | None = None
 
 
 class _PieceCopy(NamedTuple):
-    """A message that is written in pieces after a CTS."""
+    """A message that is being written into the receiver's memory in pieces, after the receiver's CTS (clear
+    to send)."""
 
     transfer: UcxTransfer
-    target: MappedBlock  # held: it stays mapped, also when its owner has let go of it meanwhile
+    target: MappedBlock  # this reference keeps it mapped even if its owner frees it meanwhile
     data_tag: int
 
 
 class OneCopySender:
-    """The sending side: writes messages into the blocks of offers and of CTS.
+    """The sending side of the one-copy protocol, which writes messages into memory that receivers name in an
+    offer or in a CTS (clear to send).
 
     Args:
         carrier: the transport.
-        loop: on which pieces are written.
-        mailbox: where messages are announced, if there is one.
+        loop: the event loop on which messages are written.
+        mailbox: the mailbox in which messages are announced; None if there is none.
     """
 
     def __init__(self, carrier: Carrier, loop: asyncio.AbstractEventLoop, mailbox: Mailbox | None):
         self._carrier, self._loop, self._mailbox = carrier, loop, mailbox
         self._serials = itertools.count(1)
         self._copies: deque[_PieceCopy] = deque()
-        self._written_bytes = 0  # of the first of them
+        self._written_bytes = 0  # how much of the first of them is written
         self._copy_scheduled = False
         self._written: deque[UcxTransfer] = deque()  # to be finished in the loop's next pass
         self._pass_bytes = 0  # written to offered blocks in this pass of the loop
         self._held: dict[UcxTransfer, _Held] = {}
         self._retry_scheduled = False
-        self._mapped: set[LocalPeer] = set()  # peers whose blocks are mapped here
+        self._mapped: set[LocalPeer] = set()  # peers of whom this process maps blocks
 
     @property
     def busy(self) -> bool:
-        """Whether messages are held back or written in pieces."""
+        """This is True while any message is held back until its receiver offers memory for it, or is being
+        written in pieces."""
         return bool(self._copies) or bool(self._held)
 
     @property
     def holds_back(self) -> bool:
-        """Whether messages are held back: what is sent under their tags, however small, has to go behind
-        them."""
+        """This is True while any message is held back until its receiver offers memory for it. Later messages
+        under its tag, however small, have to be sent after it."""
         return bool(self._held)
 
     def send(self, transfer: UcxTransfer, hurried: bool) -> bool:
-        """Send a large message by one copy, or hold back any message behind held ones of its tag.
+        """Send a large message with one copy, or hold back any message that follows a held one of the same
+        tag.
 
         Args:
             transfer: the send.
-            hurried: the caller has nothing to do but wait, so that the message may be held back for its
-                offer.
+            hurried: whether the caller only waits for transfers, so that the message may be held back until
+                its receive is offered.
 
         Returns:
-            False: not possible now; nothing has been sent.
+            False if neither is possible now; nothing has been sent then.
         """
         if self._held and any(t.tag == transfer.tag and t.link is transfer.link for t in self._held):
             self._hold_back(transfer)
@@ -402,7 +457,8 @@ class OneCopySender:
         return True
 
     def drop(self, link: UcxLink) -> None:
-        """End every message to a link: its buffers are their owners' again when this returns."""
+        """End every message to a link. When this returns, the buffers of these messages belong to their
+        owners again."""
         if self._copies and self._copies[0].transfer.link is link:
             self._written_bytes = 0
         dropped = [copy.transfer for copy in self._copies if copy.transfer.link is link]
@@ -423,8 +479,12 @@ class OneCopySender:
         return offer if offer is not None and offer.ticket.size_bytes == transfer.memory.size_bytes else None
 
     def _write_offered(self, transfer: UcxTransfer, offer: Offer) -> bool:
-        """Write to the block of an offer and send the empty FIN. False: the block cannot be reached, or the
-        link has failed; nothing was sent."""
+        """Write a message into the memory that its receiver has offered, and send the empty FIN that tells
+        the receiver so.
+
+        Returns:
+            False if the memory cannot be mapped or the link has failed; nothing has been sent then.
+        """
         memory, link, (serial, ticket) = transfer.memory, transfer.link, offer
         assert link.local_peer is not None
         assert link.offers is not None
@@ -438,8 +498,8 @@ class OneCopySender:
         if not self._carrier.post_own_send(link, EMPTY_FIN, transfer.tag, None):
             return False
         self._pass_bytes += memory.size_bytes
-        # Finished in the loop's next pass: whoever awaits one send after another would find no offer
-        # otherwise.
+        # Finished in the loop's next pass: a caller that awaits one send after another would otherwise send
+        # before the receiver has offered its next receive.
         self._written.append(transfer)
         if len(self._written) == 1:
             self._loop.call_soon(self._finish_written)
@@ -452,8 +512,8 @@ class OneCopySender:
             self._unmap_freed(transfer.link)
 
     def _must_wait_for_next_pass(self, transfer: UcxTransfer) -> bool:
-        """Whether enough was written in this pass of the loop, so that a message has to wait for a later
-        one."""
+        """Return whether so much was written in this pass of the event loop that this message has to be
+        written in a later one."""
         return 0 < self._pass_bytes > PIECE_BYTES - transfer.memory.size_bytes
 
     # ------------------------------------------------------------ holding back
@@ -468,10 +528,10 @@ class OneCopySender:
             self._loop.call_soon(self._retry_held)
 
     def _retry_held(self) -> None:
-        """Look for offers of held messages, write those that have one, and send those that were held long
-        enough."""
+        """Check the messages that are held back until their receiver offers memory for them: write those that
+        now have an offer, and send those without one that were held back long enough."""
         self._retry_scheduled, now_s = False, monotonic()
-        ahead: set[tuple[int, int]] = set()  # link and tag of messages that are still held
+        ahead: set[tuple[int, int]] = set()  # link and tag of messages that are still held back
         for transfer, held in list(self._held.items()):
             key = (id(transfer.link), transfer.tag)
             # Finishing one transfer may drop others.
@@ -483,7 +543,17 @@ class OneCopySender:
             self._schedule_retry()
 
     def _send_held(self, transfer: UcxTransfer, held: _Held, now_s: float) -> bool:
-        """Send a held message, if it is time. Returns: whether it was."""
+        """Write or send a message that was held back until its receiver offers memory for it, if the offer
+        has come or the time to wait for it is over.
+
+        Args:
+            transfer: the send.
+            held: until when the message may be held back, and its offer if that has come already.
+            now_s: the present time, in seconds of `time.monotonic`.
+
+        Returns:
+            Whether the message is no longer held back.
+        """
         if transfer.link.failure is not None:
             del self._held[transfer]
             self._carrier.finish(transfer, STATUS_CANCELED, 0)
@@ -507,7 +577,11 @@ class OneCopySender:
     # ------------------------------------------------------------ into the block of a CTS
 
     def _send_rts(self, transfer: UcxTransfer) -> bool:
-        """Send an RTS, if the message is large enough. False: not possible now; nothing has been sent."""
+        """Announce a message to its receiver by an RTS (ready to send), if the message is large enough.
+
+        Returns:
+            False if that is not possible now; nothing has been sent then.
+        """
         memory, link = transfer.memory, transfer.link
         if self._mailbox is None or link.local_peer is None or memory.size_bytes < MIN_RTS_BYTES:
             return False
@@ -540,7 +614,7 @@ class OneCopySender:
         if not is_sound or verdict not in (REFUSED, AS_MESSAGE, WRITE):
             self._carrier.finish(transfer, STATUS_TRUNCATED, 0)
         elif verdict == REFUSED:
-            self._carrier.finish(transfer, STATUS_OK, 0)  # UCX does not tell a sender of wrong sizes either
+            self._carrier.finish(transfer, STATUS_OK, 0)  # UCX does not tell senders about wrong sizes either
         elif verdict == AS_MESSAGE:
             self._carrier.post_own_send(transfer.link, transfer.memory, data_tag, transfer)
         else:
@@ -563,7 +637,7 @@ class OneCopySender:
             self._loop.call_soon(self._copy_piece)
 
     def _copy_piece(self) -> None:
-        """Write the next piece of the first message."""
+        """Write the next piece of the message that is first in the queue."""
         self._copy_scheduled = False
         if not self._copies:
             return
@@ -576,7 +650,7 @@ class OneCopySender:
             ctypes.memmove(target.address + start, memory.address + start, size_bytes)
             self._written_bytes = start + size_bytes
             if self._written_bytes == memory.size_bytes:
-                # Finished first: whoever waits posts the next send before the transport looks for messages.
+                # Finished first, so that a waiting caller posts its next send before the transport polls.
                 self._finish_first_copy(STATUS_OK)
                 self._send_fin(transfer.link, data_tag, WRITTEN)
         self._schedule_copy()

@@ -1,9 +1,9 @@
-"""Drive a UCX worker on the event loop: progress until nothing is left to do, then sleep on its descriptor.
+"""Drive a UCX worker on the event loop, without a thread of its own.
 
-UCX is driven on the worker's own descriptor: progress until nothing is left, arm, sleep in the loop. While
-the caller only waits for messages (`Transport.hurry`), it looks for them for a little while before it sleeps.
-One callback's work is
-bounded: a flood of messages leaves the loop's other work its turns.
+UCX signals events through the worker's file descriptor. A callback on the loop lets the worker make progress
+until nothing is left to do, arms the descriptor, and lets the loop sleep on it. While the caller only waits
+for messages (`Transport.hurry`), the callback polls for them for a short time before the loop sleeps. The
+work of one callback is bounded, so that a flood of messages does not starve the loop's other work.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ intervals of the second."""
 
 
 class Progress:
-    """The progress of one UCX worker, on the running event loop.
+    """A driver that lets one UCX worker make progress on the running event loop.
 
     Args:
-        worker: of ucxx, in blocking progress mode.
-        failures: the errors that its calls raise when it is broken.
-        disturbed: the one of these that `arm` raises after an empty datagram came to the socket by which
-            peers wake the worker through shared memory. UCX takes it for an end of file, but every user of
-            this machine can send one.
-        completed: the operations that have ended and are not finished yet; UCX's callbacks fill it.
-        finish_ended: finishes the operations that have ended; returns whether there were any.
-        may_spin: whether it is worth while to look for messages before sleeping.
-        on_broken: is called with the cause when the worker makes no progress any more.
+        worker: the worker of ucxx, in blocking progress mode.
+        failures: the base class of the errors that the worker's calls raise when it is broken.
+        disturbed: the one of these errors that `arm` raises after an empty datagram came to the socket by
+            which peers wake the worker through shared memory. UCX mistakes it for an end of file, but every
+            user of this machine can send one.
+        completed: the collection of operations that have ended and were not processed yet; UCX's callbacks
+            fill it.
+        finish_ended: a function that processes the operations that have ended, and returns whether there were
+            any.
+        may_spin: a function that returns whether it is worthwhile to poll for messages before sleeping.
+        on_broken: a function that is called with the cause when the worker cannot make progress any more.
 
     Attributes:
-        adaptive_spin: how long to look; the owner records when a message came and when nobody waits any more.
+        adaptive_spin: chooses how long to poll; the owner tells it when a message came and when nobody waits
+            any more.
     """
 
     def __init__(
@@ -72,20 +75,20 @@ class Progress:
         self._loop.add_reader(self._descriptor, self.run)
 
     def schedule_run(self) -> None:
-        """Run in the loop's next pass: UCX needs progress after anything was posted, before its descriptor
-        tells again whether there is something to do."""
+        """Schedule `run` for the loop's next pass. UCX needs progress after every post, before its descriptor
+        signals events again."""
         if not self._run_scheduled and not self._running:
             self._run_scheduled = True
             self._loop.call_soon(self.run)
 
     def run(self) -> None:
-        """Let UCX work until it has nothing left and the descriptor is armed, or until the loop's other work
-        has to run."""
+        """Let UCX make progress until it has nothing left to do and the descriptor is armed, or until the
+        loop's other work has to run."""
         self._run_scheduled = False
         worker = self._worker
         if worker is None:
             return
-        self._running = True  # an operation that is posted by a `done` meanwhile needs no pass of its own
+        self._running = True  # operations that callbacks post meanwhile need no further run
         try:
             is_settled, was_idle = self._settle(worker)
         except self._failures as error:
@@ -104,17 +107,20 @@ class Progress:
             self.schedule_run()
 
     def unwatch(self) -> None:
-        """Run no more when something comes; `run` still works."""
+        """Stop running when the descriptor signals an event; explicit calls of `run` still work."""
         self._loop.remove_reader(self._descriptor)
 
     def end(self) -> None:
-        """Never touch the worker again."""
+        """Stop for good: the worker is never used again."""
         self.unwatch()
         self._worker = None
 
     def _settle(self, worker: Any) -> tuple[bool, bool]:
-        """Make some rounds of progress. Returns: whether the descriptor is armed; whether there was nothing
-        to do."""
+        """Make some rounds of progress, at most as many as one callback may make.
+
+        Returns:
+            Whether the descriptor is armed, so that the loop may sleep; and whether there was nothing to do.
+        """
         was_idle = True
         for _ in range(_ROUNDS_PER_CALLBACK):
             num_steps = 0
@@ -126,8 +132,8 @@ class Progress:
             elif num_steps < _STEPS_PER_ROUND:
                 if self._may_spin() and self.adaptive_spin.should_spin(monotonic()):
                     self._poll(worker)
-                    # The loop's turn: messages that came have set futures, whose callbacks run in its next
-                    # pass.
+                    # Return to the loop: messages that came have set futures, whose callbacks run in its
+                    # next pass.
                     return False, False
                 if self._arm(worker):
                     return True, was_idle
@@ -136,11 +142,11 @@ class Progress:
     def _arm(self, worker: Any) -> bool:
         try:
             return worker.arm()
-        except self._disturbed:  # the datagram is read by now, like any other signal
+        except self._disturbed:  # UCX has read the datagram by now, so that it causes no more wake-ups
             return False
 
     def _poll(self, worker: Any) -> None:
-        """Look for messages for a little while, and finish what has ended."""
+        """Poll for messages for a short time, and process the operations that have ended."""
         completed, look = self._completed, worker.progress_once
         until_s = monotonic() + _POLL_S
         while not completed and monotonic() < until_s:
@@ -153,7 +159,7 @@ class Progress:
         self._finish_ended()
 
     def _stall(self) -> None:
-        """Run again in a while, and do not watch the descriptor, which may stay readable all the time."""
+        """Stop watching the descriptor, which may stay readable all the time, and run again after a delay."""
         if not self._stalled:
             self._stalled = True
             self.unwatch()

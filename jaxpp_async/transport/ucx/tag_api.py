@@ -1,8 +1,8 @@
 """Post tagged messages through UCX's C functions, on raw handles of ucxx's workers and endpoints.
 
-The reason is the size of a message that arrived: UCX reports it, ucxx drops it, and without it a short
-message is stale data that looks like success. (It is faster as well: about 1 us a message less than ucxx's
-request objects.)
+ucxx's own requests are not used because they drop the size of the message that arrived, which UCX reports.
+Without it, a message that is too short would leave stale data that looks like success. (The C functions are
+also faster, by about 1 us per message.)
 
 Only functions and structures of UCX's public header `ucp/api/ucp.h` are used, whose layout is fixed since UCX
 1.10.
@@ -29,7 +29,7 @@ class _RecvInfo(ctypes.Structure):
 
 
 class _Param(ctypes.Structure):
-    """`ucp_request_param_t`."""
+    """UCX's structure `ucp_request_param_t`: the options of one call."""
 
     _fields_ = (
         ("op_attr_mask", ctypes.c_uint32),
@@ -46,18 +46,18 @@ class _Param(ctypes.Structure):
 
 
 class _Route(ctypes.Structure):
-    """`ucp_transport_entry_t`."""
+    """UCX's structure `ucp_transport_entry_t`: one transport and device that an endpoint uses."""
 
     _fields_ = (("transport_name", ctypes.c_char_p), ("device_name", ctypes.c_char_p))
 
 
 class _EndpointInfo(ctypes.Structure):
-    """`ucp_ep_attr_t`."""
+    """UCX's structure `ucp_ep_attr_t`: the properties of an endpoint that a query returns."""
 
     _fields_ = (
         ("field_mask", ctypes.c_uint64),
         ("name", ctypes.c_char * 32),
-        ("local_sockaddr", ctypes.c_uint64 * 16),  # 128 bytes, and aligned, as `struct sockaddr_storage` is
+        ("local_sockaddr", ctypes.c_uint64 * 16),  # 128 aligned bytes, like `struct sockaddr_storage`
         ("remote_sockaddr", ctypes.c_uint64 * 16),
         ("routes", ctypes.POINTER(_Route)),
         ("num_routes", ctypes.c_uint),
@@ -74,22 +74,26 @@ _RecvCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int8, ctypes.c_
 
 
 def is_error(result: int) -> bool:
-    """Whether the result of posting is a status, a small negative number, and not a request's handle."""
+    """Return whether the result of posting is an error status, which is a small negative number, rather than
+    0 or a request's handle."""
     return STATUS_LAST <= result < 0
 
 
 class TagPort:
-    """A port that posts tagged messages on one worker and notes their completions.
+    """A port that posts tagged messages on one UCX worker and records their completions.
 
-    Posting returns UCX's result: 0 if the operation has ended well, a status (`is_error`), or the request's
-    handle, which is passed to `cancel` and at the end to `free`.
+    `send` and `recv` return UCX's result: 0 if the operation has completed successfully, an error status (see
+    `is_error`), or the handle of a request. A handle can be passed to `cancel`, and must be passed to `free`
+    when the operation has ended.
 
     Args:
-        worker: the worker's raw handle, which must outlive this object's use.
+        worker: the worker's raw handle, which must stay valid as long as this object is used.
 
     Attributes:
-        completed: `(identity, status, length)` of every operation that ended since the owner last emptied it;
-            filled while the worker progresses. `length` is 0 for sends.
+        completed: `(identity, status, length)` of every operation that ended since the owner last emptied the
+            list. It is filled while the worker makes progress. `length` is the number of bytes received, 0
+            for sends.
+        free: a function that releases the request with the given handle.
     """
 
     def __init__(self, worker: int):
@@ -99,12 +103,12 @@ class TagPort:
         self._tag_send, self._tag_recv = self._ucp.ucp_tag_send_nbx, self._ucp.ucp_tag_recv_nbx
         self.free: Callable[[int], None] = self._ucp.ucp_request_free
         self.completed: list[tuple[int, int, int]] = []
-        # Kept for as long as UCX may call them.
+        # A reference is kept for as long as UCX may call them.
         self._callbacks = _completion_callbacks(self.completed)
         send_callback, recv_callback = (ctypes.cast(c, ctypes.c_void_p).value for c in self._callbacks)
         # UCX reads a parameter block only during the call, so one of each kind serves all calls.
         self._send_param = _Param(op_attr_mask=_FIELD_CALLBACK | _FIELD_USER_DATA, callback=send_callback)
-        # Receives never end at once: UCX tells only the callback how long a truncated message was.
+        # Receives never complete in the call: UCX tells only the callback how long a truncated message was.
         self._recv_param = _Param(
             op_attr_mask=_FIELD_CALLBACK | _FIELD_USER_DATA | _NO_IMMEDIATE, callback=recv_callback
         )
@@ -112,42 +116,66 @@ class TagPort:
         self._recv_param_at = ctypes.addressof(self._recv_param)
 
     def send(self, endpoint: int, address: int, size_bytes: int, tag: int, identity: int) -> int:
-        """Post a send. `identity` (from 1) names it in `completed`, where it appears unless it ended at
-        once."""
+        """Post a send, and return UCX's result (see `TagPort`).
+
+        Args:
+            endpoint: the endpoint's raw handle.
+            address: the address of the first byte to send.
+            size_bytes: the number of bytes.
+            tag: the message's tag.
+            identity: a number from 1 that identifies the send in `completed`, where it appears unless it
+                completed within this call.
+        """
         self._send_param.user_data = identity
         return self._tag_send(endpoint, address, size_bytes, tag, self._send_param_at)
 
     def recv(self, address: int, size_bytes: int, tag: int, identity: int) -> int:
-        """Post a receive of a message with exactly this tag."""
+        """Post a receive of a message with exactly this tag, and return UCX's result (see `TagPort`).
+
+        Args:
+            address: the address to receive at.
+            size_bytes: the number of bytes that may be written there.
+            tag: the message's tag.
+            identity: a number from 1 that identifies the receive in `completed`.
+        """
         self._recv_param.user_data = identity
         return self._tag_recv(self._worker, address, size_bytes, tag, _FULL_MASK, self._recv_param_at)
 
     def discard_unexpected(self, tag: int, mask: int, identity: int) -> int | None:
-        """Take one message that came without a receive and matches `tag` under `mask`, and throw it away.
+        """Receive one message that arrived before any receive for it and matches `tag` under `mask`, and
+        throw it away.
+
+        Args:
+            tag: the tag to look for.
+            mask: the bits of the tag that are compared.
+            identity: a number from 1 that identifies the operation in `completed`.
 
         Returns:
-            None if there is no such message.
+            UCX's result (see `TagPort`); None if there is no such message.
         """
         message = self._ucp.ucp_tag_probe_nb(self._worker, tag, mask, 1, ctypes.byref(_RecvInfo()))
         if not message:
             return None
         self._recv_param.user_data = identity
-        # Into no bytes at all: UCX then drops an eager message and releases the sender of a large one.
+        # Received into zero bytes: UCX then drops an eager message, and releases the sender of a large one.
         return self._ucp.ucp_tag_msg_recv_nbx(self._worker, None, 0, message, self._recv_param_at)
 
     def cancel(self, request: int) -> None:
-        """Ask UCX to give up a receive. Only an unmatched one is given up; it then appears in `completed`."""
+        """Ask UCX to cancel a receive. A receive that has no message yet is cancelled and then appears in
+        `completed`; any other goes on."""
         self._ucp.ucp_request_cancel(self._worker, request)
 
     def close_endpoint(self, endpoint: int) -> None:
-        """Force-close an endpoint that has failed and that ucxx therefore no longer closes. Does not wait."""
+        """Force-close an endpoint that has failed, which ucxx therefore does not close any more. This does
+        not wait until it is closed."""
         param = _Param(op_attr_mask=_FIELD_FLAGS, flags=_CLOSE_FORCE)
         result = self._ucp.ucp_ep_close_nbx(endpoint, ctypes.byref(param))
         if result and not is_error(result):
             self.free(result)
 
     def routes(self, endpoint: int) -> tuple[str, ...]:
-        """List UCX's names of the transports that an endpoint uses, sorted; none if UCX does not say."""
+        """Return the sorted names of the UCX transports that an endpoint uses; empty if UCX does not report
+        them."""
         entries = (_Route * _MAX_ROUTES)()
         info = _EndpointInfo(
             field_mask=_FIELD_ROUTES,
@@ -160,13 +188,13 @@ class TagPort:
         return tuple(sorted({entry.transport_name.decode() for entry in entries[: info.num_routes]}))
 
     def status_text(self, status: int) -> str:
-        """Return UCX's own words for a status."""
+        """Return UCX's own description of a status."""
         return self._ucs.ucs_status_string(status).decode()
 
 
 def _completion_callbacks(completed: list[tuple[int, int, int]]):
-    """Make callbacks that only note which operation ended: they run inside UCX, where nothing may be
-    posted."""
+    """Make the send and receive callbacks for UCX, which only add the operations that have ended to
+    `completed`: they run inside UCX, where nothing may be posted."""
     length_at = ctypes.c_size_t.from_address
     offset = _RecvInfo.length.offset
 
@@ -182,7 +210,7 @@ def _completion_callbacks(completed: list[tuple[int, int, int]]):
 
 
 def _loaded(name: str) -> ctypes.CDLL:
-    """Open the library that ucxx has loaded already, and never another copy of it."""
+    """Open a shared library that ucxx has loaded already; never load another copy of it."""
     return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
 
 

@@ -1,18 +1,19 @@
 """Carry buffers between processes over UCX, on the event loop.
 
-UCX is driven on the event loop (`progress.py`), without threads, and copies nothing but large messages within
-a host (`one_copy.py`). Only while the caller does nothing but wait does it look for messages before it
-sleeps, and hold such a message back until it may be written. Every endpoint has error handling on, so that a
-large send can be ended; `abort` force-closes the endpoint and makes progress until UCX has let go of every
-buffer.
+UCX makes progress on the event loop (`progress.py`), without threads. This package copies no data itself
+except large messages within a host (`one_copy.py`). Only while the caller does nothing but wait does the
+transport poll for messages before the loop sleeps, and hold such a large message back until it may be
+written. Every endpoint has error handling switched on, so that a large send can be ended; `abort`
+force-closes the endpoint and lets UCX make progress until it has released every buffer.
 
-No buffer that UCX may still touch is freed or used again; the size of what arrives is checked; and UCX gets
-no address that was damaged, mixed up or is out of date (one garbage byte in a worker address ends the process
-there).
+No buffer that UCX may still use is freed or reused, the size of what arrives is checked, and UCX gets no
+address that was damaged, mixed up or is out of date (one garbage byte in a worker address would end the
+process).
 
-After a peer was killed, `abort` and close this transport and make a new one, with a new address: a process
-that dies while it writes into our shared-memory queue leaves a slot that UCX waits on for ever, so that this
-worker would never receive from anyone again (seen in one of about five kills in the middle of a transfer).
+After a peer was killed, `abort` and close this transport and make a new one, with a new address. A process
+that dies while it writes into this worker's shared-memory queue leaves a slot on which UCX then waits for
+ever, so that the worker would never receive from anyone again. This happened in one of about five kills in
+the middle of a transfer.
 """
 
 from __future__ import annotations
@@ -75,19 +76,22 @@ ERROR_HANDLING = "JAXPP_UCX_ERROR_HANDLING"
 
 
 class UCXTransport(TransportBase):
-    """The `Transport` contract over UCX, on the running event loop (asyncio's own or uvloop).
+    """A transport over UCX, on the running event loop (asyncio's own or uvloop); see `Transport` for the
+    contract.
 
     Args:
-        peer_id: this side's id, from -1 (the controller) to 65534; peers name it in `send` and `recv`.
-        error_handling: UCX notices that a peer is gone, and can end what is under way. Without it, a large
-            transfer that has begun is ended by nothing, and an actor cannot live through an abort: for
-            measuring only. All peers have the same.
-        network: where it listens; then only admitted peers (`admit`) connect to sockets that other machines
-            reach. None: as the environment says, and everybody may connect.
+        peer_id: this side's id, from -1 (the controller) to 65534; peers use it in `send` and `recv`.
+        network: the network on which to listen. Then only admitted peers (see `admit`) can connect to sockets
+            to which other machines have access. None: the environment decides, and everybody may connect.
+        error_handling: whether UCX notices that a peer has died and can end transfers in progress. Without
+            it, nothing ends a large transfer that has begun, and an actor cannot survive an abort: use that
+            for measurements only. All peers need the same value.
 
     Raises:
         InstallError: ucxx is not installed.
-        MeshError: no network device of that name here, no port left in the range, or less than UCX needs.
+        TransferError: this process was forked after UCX had started.
+        MeshError: a network device that was named does not exist, no port of the range is free, UCX lacks
+            descriptors or shared memory, or strangers keep connecting.
     """
 
     def __init__(self, peer_id: Peer, *, network: Network | None = None, error_handling: bool = True):
@@ -102,7 +106,7 @@ class UCXTransport(TransportBase):
         self._raw_address: bytes = self._worker.address.tobytes()
         self._links: dict[Peer, UcxLink] = {}
         self._open: dict[int, UcxTransfer] = {}
-        self._discarding: dict[int, int] = {}  # UCX's requests
+        self._discarding: dict[int, int] = {}  # UCX's requests of messages that are discarded
         self._identities = itertools.count(1)
         self._failed: list[UcxLink] = []
         self._past_epochs: dict[Peer, int] = {}
@@ -169,7 +173,7 @@ class UCXTransport(TransportBase):
             self._one_copy.find_local_peer(ticket) if shares_memory() else None,
             self._sender_bits,
         )
-        # The callback runs inside UCX's progress: it only notes the link, and _finish_ended acts on it.
+        # The callback runs inside UCX's progress: it only records the link, and _finish_ended fails it.
         failed = self._failed
         endpoint.set_close_callback(lambda: failed.append(link))
         self._links[peer] = link
@@ -204,7 +208,7 @@ class UCXTransport(TransportBase):
         )
         if result:
             self._track(UcxTransfer(link, memory, SENDING, tag, done, number), identity, result)
-        return result == 0  # a message that is on its way leaves UCX nothing to do
+        return result == 0  # 0: UCX has taken over the message, and needs no progress
 
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         if tag & MISPLACED_TAG_BITS:
@@ -221,7 +225,7 @@ class UCXTransport(TransportBase):
         result = self._port.recv(memory.address, size_bytes, tag | link.sender_bits, identity)
         completed = self._port.completed
         if completed and completed[-1] == (identity, STATUS_OK, size_bytes) and size_bytes != RTS_BYTES:
-            completed.pop()  # the message was here
+            completed.pop()  # the message had arrived before the receive
             self._port.free(result)
             self._note_received(link)
             self._schedule_run()
@@ -248,10 +252,11 @@ class UCXTransport(TransportBase):
         await self._wait_released(peer)
 
     async def aclose(self) -> None:
-        """See `base.Transport`. Where it fails, because UCX holds buffers, a second call tries again, and the
-        transport tries again by itself, until UCX has let go."""
+        """Abort all transfers and close; see `Transport.aclose`. If that fails because UCX still uses
+        buffers, a second call tries again, and the transport itself tries again regularly until UCX has
+        released them."""
         if self._closing is None or (self._closing.done() and self._worker is not None):
-            # A task of its own, so that a cancelled await still gives everything back.
+            # A task of its own, so that everything is released even if this await is cancelled.
             self._closing = self._loop.create_task(
                 self._close(), name=f"close UCX transport of peer {self.peer_id}"
             )
@@ -260,8 +265,8 @@ class UCXTransport(TransportBase):
     # ------------------------------------------------------------ ends of transfers
 
     def _on_broken(self, cause: str) -> None:
-        """Fail every transfer now, because the worker is broken. The buffers stay held: UCX may still use
-        them."""
+        """Fail every transfer now, because the worker is broken. The buffers are kept alive, since UCX may
+        still use them."""
         self._progress.unwatch()
         for link in self._links.values():
             self._fail_link(link, cause)
@@ -272,12 +277,13 @@ class UCXTransport(TransportBase):
             self.finish(transfer, STATUS_CANCELED, 0)
 
     def _may_spin(self) -> bool:
-        """Whether to look for messages before sleeping: not while a message is copied, which takes far
-        longer."""
+        """Return whether to poll for messages before the loop sleeps: the caller only waits, transfers are
+        open, and no message is being copied, which takes far longer than polling should."""
         return self._is_hurried and bool(self._open) and not self._one_copy.busy
 
     def _finish_ended(self) -> bool:
-        """Finish the operations that have ended. Returns: whether there were any."""
+        """Fail the links that UCX has closed, and finish the operations that have ended. Return whether there
+        were any such operations."""
         if self._failed:
             failed = [link for link in self._failed if self._links.get(link.peer) is link]
             self._failed.clear()
@@ -288,11 +294,11 @@ class UCXTransport(TransportBase):
             return False
         if self._is_hurried:
             self._progress.adaptive_spin.record_message(monotonic())
-        # A transfer's `done` may post, and what then ends at once is appended while this goes on.
+        # A transfer's `done` may post, which may append to this list during the loop.
         for identity, status, length in completed:
             transfer = self._open.pop(identity, None)
             if transfer is not None:
-                # None: discarded, or finished before, in a round that an interrupt cut short
+                # None: the message was discarded, or finished in an earlier call that was interrupted
                 if transfer.request:  # 0: UCX has refused it
                     self._port.free(transfer.request)
                 self.finish(transfer, status, length)
@@ -302,13 +308,16 @@ class UCXTransport(TransportBase):
         return True
 
     def _track(self, transfer: UcxTransfer, identity: int, result: int) -> None:
-        """Remember an operation that has not ended.
+        """Remember an operation that has been posted and has not ended.
 
         Args:
-            identity: its number. result: a request, or the status with which UCX refused it.
+            transfer: the operation.
+            identity: the number by which completions name the operation.
+            result: UCX's result of posting it, which is a request's handle or the status with which UCX
+                refused it.
 
         Raises:
-            TransferError: UCX refused it.
+            TransferError: UCX refused the operation.
         """
         self._schedule_run()
         if is_error(result):
@@ -320,7 +329,8 @@ class UCXTransport(TransportBase):
         self._open[identity] = transfer
 
     def finish(self, transfer: UcxTransfer, status: int, length: int) -> None:
-        """See `one_copy.Carrier`."""
+        """Tell the caller of a transfer how it has ended, unless that was done before; see
+        `one_copy.Carrier.finish`."""
         done = transfer.done
         if done is None:  # a message of the one-copy protocol, or finished already
             then, transfer.then = transfer.then, None
@@ -333,7 +343,7 @@ class UCXTransport(TransportBase):
         if expected != SENDING and (status != STATUS_OK or length != expected or length == RTS_BYTES):
             interpreted = self._one_copy.receiver.interpret(transfer, status, length)
             if interpreted is None:
-                return  # it goes on
+                return  # the transfer has not ended yet
             status, length = interpreted
         transfer.done = None
         if expected != SENDING:
@@ -346,21 +356,29 @@ class UCXTransport(TransportBase):
         try:
             done(error)
         except Exception as failure:
-            # of the caller's code; the other transfers have to be finished all the same
+            # An error of the caller's code: the other transfers have to be finished all the same.
             self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
 
     def _note_received(self, link: UcxLink) -> None:
-        """Keep a peer's connection from children, once its first message shows that UCX has accepted it.
-        Where both peers called each other at once, there is another connection, which UCX may accept a moment
-        later."""
+        """Record that a peer's first message has come, and keep the peer's connection from child processes.
+        The message shows that UCX has accepted the connection.
+
+        If both peers connected to each other at the same time, UCX may accept a second connection a moment
+        later, so this is repeated after a delay.
+        """
         if not link.has_received:
             link.has_received = True
             keep_accepted_from_children()
             self._loop.call_later(_RETRY_S, keep_accepted_from_children)
 
     def _fail_link_of(self, transfer: UcxTransfer, cause: str) -> None:
-        """Fail the link of a message that will never come, though its peer waits for it and has counted
-        it."""
+        """Fail the link of a message that was posted but will never arrive: the peer has counted the message
+        too, and would wait for it.
+
+        Args:
+            transfer: the message's transfer.
+            cause: the reason, for error messages.
+        """
         if transfer.link.failure is None:
             self._fail_link(transfer.link, cause)
             self._schedule_run()
@@ -372,7 +390,7 @@ class UCXTransport(TransportBase):
     # ------------------------------------------------------------ messages of the one-copy protocol
 
     def post_own_send(self, link: UcxLink, memory: Memory, tag: int, transfer: UcxTransfer | None) -> bool:
-        """See `one_copy.Carrier`."""
+        """Send a message of the one-copy protocol; see `one_copy.Carrier.post_own_send`."""
         if link.failure is not None:
             result = STATUS_CANCELED
         else:
@@ -392,7 +410,7 @@ class UCXTransport(TransportBase):
     def post_own_recv(
         self, link: UcxLink, memory: Memory, tag: int, then: Callable[[int, int], None] | UcxTransfer
     ) -> None:
-        """See `one_copy.Carrier`."""
+        """Receive a message of the one-copy protocol; see `one_copy.Carrier.post_own_recv`."""
         if isinstance(then, UcxTransfer):
             own = then
         else:
@@ -402,7 +420,7 @@ class UCXTransport(TransportBase):
         if link.failure is None:
             result = self._port.recv(memory.address, memory.size_bytes, tag | link.sender_bits, identity)
         self._schedule_run()
-        if is_error(result):  # finished by _finish_ended like all others, for this may be inside a post call
+        if is_error(result):  # _finish_ended reports it later, because this may be inside a post call
             self._fail_link_of(own, self._port.status_text(result))
             self._port.completed.append((identity, result, 0))
             result = 0
@@ -411,7 +429,8 @@ class UCXTransport(TransportBase):
     # ------------------------------------------------------------ ending
 
     def _fail_link(self, link: UcxLink, cause: str) -> None:
-        """End the receives of a lost peer that UCX has not matched, and cannot end itself."""
+        """Mark a link as lost, and cancel its receives that no message has matched yet, because UCX does not
+        end them itself."""
         link.failure = f"link lost ({cause})"
         self._cancel_receives(link)
 
@@ -425,7 +444,7 @@ class UCXTransport(TransportBase):
         if endpoint.alive:
             endpoint.close_blocking()
         else:
-            # It has failed: closed for ucxx, which will do no more, but not for UCX.
+            # The endpoint has failed: ucxx considers it closed and will not close it, but UCX has it open.
             self._port.close_endpoint(link.handle)
 
     def _cancel_receives(self, link: UcxLink) -> None:
@@ -463,7 +482,13 @@ class UCXTransport(TransportBase):
         return self._links.get(link.peer) is not link
 
     def _discard_unexpected(self, sender_bits: int, epoch: int) -> None:
-        """Free the messages that a past epoch of a peer left in UCX's queue of unexpected messages."""
+        """Discard the messages of a peer's past epoch that arrived before any receive for them, which UCX
+        keeps in a queue.
+
+        Args:
+            sender_bits: the peer's id as it is stored in tags.
+            epoch: the past epoch (the number of aborts of the whole mesh so far).
+        """
         if self._worker is None:
             return
         tag = epoch << EPOCH_SHIFT | sender_bits
@@ -479,18 +504,19 @@ class UCXTransport(TransportBase):
             self._closing_late.cancel()
         try:
             await self.abort()
-        except Exception:  # whatever it is, UCX may still touch memory, which stays held until it does not
+        except Exception:  # any error: UCX may still use memory, so keep it alive and try again
             self._closing_late = self._loop.call_later(_RETRY_S, self._close_late)
             raise
         self._progress.end()
         self._worker = self._context = None
         self._one_copy.close()
         self._failed.clear()
-        # uvloop gives up its handle of the descriptor in its next pass.
+        # uvloop releases its handle of the descriptor in its next pass.
         await asyncio.sleep(0)
 
     def _close_late(self) -> None:
-        """Close, if UCX has let go by now; else try again later. Nobody waits for it."""
+        """Close the transport in the background if UCX has released all buffers by now; otherwise try again
+        after a delay."""
         self._progress.run()
         if self._open or self._one_copy.receiver.exposed:
             self._closing_late = self._loop.call_later(_RETRY_S, self._close_late)
@@ -502,20 +528,21 @@ class UCXTransport(TransportBase):
 
 
 def make_transport(peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]) -> UCXTransport:
-    """Make a process's transport, with error handling unless the environment says otherwise; a
-    `registry.Factory`."""
+    """Make a process's UCX transport, with error handling unless the environment variable
+    `JAXPP_UCX_ERROR_HANDLING` is `n`; this is a `registry.Factory`."""
     return UCXTransport(peer_id, network=network, error_handling=os.environ.get(ERROR_HANDLING, "y") != "n")
 
 
 def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...], AddressFilter | None]:
-    """Open a UCX context.
+    """Open a UCX context on which nobody has connected yet.
 
     Returns:
-        The context, the sockets on which it listens, and their filter, which lets nobody connect yet; None:
-        everybody may connect.
+        The context, the sockets on which it listens, and their address filter, which lets nobody connect yet.
+        The filter is None if everybody may connect.
 
     Raises:
-        As `open_context`.
+        MeshError: strangers connect to each context as soon as it listens, or as for `open_context`.
+        InstallError, TransferError: as for `open_context`.
     """
     for _ in range(_OPEN_TRIES):
         before = listening_sockets()
