@@ -1,7 +1,8 @@
 """Run an actor process: `python -m jaxpp_async.actors`, which only launchers start.
 
-Stdin brings one line of JSON (configuration and secret), then a byte every few seconds, whose absence ends
-the process. JAX is imported only after the CPU affinity is set, which gives its thread pools their size.
+Stdin delivers one line of JSON (the configuration and the secret), and then one byte every few seconds. The
+process ends if these bytes stop coming. JAX is imported only after the CPU affinity is set, since JAX sizes
+its thread pools by the affinity.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _MAX_LINE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """The first line of stdin, which `LaunchSpec.config` and a launcher write."""
+    """The configuration of an actor process: the first line of its stdin.
+
+    `LaunchSpec.config` makes most of it, and the launcher adds the rest.
+    """
 
     process_id: int
     incarnation: int
@@ -40,7 +44,7 @@ class _Config:
 
 
 def main() -> None:
-    """Run one actor to its end, and exit with an `ExitCode`."""
+    """Run one actor process until it ends, and exit with an `ExitCode`."""
     faulthandler.enable()  # a crash in native code prints its traceback, which the controller shows
     try:
         config = _parse(_read_line(0))
@@ -75,8 +79,11 @@ def _run(config: _Config) -> ExitCode:
 
 
 async def _serve_and_leave(config: _Config) -> ExitCode:
-    """Serve, then end the process from inside the loop: closing a loop waits for its threads, which JAX may
-    hold."""
+    """Serve the controller, and then exit from inside the event loop, which is never closed.
+
+    Closing a loop waits for its threads, and JAX may keep these busy. An error is printed to stderr, and the
+    exit status says of which kind it was.
+    """
     try:
         code = await _serve(config)
     except HandshakeError as error:
@@ -145,8 +152,8 @@ def _parse(line: bytes) -> _Config:
 
 
 def _move_stdin() -> int:
-    """Move stdin to another descriptor, so that no child and no `input()` reads from it; return that
-    descriptor."""
+    """Move stdin to another descriptor and return that descriptor, so that no child process and no `input()`
+    reads the launcher's bytes."""
     moved = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
