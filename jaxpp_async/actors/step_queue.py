@@ -1,8 +1,8 @@
-"""Run the steps that are asked of an actor one after the other, and answer each request once.
+"""Run the steps that the controller requests of an actor one after the other, and answer each request once.
 
-A request may come twice, since a restart sends requests again whose replies may have been lost: the step runs
-once, and the second request gets the first one's reply. After a failed step nothing more runs until the
-controller aborts the epoch and begins the next.
+A request may arrive twice, since a restart repeats requests whose replies may have been lost. The step then
+runs once, and the second request gets the same reply as the first. After a failed step no other step runs
+until the controller has aborted the epoch and begun the next one (the mesh's epoch counts its aborts).
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ StepKey = tuple[int, int]
 
 
 class StepQueue:
-    """The steps of one actor.
+    """A queue of the steps that one actor is to run, which also answers their requests.
 
     Args:
-        actor_id: the actor, for error messages.
+        actor_id: the id of the actor, for error messages.
         programs: the loaded programs, by id.
-        prepare: makes the step of a request, with everything that the request names as it is now.
-        on_turn: called before a step starts; an exception that it raises is the step's failure.
-        complete: makes the reply to a step that has finished.
-        send: takes replies.
+        prepare: makes the run of a requested step, with the arrays that the request names as they are at that
+            moment.
+        on_turn: called before a step starts; an exception that it raises fails the step.
+        complete: makes the reply to the request of a step that has finished.
+        send: transmits a reply to the controller.
 
     Attributes:
-        epoch: the epoch whose steps may run.
-        current: the step under way, if there is one.
+        epoch: the epoch (the mesh's count of aborts) whose steps may run.
+        current: the step under way, or None.
     """
 
     def __init__(
@@ -66,10 +67,13 @@ class StepQueue:
         self._replies: OrderedDict[StepKey, m.StepDone | m.Failed] = OrderedDict()
 
     def request(self, message: m.Step) -> None:
-        """Run a step behind those requested before it, or answer with the reply that it had.
+        """Run a step after those that were requested before it. If this step was requested before, send the
+        same reply again.
 
         Raises:
-            ProtocolError: the step is of another epoch, or too old. StepAbortedError: an earlier step failed.
+            ProtocolError: the step belongs to another epoch, or it has run already and its reply is no longer
+                kept.
+            StepAbortedError: an earlier step has failed.
         """
         key = (message.epoch, message.step)
         if key in self._replies:
@@ -145,19 +149,20 @@ class StepQueue:
                 self._replies.popitem(last=False)
 
     def arrays_to_free(self) -> set[m.ArrayId]:
-        """Return the arrays that the steps under way or waiting free at their end."""
+        """Return the ids of the arrays that the steps under way or in the queue will free when they end."""
         runs = [*self._waiting, *([self.current] if self.current is not None else [])]
         return {array_id for run in runs for array_id in run.message.frees_after}
 
     def abort(self, cause: StepAbortedError, epoch: int) -> list[DroppedStep]:
-        """Fail every step under way or waiting, and run none until `resume`.
+        """Fail every step that is under way or in the queue, and run no more steps until `resume`.
 
         Args:
-            cause: why.
-            epoch: the next epoch.
+            cause: the error with which the steps fail.
+            epoch: the next epoch, whose steps may run after `resume`.
 
         Returns:
-            The steps that will not be finished, from the one that failed first on.
+            The steps that will not be finished, in order. A step that had failed before comes first, and
+                steps that were refused after it come last.
         """
         self._broken = str(cause)
         dropped = [self.current] if self.current is not None else []
@@ -172,11 +177,11 @@ class StepQueue:
         return steps
 
     def resume(self) -> None:
-        """Run steps again: the transfers of the aborted ones have ended."""
+        """Let steps run again. Call this when the transfers of the aborted steps have ended."""
         self._failed, self._refused, self._broken = None, [], None
 
     def close(self) -> None:
-        """Drop every step without a reply."""
+        """Drop every step without sending a reply."""
         self._requests.clear()
         self._waiting.clear()
         if self.current is not None:
