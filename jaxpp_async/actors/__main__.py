@@ -81,8 +81,8 @@ def _run(config: _Config) -> ExitCode:
 async def _serve_and_leave(config: _Config) -> ExitCode:
     """Serve the controller, and then exit from inside the event loop, which is never closed.
 
-    Closing a loop waits for its threads, and JAX may keep these busy. An error is printed to stderr, and the
-    exit status says of which kind it was.
+    Closing a loop waits for its threads, and JAX may block these. An error is printed to stderr, and the exit
+    status says of which kind it was.
     """
     try:
         code = await _serve(config)

@@ -322,14 +322,14 @@ class Actor:
     # ------------------------------------------------------------ steps
 
     def _prepare_step(self, message: m.Step, on_end: StepEnd) -> StepRun:
-        """Make the run of a requested step, and look up all arrays that the step names as they are at this
+        """Create the `StepRun` of a requested step, with all arrays that the step names as they are at this
         moment.
 
         Later requests may free these arrays or replace them. The arrays that the step donates leave the
         store, and entries for its results are added to it.
 
         Args:
-            message: the request to run the step.
+            message: the controller's request.
             on_end: called when the step has finished or failed.
         """
         resources, program = self._resources, self._programs.get(message.program_id)
@@ -358,7 +358,7 @@ class Actor:
 
         Returns:
             The store's entry for each argument that the program uses, by the argument's number, and the ids
-                of the arrays that the step donates.
+            of the arrays that the step donates.
         """
         bound: dict[int, StoredArray] = {}
         donated: list[int] = []

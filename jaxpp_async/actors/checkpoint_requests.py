@@ -74,7 +74,7 @@ class CheckpointRequests:
 
         Returns:
             A coroutine that writes the file and returns the reply. It raises `CheckpointError` if the file
-                cannot be written, and then leaves no part of the file behind.
+            cannot be written, and then leaves no part of the file behind.
 
         Raises:
             CheckpointError: no save to this folder is under way.
@@ -118,7 +118,7 @@ class CheckpointRequests:
 
         Returns:
             A coroutine that removes the files that the request names, and returns the reply. It raises
-                `CheckpointError` if a file cannot be removed.
+            `CheckpointError` if a file cannot be removed.
         """
         save = self._saves.pop(message.folder, None)
         if save is not None:
@@ -288,7 +288,7 @@ def _read_pieces(part: FilePart, layout: Layout) -> np.ndarray:
 
     Returns:
         A host array of the whole array's shape. Pieces that overlap no shard of this process are not read,
-            and are zero.
+        and are zero.
     """
     aval = part.aval
     pieces = [

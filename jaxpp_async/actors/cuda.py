@@ -385,7 +385,7 @@ class _Watcher:
 
 
 def _last_to_wait_for(outputs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Return the result of a run for which to wait, as a sequence of at most one array.
+    """Choose one result of an executable to wait for, and return it as a sequence of at most one array.
 
     All results of an executable are computed together, so one of them is enough. The last one is chosen that
     has elements and for which a stream can wait without blocking this thread, or else the last one that has

@@ -285,7 +285,7 @@ def _next_runs(commands: list[Command]) -> dict[int, int | None]:
 
     Returns:
         By the index of each `Run`: the index of the next `Run`. None if the next one consumes a buffer that a
-            send between the two reads, or if there is none.
+        send between the two reads, or if there is none.
     """
     result: dict[int, int | None] = {}
     previous: Execute | None = None

@@ -2,11 +2,12 @@
 
 The executor goes through the instructions in program order. It posts a receive and continues without its
 data. It passes over a send, which starts once its buffer is available. It passes over a deletion, which is
-carried out once no send reads the buffer any more. Only at a `Run` does it stop until the run has ended. The
-count of memory in use, and with it the peak, therefore depends on the program alone and not on timing.
+carried out once no send reads the buffer any more. Only at a `Run` does it stop, until the executable has
+computed its results. The count of memory in use, and with it the peak, therefore depends on the program alone
+and not on timing.
 
-While a run executes, the next one may be issued early if its inputs are available or come from the executing
-run. Memory is still counted in program order.
+While one `Run` executes, the next one may be issued early if its inputs are available or are results of the
+executing one. Memory is still counted in program order.
 
 In a step of small tasks this code takes the largest share of the time, so it goes over the commands once and
 avoids function calls.
@@ -35,8 +36,8 @@ class Executor:
 
     Args:
         plan: the program, prepared for execution.
-        alone: the indices of `Run` instructions during which no other run is issued early. It is meant for
-            quick tasks: what such a run sends is then sent before the next run starts.
+        alone: the indices of `Run` instructions during which the next `Run` is not issued early. It is meant
+            for quick tasks: the sends that follow such a `Run` then start before the next `Run`.
 
     Attributes:
         peak_bytes: the greatest number of bytes of buffers in use so far.
@@ -92,10 +93,11 @@ class Executor:
         return self._settled(buffer, out)
 
     def ran(self, instruction: int) -> list[Command]:
-        """Report that the oldest run that was issued has ended; return the commands that follow.
+        """Report that a `Run` instruction has computed its results; return the commands that follow.
 
         Args:
-            instruction: the index of its `Run` instruction.
+            instruction: the index of the `Run`, which must be the earliest one that was issued and not
+                reported yet.
         """
         run = self._running
         assert run is not None and run.instruction == instruction, (
@@ -135,8 +137,8 @@ class Executor:
 
     @property
     def awaited(self) -> frozenset[BufferKey]:
-        """The buffers for which the next run waits: their data is not available, or the run consumes them and
-        a send still reads them. Empty if no run waits."""
+        """The buffers for which the next `Run` waits, because their data is not available, or because the
+        `Run` consumes them and a send still reads them. Empty if no `Run` waits."""
         return frozenset(self._awaited) if self.starved else frozenset()
 
     @property
@@ -234,7 +236,7 @@ class Executor:
         waits for.
 
         Args:
-            run: the command to execute the run.
+            run: the command of the instruction.
             out: the list of commands to return; new commands are appended.
         """
         if self._issued is not None:
@@ -284,7 +286,7 @@ class Executor:
         self._look_ahead(run, out)
 
     def _settled(self, buffer: BufferKey, out: list[Command]) -> list[Command]:
-        """Issue the run that waits for buffers, or end the step, if nothing else has to happen first.
+        """Issue the `Run` that waits for buffers, or end the step, if nothing else has to happen first.
 
         This is called after a buffer has arrived or has been sent.
 

@@ -41,7 +41,7 @@ Spawn = Callable[[str, Coroutine[Any, Any, None]], object]
 
 
 class HostValues:
-    """The part of an actor that stores values which the controller sends (puts) and returns arrays to it
+    """The component of an actor that stores values from the controller (puts) and sends arrays back to it
     (fetches).
 
     Args:
@@ -78,7 +78,7 @@ class HostValues:
 
         Returns:
             The entries of the values. Values that are part of the message are available immediately. A value
-                that cannot be stored fails its entry; no exception is raised.
+            that cannot be stored fails its entry; no exception is raised.
         """
         return [self._store_put(put, epoch) for put in puts]
 
@@ -169,8 +169,8 @@ class HostValues:
 
         Returns:
             The reply, which contains the small arrays. The transfers of large arrays continue after the
-                reply, since the controller may post its receives only then. If a transfer fails, the
-                controller's receive fails too.
+            reply, since the controller may post its receives only then. If a transfer fails, the controller's
+            receive fails too.
         """
         found = await asyncio.gather(*(copy.shards for copy in copies))
         replies: list[tuple[tuple[int, ...], str, bytes | None]] = []
@@ -225,7 +225,8 @@ class _ArrivingPiece:
         memory: the flat uint8 array that receives the bytes.
         arrival: a future that is done once the bytes have arrived.
         others: the processes of the same actor to which this process forwards the part.
-        tag: the wire tag of the received message and of the forwarded ones.
+        tag: the number by which the transport matches sends with receives, for the received message and for
+            the forwarded ones.
     """
 
     memory: np.ndarray

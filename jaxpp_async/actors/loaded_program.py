@@ -97,7 +97,7 @@ class LoadedTask:
 
 
 class _RunTimes:
-    """An estimate of how long the runs of one executable take, and whether they count as quick."""
+    """An estimate of how long one executable takes, which also says whether it counts as quick."""
 
     __slots__ = ("instructions", "is_quick", "runs", "typical_s")
 
@@ -127,9 +127,9 @@ class LoadedProgram:
         layouts: the layout of each buffer, by buffer key.
         buffers: the free buffers from which each `Recv` instruction takes one, by the instruction's index.
         transfers: the messages of each `Send` and `Recv` instruction, by the instruction's index.
-        relays: the messages by which this process forwards parts of a received array to other processes of
-            its actor, by the index of the `Recv` and the index of the part. Only receives that forward
-            anything are included.
+        relays: the messages by which this process forwards parts (distinct boxes) of a received array to
+            other processes of its actor, by the index of the `Recv` and the index of the part. Only receives
+            that forward anything are included.
         blank_stamps: the time stamps of a step that has not begun: two NaNs per instruction, in the format of
             `array("d")`.
         donates: whether the program consumes any of its arguments.
@@ -203,7 +203,7 @@ class LoadedProgram:
         return order_of(self._process_rank.process, found)
 
     def record_time(self, instruction: int, seconds: float) -> None:
-        """Record how long a `Run` took, and decide anew whether runs of its executable count as quick.
+        """Record how long a `Run` instruction took, and update whether its executable counts as quick.
 
         Args:
             instruction: the index of the `Run` instruction.

@@ -132,8 +132,8 @@ async def catch_up(
 async def _wait_idle(compute: ComputeThread, expected_s: float) -> None:
     """Wait until the compute thread has finished its jobs.
 
-    If they do not finish within `END_S` seconds, they are left to finish before the next step's tasks,
-    provided that this is plausible from earlier times.
+    If they do not finish within `END_S` seconds but were expected to take about as long or longer, this
+    function returns, and the thread finishes them before the next step's tasks.
 
     Args:
         compute: the thread.
@@ -141,7 +141,7 @@ async def _wait_idle(compute: ComputeThread, expected_s: float) -> None:
             no task has ended yet.
 
     Raises:
-        MeshError: the jobs take much longer than expected.
+        MeshError: the jobs do not finish within `END_S` seconds, and less than half of that was expected.
     """
     idle = asyncio.get_running_loop().create_future()
     compute.submit(lambda: lambda: None if idle.done() else idle.set_result(None))

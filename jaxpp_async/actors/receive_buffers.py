@@ -87,7 +87,8 @@ class FreeBuffers:
         self.free: list[ReceiveBuffer] = []
 
     def reserve(self, count: int) -> None:
-        """Allocate buffers until at least `count` unused ones exist."""
+        """Allocate receive buffers until at least `count` are unused, and let that many be kept from now
+        on."""
         self._most = max(self._most, count)
         while len(self.free) < count:
             self.free.append(self._make())
@@ -97,7 +98,8 @@ class FreeBuffers:
         return self.free.pop() if self.free else self._make()
 
     def give(self, buffer: ReceiveBuffer) -> None:
-        """Add a buffer to the unused ones, or free it if there are enough of them."""
+        """Add a buffer to the unused ones, or free it if as many as `reserve` asked for are unused
+        already."""
         if len(self.free) < self._most:
             self.free.append(buffer)
 

@@ -34,8 +34,8 @@ class StepQueue:
     Args:
         actor_id: the id of the actor, for error messages.
         programs: the loaded programs, by id.
-        prepare: makes the run of a requested step, with the arrays that the request names as they are at that
-            moment.
+        prepare: creates the `StepRun` of a requested step, with the arrays that the request names as they are
+            at that moment.
         on_turn: called before a step starts; an exception that it raises fails the step.
         complete: makes the reply to the request of a step that has finished.
         send: transmits a reply to the controller.
@@ -162,7 +162,7 @@ class StepQueue:
 
         Returns:
             The steps that will not be finished, in order. A step that had failed before comes first, and
-                steps that were refused after it come last.
+            steps that were refused after it come last.
         """
         self._broken = str(cause)
         dropped = [self.current] if self.current is not None else []

@@ -307,7 +307,7 @@ class StepRun:
 
         Returns:
             The memory of each distinct shard. None if the array is not computed yet; `_send` is then called
-                again once it is.
+            again once it is.
         """
         return send_memories(array, layout)
 
@@ -418,7 +418,7 @@ class StepRun:
 
         Returns:
             The function to call on the event loop afterwards, or None if the step has ended or must not begin
-                more tasks.
+            more tasks.
         """
         if self.ended or not self._may_begin():
             return None
@@ -452,7 +452,7 @@ class StepRun:
         """Call the executable of a `Run` instruction, store the results in their buffers, and return them.
 
         Args:
-            command: the command to execute the run.
+            command: the command of the `Run` instruction.
             wait: whether to return only when the results are computed.
         """
         task, arrays = self.program.tasks[command.instruction], self._arrays
@@ -517,8 +517,8 @@ def _shared_entries(bound: Mapping[int, StoredArray]) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class TransferRelay:
-    """A receive whose data other processes of the actor need as well: receives each part and forwards it to
-    them.
+    """A receive whose data other processes of the actor need as well. It receives each part (a distinct box
+    of the array) and forwards it to them.
 
     Args:
         transport: carries the parts.

@@ -145,7 +145,8 @@ class PieceTransfer(NamedTuple):
     Args:
         piece: the index of the part among the parts that this process stores.
         peer: the process at the other end, which receives the message or sends it.
-        sequence: the sequence number in the message's wire tag.
+        sequence: the sequence number in the message's wire tag, by which the transport matches a send with
+            its receive.
     """
 
     piece: int
@@ -217,7 +218,7 @@ def plan_relays(
 
     Returns:
         For each part that is forwarded, by its index in `held`: the messages that carry it. Parts that this
-            process does not forward are left out.
+        process does not forward are left out.
     """
     return {
         piece: tuple(
@@ -361,7 +362,7 @@ class Scattering:
 
         Returns:
             The parts that each process owns, by the rank of the process. Processes that own no part are left
-                out.
+            out.
         """
         found: dict[int, list[Part]] = {}
         for part in self.parts(aval):
@@ -378,7 +379,7 @@ class Scattering:
 
         Returns:
             For each part: the rank of its owner, the number of the part, and a copy of its bytes as a flat
-                uint8 array.
+            uint8 array.
         """
         return [
             (

@@ -42,7 +42,8 @@ class StateReplica:
         return sum(shard.nbytes for shards in self.shards for shard in shards)
 
     def tagged(self, epoch: int) -> list[tuple[Bytes, int]]:
-        """List the nonempty shards of all arrays in the order of sending, each with its wire tag.
+        """List the nonempty shards of all arrays in the order of sending, each with its wire tag, by which
+        the transport matches a send with its receive.
 
         Args:
             epoch: the mesh's current epoch, which counts the aborts of the whole mesh and is part of every
