@@ -248,8 +248,14 @@ def _part_of(shards: Sequence[np.ndarray], layout: Layout, part: int) -> np.ndar
 
 
 def _sweep(message: Sweep) -> None:
-    """Remove the files that the request names, and if requested the folder if it is empty then; called in a
-    worker thread."""
+    """Remove the files that a request names, and the folder if the request asks for it and the folder is then
+    empty.
+
+    This is called in a worker thread.
+
+    Raises:
+        CheckpointError: a file cannot be removed.
+    """
     folder = os.fsdecode(message.folder)
     try:
         checkpoint_folder.remove_files(folder, message.files)

@@ -183,7 +183,8 @@ class LoadedProgram:
         self._run_times = {} if process_rank.size > 1 else _group_runs(runs, loops)
 
     def _transferred_parts(self) -> Iterator[tuple[StartSend | PostRecv, list[Part]]]:
-        """Yield each transfer of the program, with the parts of its array that this process stores."""
+        """Yield the command of each send and receive of the program, with the parts (boxes) of its array that
+        this process stores."""
         for command in self.plan.commands:
             if isinstance(command, StartSend | PostRecv):
                 yield command, [shard.part for shard in self.layouts[command.buffer].shards]
@@ -226,7 +227,8 @@ class LoadedProgram:
 
 
 def _group_runs(runs: Mapping[int, Execute], loops: Container[int]) -> dict[int, _RunTimes]:
-    """Return the `_RunTimes` of each `Run` instruction; runs of the same executable share one.
+    """Return the object that estimates the time of each `Run` instruction; `Run`s of the same executable
+    share one.
 
     Args:
         runs: the commands of all `Run` instructions, by the instruction's index.

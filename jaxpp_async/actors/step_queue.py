@@ -181,7 +181,7 @@ class StepQueue:
         self._failed, self._refused, self._broken = None, [], None
 
     def close(self) -> None:
-        """Drop every step without sending a reply."""
+        """Drop every step that is under way or in the queue, without sending replies."""
         self._requests.clear()
         self._waiting.clear()
         if self.current is not None:

@@ -143,7 +143,7 @@ class StepRun:
         )
 
     def start(self) -> None:
-        """Start the step."""
+        """Start the step: bind the arguments that are available, and carry out the first commands."""
         self._started_s = time.monotonic()
         self._carry_out(self.executor.start(self._bind_present()))
 
@@ -414,7 +414,7 @@ class StepRun:
         self._carry_out(self._ran(command, start_s, end_s))
 
     def _compute(self, command: Execute) -> Callable[[], None] | None:
-        """Run a task; called on the compute thread.
+        """Call the executable of a `Run` instruction and wait for its results; called on the compute thread.
 
         Returns:
             The function to call on the event loop afterwards, or None if the step has ended or must not begin
@@ -553,7 +553,8 @@ class TransferRelay:
                 on_end(None)
 
     def _pass_on(self, memory: Memory, onward: Sequence[PieceTransfer], error: Exception | None) -> None:
-        """Forward a part of the array that has arrived, and report the end of its receive to `done`.
+        """Forward a received part of the array to other processes, and report to `done` that its receive has
+        ended.
 
         Args:
             memory: the memory of the part.

@@ -127,8 +127,8 @@ def _slice(block: int, length: int, count: int) -> slice:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype for the dtype's name in an `Aval`; types of `ml_dtypes` such as bfloat16 are
-    included."""
+    """Return the numpy dtype with the given name, which is that of an `Aval`; types of `ml_dtypes` such as
+    bfloat16 are supported."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
