@@ -49,7 +49,7 @@ def main() -> None:
     try:
         config = _parse(_read_line(0))
     except (ValueError, KeyError, TypeError) as error:
-        # The message leaves the line itself out, since it has the secret.
+        # The message does not show the line itself, since that contains the secret.
         print(
             f"python -m jaxpp_async.actors is started by a mesh, not by hand ({type(error).__name__})",
             file=sys.stderr,
@@ -93,7 +93,7 @@ async def _serve_and_leave(config: _Config) -> ExitCode:
         print(f"lost the controller at {config.controller}: {error}", file=sys.stderr)
         code = ExitCode.CONNECTION_LOST
     except BaseException:
-        # the outermost frame of the process: every error is printed and becomes the exit status
+        # this is the outermost frame: every error is printed and decides the exit status
         traceback.print_exc()
         code = ExitCode.CRASH
     leave(code)

@@ -68,7 +68,7 @@ class Actor:
         note_progress: NoteProgress = no_progress,
         open_devices: Callable[[Sequence[Any], str], CudaDevices | None] = open_cuda,
     ):
-        self._process_rank = ProcessRank(process_id)  # until `Configure` says of how many
+        self._process_rank = ProcessRank(process_id)  # until `Configure` says how many processes an actor has
         self._cluster: m.Cluster | None = None
         self._task_count = TaskCount()
         self._port: socket.socket | None = None
@@ -106,7 +106,7 @@ class Actor:
         """Start to carry out one request. Long work continues after this method returns, and its reply
         follows later."""
         try:
-            if type(message) is m.Step:  # no other request comes as often
+            if type(message) is m.Step:  # by far the most frequent request
                 self._steps.request(message)
                 return
             reply = self._begin(message)
@@ -116,7 +116,7 @@ class Actor:
                 task.add_done_callback(lambda _: reply.close())
             else:
                 self._send(reply)
-        except Exception as error:  # the request fails; the actor goes on
+        except Exception as error:  # the request fails, but the actor continues
             request, step = getattr(message, "request", None), getattr(message, "step", None)
             self._send(failed_reply(request, error, step=step))
 
@@ -291,8 +291,8 @@ class Actor:
         if self._resources_or_none is not None:
             ends = [self._resources_or_none.transports.abort()]
             if self._cluster is not None:
-                # Side by side: ending a communicator may wait for all that its device does (`cudaFree`), also
-                # for a task that waits for another process to catch up.
+                # Both at the same time: ending a communicator may wait for all work on its device
+                # (`cudaFree`), including a task that waits for another process to catch up.
                 compute = self._resources_or_none.step_resources.compute
                 name = f"epoch {message.epoch}"
                 ends.append(catch_up(name, dropped, self._task_count, self._cluster, compute, self._workers))
@@ -408,12 +408,12 @@ class Actor:
     async def _answer(self, message: Any, work: Coroutine[Any, Any, m.Reply]) -> None:
         try:
             reply = await work
-        except Exception as error:  # the request fails; the actor goes on
+        except Exception as error:  # the request fails, but the actor continues
             if self._closed:
                 return
             reply = failed_reply(message.request, error)
-            # Its frames hold arrays, and futures that have the error: only the garbage collector would free
-            # those.
+            # The frames refer to arrays, and to futures that refer to the error. Without this only the
+            # garbage collector would free them.
             traceback.clear_frames(error.__traceback__)
         self._send(reply)
 

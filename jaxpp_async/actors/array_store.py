@@ -83,7 +83,7 @@ async def fill(
     """
     try:
         arrays = await asyncio.get_running_loop().run_in_executor(workers, make)
-    except BaseException as error:  # also a cancellation: it must end the steps that wait for the arrays
+    except BaseException as error:  # a cancellation too must fail the steps that wait
         words = in_words(error)
         for entry in entries:
             entry.fail(words)
@@ -113,7 +113,7 @@ async def wait_all(entries: Sequence[StoredArray]) -> None:
         await all_done
     for entry in entries:
         if entry.error is not None:
-            raise entry.error.with_traceback(None)  # each time anew: it would grow with every waiter
+            raise entry.error.with_traceback(None)  # otherwise it would grow with each waiter
 
 
 class ArrayStore:

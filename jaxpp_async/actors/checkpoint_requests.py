@@ -193,7 +193,7 @@ class _Save:
         for copy in self.copies.values():
             if not copy.shards.done():
                 copy.shards.set_exception(CheckpointError("the save was stopped"))
-                copy.shards.exception()  # marks it as retrieved: perhaps nothing waits for it any more
+                copy.shards.exception()  # marks it as retrieved, since perhaps no coroutine awaits it
         self.copies.clear()
 
     async def wait_written(self) -> None:

@@ -147,7 +147,7 @@ class CupyDevices:
 
     def enter(self) -> None:
         self._cuda.Device(_ordinal(self._devices[0])).use()
-        self._cuda.runtime.free(0)  # makes the context, which the first call of a process may not do
+        self._cuda.runtime.free(0)  # creates the context, which `use` may not have done
 
     def make_stream(self) -> CudaStream:
         return _CupyStream(self._cuda, self._devices)
@@ -201,7 +201,7 @@ class _CupyStream:
                     )
                 ordinals[target] = None
         except Exception as error:
-            # CUDA's error ends the step; the caller keeps the memory until the other copies are done
+            # the event reports the error, which ends the step, after the copies that were started
             return self._record(ordinals, error)
         return self._record(ordinals)
 
@@ -209,8 +209,8 @@ class _CupyStream:
         events = []
         for ordinal in ordinals:
             with self._cuda.Device(ordinal):
-                # `block`: the waiting thread sleeps; a thread that polls would take a core from the event
-                # loop.
+                # `block` makes the waiting thread sleep. A thread that polls would occupy a core that the
+                # event loop may need.
                 event = self._cuda.Event(block=True, disable_timing=True)
                 event.record(self._streams[ordinal])
                 events.append(event)
@@ -275,7 +275,7 @@ def _uuid(runtime: Any, ordinal: int) -> str:
     """
     named = read_visible(os.environ.get(VISIBLE, ""), ()).names[ordinal : ordinal + 1]
     if named and is_part(named[0]):
-        return f"MIG-{named[0][4:].lower()}"  # in the tools' spelling, whatever the user's is
+        return f"MIG-{named[0][4:].lower()}"  # spelled as NVIDIA's tools do, whatever the user wrote
     found = runtime.getDeviceProperties(ordinal).get("uuid", b"")
     if len(found) != 16:
         return runtime.deviceGetPCIBusId(ordinal)
@@ -381,7 +381,7 @@ class _Watcher:
                 self._loop.call_soon_threadsafe(partial(on_reached, time.monotonic(), failure))
             except RuntimeError:  # the loop has closed: nothing waits for the event any more
                 return
-            del watched, event, on_reached  # they refer to arrays, and the next event may be long in coming
+            del watched, event, on_reached  # they refer to arrays, and the next event may come much later
 
 
 def _last_to_wait_for(outputs: Sequence[jax.Array]) -> Sequence[jax.Array]:

@@ -143,7 +143,7 @@ def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Exe
         raise ValueError(f"exported for {exported.nr_devices} devices, the actor has {devices.size}")
     inputs = _signatures(exported.in_avals, _input_shardings(exported, devices))
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in inputs]
-    # The results need shardings too: for a task without arguments nothing else names the actor's devices.
+    # The results need shardings too: in a task without arguments nothing else says which devices to use.
     results = jax.tree.unflatten(exported.out_tree, exported.out_shardings_jax(devices.mesh))
     with _without_donation_warnings():
         lowered = jax.jit(exported.call, donate_argnums=donated, out_shardings=results).lower(*arguments)
@@ -270,7 +270,7 @@ def call_checked(
         FloatingPointError: a result has a NaN or an infinity that the configuration forbids.
     """
     nans, infs = jax_config.forbids_nans(), infs and jax_config.forbids_infs()
-    # JAX's own check would name neither result nor task.
+    # JAX's own check is off, since its error would name neither the result nor the task.
     with jax.debug_nans(False), jax.debug_infs(False):
         outputs = call(*arguments)
     for position, array in enumerate(outputs):

@@ -52,15 +52,15 @@ class Executor:
     finished = starved = False
     _open = 0  # transfers and inputs under way
     _running: Execute | None = None
-    _issued: Execute | None = None  # the run after the running one, issued early
-    _candidate: Execute | None = None  # the run to issue next, which waits for `_awaited`
+    _issued: Execute | None = None  # the `Run` after the running one, if it was issued early
+    _candidate: Execute | None = None  # the `Run` to issue next, which waits for `_awaited`
 
     def __init__(self, plan: ExecutionPlan, *, alone: Container[int] = ()):
         self.plan, self._alone = plan, alone
         count = len(plan.avals)
         self._here = [False] * count
         self._sends = [0] * count
-        self._held = [0] * count  # what each buffer adds to table_bytes now
+        self._held = [0] * count  # the bytes that each buffer now adds to table_bytes
         self._unsent: dict[BufferKey, list[StartSend]] = {}
         self._unkept: dict[BufferKey, list[KeepOutput]] = {}
         self._pending: dict[BufferKey, Drop] = {}
@@ -195,7 +195,7 @@ class Executor:
             elif isinstance(command, KeepOutput):
                 self._keep(command, out)
             else:
-                assert not isinstance(command, Finish)  # no program holds one
+                assert not isinstance(command, Finish)  # no program contains one
                 self._define(command.buffer)
                 if not here[command.buffer]:
                     self._open += 1

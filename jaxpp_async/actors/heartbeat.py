@@ -88,8 +88,8 @@ def _run(
             reason = str(error)
         if time.monotonic() - began_s > _SETTLED_S:
             break
-        # The controller accepts a process only after it has seen its control connection open, which may come
-        # later.
+        # The controller accepts a heartbeat connection only after it has seen the process's control
+        # connection, which may be established later.
         _pause(_PAUSE_S)
     _pause(ORDERLY_S)
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed
@@ -100,7 +100,7 @@ def _run(
 def _connect(heartbeat: Heartbeat) -> socket.socket:
     sock = socket.create_connection(heartbeat.controller, timeout=heartbeat.lost_s)
     keep_from_children(sock.fileno())
-    # no timeout: a controller that is busy or stopped keeps its connections, and its lease limits how long
+    # no timeout: a busy or stopped controller keeps its connections, and the lease limits how long
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):

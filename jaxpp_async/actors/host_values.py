@@ -96,7 +96,7 @@ class HostValues:
             else:
                 placing = partial(self._place_pieces, layout, self._receive_pieces(put, layout, epoch))
         except Exception as error:
-            # a value that cannot be placed fails the requests that use it, not the message that brought it
+            # only the requests that use the value fail, not the message that contained it
             entry.fail(error)
             return entry
         self._spawn(f"put {put.array_id}", _resolve(entry, placing))
@@ -267,7 +267,7 @@ class HostCopy:
             return
         try:
             self.shards.set_result(list(self._read(entry.array, self.layout)))
-        except Exception as error:  # the fetch fails, and not the step that made the array
+        except Exception as error:  # only the fetch fails, not the step that made the array
             self.shards.set_exception(in_words(error))
 
 
@@ -301,11 +301,11 @@ async def _resolve(entry: StoredArray, placing: Callable[[], Awaitable[jax.Array
         entry.fail(RuntimeError("the actor closed before the value came"))
         raise
     except Exception as error:
-        # as in `_store_put`: the requests that use the value fail
+        # as in `_store_put`, only the requests that use the value fail
         entry.fail(error)
-        traceback.clear_frames(error.__traceback__)  # they hold the memory that the value was to come into
+        traceback.clear_frames(error.__traceback__)  # the frames refer to the receive's memory
     finally:
-        del placing  # as its frames do
+        del placing  # its frames refer to that memory too
 
 
 async def _until_sent(sending: asyncio.Future[None], data: np.ndarray) -> None:

@@ -93,7 +93,7 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
         LaunchError: the setup hook raised an exception.
         ValueError: the setup hook is not of the form `"module:function"`, or an axis type does not exist.
     """
-    jax_config.write_cache_whole()  # inline as well: actors that share this process compile at once
+    jax_config.write_cache_whole()  # inline as well: actors that share a process compile at the same time
     if not inline:
         if configure.platform == "cuda" and (missing := cuda_error("platform='cuda'")) is not None:
             raise missing
@@ -106,7 +106,7 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
     before = listening_sockets()
     join(configure.cluster, configure.platform)
     devices = Devices(_make_mesh(configure))
-    # the sockets of the coordinator, and of gloo
+    # these are the sockets of the coordinator and of gloo
     refuse_strangers(listening_sockets() - before, configure.cluster.addresses)
     return devices
 
@@ -136,8 +136,8 @@ def plain_hardware(devices: Devices) -> Hardware:
 
 def _configure_jax(configure: Configure) -> None:
     settings = {
-        # Executables run on a thread of the actor; handing them over to a thread of XLA, too, costs as much
-        # as a small task.
+        # Executables already run on a thread of the actor. Handing them to one of XLA's threads as well
+        # would cost as much as a small task.
         "jax_cpu_enable_async_dispatch": False,
         **configure.jax_config,
     }
@@ -158,7 +158,7 @@ def _confine_nccl(configure: Configure) -> None:
     if configure.platform == "cuda" and configure.address is not None:
         interface = interface_with(configure.address)
         if interface is not None:
-            # "=": only this name, and not every name that begins like it
+            # "=" makes NCCL use exactly this name, and not every name that begins with it
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
@@ -252,7 +252,7 @@ def reserve_port() -> socket.socket:
     """
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # the coordinator's socket has this option as well, and can so share the port
+        # the coordinator's socket also has this option and can therefore share the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("0.0.0.0", 0))
     except OSError:

@@ -178,8 +178,8 @@ class LoadedProgram:
         self.donates = any(command.donated for command in plan.binds)
         self.quick: set[int] = set()
         self.longest_s = 0.0
-        # In an actor of several processes a task may have to wait for the others, which the event loop must
-        # not.
+        # In an actor of several processes a task may have to wait for the other processes, and the event loop
+        # must not be blocked, so no task counts as quick.
         self._run_times = {} if process_rank.size > 1 else _group_runs(runs, loops)
 
     def _transferred_parts(self) -> Iterator[tuple[StartSend | PostRecv, list[Part]]]:

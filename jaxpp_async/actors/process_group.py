@@ -170,7 +170,7 @@ def _dry_run(program: LoadedProgram, task: Execute) -> Job:
             ]
             program.tasks[task.instruction].run(arrays, checked=False)
         except Exception as error:
-            # nothing uses the results; the other processes fail by themselves if their tasks do not end
+            # nothing uses the results, and the other processes fail if their tasks do not end
             _LOG.debug("a task run for the other processes failed: %r", error)
 
     return run

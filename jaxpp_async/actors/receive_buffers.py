@@ -189,7 +189,7 @@ def _allocate_on_devices(layout: Layout) -> jax.Array:
     shape = layout.shards[0].shape
     parts = [jnp.empty(shape, layout.dtype, device=device) for device in layout.devices]
     array = jax.make_array_from_single_device_arrays(layout.aval.shape, layout.sharding, parts)
-    array.block_until_ready()  # JAX fills the array; bytes received before that would be lost
+    array.block_until_ready()  # JAX first fills the array, which would overwrite received bytes
     return array
 
 
@@ -212,7 +212,7 @@ def _copied(buffer: ReceiveBuffer) -> jax.Array:
     shards = layout.views(buffer.memory)
     if layout.is_whole:
         return place(shards[0], layout)
-    if layout.aval.unreduced or not layout.is_here:  # no one host array has all that the devices hold
+    if layout.aval.unreduced or not layout.is_here:  # no single host array has the data of all devices
         return join_privately(shards, layout)
     whole = join_on_host(shards, layout)
     return ensure_private(jax.device_put(whole, layout.sharding), [whole])

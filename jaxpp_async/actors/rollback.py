@@ -66,13 +66,13 @@ class Rollbacks:
     ) -> ReplicaTaken:
         if copies:
             await asyncio.wait([copy.shards for copy in copies.values()])
-        # An entry that failed is no array: a request that names it gets the failure, before a restart and
-        # after it.
+        # An entry that failed has no array to copy. A request that names it gets the failure, both before and
+        # after a restart.
         found = {array_id: copy for array_id, copy in copies.items() if entries[array_id].error is None}
         for copy in copies.values():
             copy.shards.exception()  # marks it as retrieved
         for copy in found.values():
-            copy.shards.result()  # raises if an array could not be read: without it the replica is useless
+            copy.shards.result()  # raises if an array could not be read, since the replica would be useless
         loop = asyncio.get_running_loop()
         replica = await loop.run_in_executor(self._workers, _make_replica, found)
         self._replica_store.put(message.generation, self._process_id, replica)

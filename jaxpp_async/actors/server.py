@@ -175,7 +175,7 @@ class _RequestDispatcher:
         elif not self.closed.done():
             try:
                 self._actor.handle(message)
-            except Exception as error:  # a bug in the actor: the controller must learn of it
+            except Exception as error:  # a bug in the actor, which the controller must be told
                 self.reply(failed_reply(message.request, error))
 
     def reply(self, message: Message) -> None:
@@ -213,7 +213,7 @@ async def _close_actor(actor: ActorLike) -> None:
     try:
         async with asyncio.timeout(CLOSE_S):
             await actor.aclose()
-    except Exception:  # the process ends anyway
+    except Exception:  # the process ends in any case
         _LOG.exception("the actor did not close cleanly")
 
 

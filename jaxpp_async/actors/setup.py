@@ -127,7 +127,7 @@ async def make_resources(
     devices: Devices = await loop.run_in_executor(workers, partial(start_devices, message, inline=inline))
     cuda = await loop.run_in_executor(workers, open_devices, devices.devices, message.transport)
     if cuda is not None:
-        cuda.enter()  # on this thread, and before UCX starts: UCX keeps to the context that it finds
+        cuda.enter()  # before UCX starts on this thread, since UCX keeps the current context
     open_anew = partial(
         open_transports, message.transport, network=network_by(message.address), make_transport=make_transport
     )
@@ -239,6 +239,7 @@ class ComputeThread:
                 self._loop.call_soon_threadsafe(after)
             except RuntimeError:  # the loop has closed: nothing waits for the result any more
                 return
-            del job, after  # they refer to arrays, and the next job may be long in coming
-            # Where the loop shares this thread's core, it sends the results now, and not a time slice later.
+            del job, after  # they refer to arrays, and the next job may come much later
+            # If the event loop shares this thread's core, it can now send the results without waiting for the
+            # end of the thread's time slice.
             os.sched_yield()

@@ -148,7 +148,8 @@ class Layouts:
         dtype = numpy_dtype(aval.dtype)
         sharding, is_plain = devices.sharding_of(aval), devices.is_cpu and not aval.dtype.startswith(_PACKED)
         size_bytes = math.prod(aval.shape) * dtype.itemsize
-        # 64-bit types take a setting that costs time, and for large arrays only the time of the copy matters.
+        # 64-bit types need a setting of JAX that costs time. For large arrays only the time of the copy
+        # matters.
         is_small = is_plain and devices.size == 1 and dtype.itemsize <= 4 and size_bytes <= _SMALL_BYTES
         return Layout(
             aval=aval,
@@ -176,7 +177,7 @@ def send_memories(array: jax.Array, layout: Layout) -> list[Memory]:
     An array that is not split and is stored in numpy's format (`Layout.is_plain`) is sent from its own
     memory, without a copy and without making a view of it. This function waits until the array is computed.
     """
-    array.block_until_ready()  # asking where an array lies does not wait for its values
+    array.block_until_ready()  # asking for an array's address does not wait for its values
     if layout.is_plain and layout.is_whole:
         if len(layout.shards[0].positions) > 1 or not layout.is_here:
             array = array.addressable_data(0)
@@ -207,7 +208,7 @@ def device_parts(array: jax.Array, layout: Layout) -> list[jax.Array]:
 
 
 def _device_memory(part: jax.Array) -> Memory:
-    # `nbytes` would be wrong: a device keeps two int4 in a byte.
+    # `nbytes` would be wrong, since a device stores two int4 in a byte.
     size_bytes: int = part.on_device_size_in_bytes()  # pyright: ignore[reportAttributeAccessIssue]
     return Memory(part.unsafe_buffer_pointer(), size_bytes, part, on_device=True)
 
@@ -300,12 +301,12 @@ def place(host: np.ndarray, layout: Layout) -> jax.Array:
     The result shares no memory with `host`, so the result may be donated and `host` may be overwritten.
     """
     if host.nbytes <= _SMALL_BYTES and _address(host) % ALIGNMENT == 0:
-        # JAX would use this memory itself (also with may_alias=False), so that the result would need one more
-        # copy.
+        # JAX would use this memory for the result, even with may_alias=False, and one more copy would be
+        # needed.
         host = _misaligned_copy(host)
     if layout.is_small:
         return layout.put(host).block_until_ready()
-    # For an array on devices of several processes JAX would ask all of them whether they put the same.
+    # For an array on devices of several processes, `put` would make JAX check that all put the same value.
     if not layout.is_here:
         return ensure_private(join_shards([host[shard.index] for shard in layout.shards], layout), [host])
     return ensure_private(layout.put(host), [host])
@@ -326,7 +327,7 @@ def ensure_private(array: jax.Array, memory: Sequence[np.ndarray]) -> jax.Array:
     """Return an array that shares no memory with the given host memory: `array` itself, or a copy if it uses
     that memory."""
     if next(iter(array.sharding.device_set)).platform != "cpu":
-        return array  # never in host memory; JAX keeps `memory` alive until it has read it
+        return array  # it is not in host memory; JAX keeps `memory` alive until it has read it
     array.block_until_ready()
     if not any(_lies_in(array, part) for part in memory):
         return array
@@ -360,7 +361,7 @@ def buffer_addresses(array: jax.Array) -> list[int]:
     """Return the memory address of each part of an array, one per device of this process that stores a
     part."""
     if len(array.sharding.device_set) == 1:
-        # Asking for the parts would make a second array of the same memory and keep it as long as this one.
+        # Asking for the parts would make a second array of the same memory, which lives as long as this one.
         return [array.unsafe_buffer_pointer()]
     parts: Any = array.addressable_shards
     return [part.data.unsafe_buffer_pointer() for part in parts]

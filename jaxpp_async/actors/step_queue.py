@@ -60,10 +60,10 @@ class StepQueue:
         self.epoch, self._last_step = 0, -1
         self.current: StepRun | None = None
         self._waiting: deque[StepRun] = deque()
-        self._broken: str | None = None  # why nothing runs until the next epoch
+        self._broken: str | None = None  # the reason why no step runs until the next epoch, if there is one
         self._failed: StepRun | None = None
-        self._refused: list[LoadedProgram] = []  # the programs of steps that were refused since
-        self._requests: dict[StepKey, list[int]] = {}  # of steps that have no reply yet
+        self._refused: list[LoadedProgram] = []  # the programs of steps refused since then
+        self._requests: dict[StepKey, list[int]] = {}  # the request numbers of steps that have no reply yet
         self._replies: OrderedDict[StepKey, m.StepDone | m.Failed] = OrderedDict()
 
     def request(self, message: m.Step) -> None:
@@ -88,7 +88,7 @@ class StepQueue:
         self._requests[key] = [message.request]
         try:
             run = self._prepare(message, self._on_end)
-        except Exception as error:  # the step cannot start: that is its outcome
+        except Exception as error:  # the step cannot start, which is reported as its failure
             self._reply(message, failed_reply(message.request, error, step=message.step))
             return
         self._waiting.append(run)
@@ -111,7 +111,7 @@ class StepQueue:
             self.current = run = self._waiting.popleft()
             try:
                 self._on_turn(run)
-            except Exception as error:  # the step cannot transfer: that is its outcome
+            except Exception as error:  # the step cannot transfer, which fails it
                 run.fail(error)
                 continue
             run.start()
@@ -132,9 +132,10 @@ class StepQueue:
         if run is self.current:
             self.current = None
         if self._waiting:
-            # Later, since a step of nothing but local instructions can end inside `start`, whose loop goes on
-            # with the next. Scheduled before the reply: behind the reply an actor without a step keeps its
-            # loop awake.
+            # The next step starts later, from the event loop: a step with local instructions only can end
+            # inside `start`, and the loop of `_start_next` then continues with the next step. The call is
+            # scheduled before the reply is sent, because after the reply an actor without a step makes its
+            # event loop look for messages.
             asyncio.get_running_loop().call_soon(self._start_next)
         self._reply(message, reply)
 
@@ -143,7 +144,7 @@ class StepQueue:
         try:
             for request in self._requests.pop(key, ()):
                 self._send(reply if request == reply.request else replace(reply, request=request))
-        finally:  # after sending, since the controller waits for the reply
+        finally:  # done after sending, so that the controller gets the reply sooner
             self._replies[key] = reply
             if len(self._replies) > REPLIES_KEPT:
                 self._replies.popitem(last=False)

@@ -90,8 +90,8 @@ class StepRun:
     ended, begun = False, 0
     _carrying_out = _drains = False
     _transfers_done = 0
-    _copying = 0  # results that share their buffer, and whose copies are not there yet
-    _on_thread = 0  # runs that the compute thread has and whose end it has not reported
+    _copying = 0  # step results that must be copies, and whose copies are not complete
+    _on_thread = 0  # tasks given to the compute thread whose end it has not reported
     _started_s = _ended_s = _waited_s = _computed_s = 0.0
     _starved_since = 0.0  # 0: the step is not starved
 
@@ -105,8 +105,8 @@ class StepRun:
         on_end: StepEnd,
     ):
         self.message = message
-        # Where actors share devices a task may have to wait for its turn, which the event loop must not. On
-        # devices that compute after the call has returned, no task is over then.
+        # Where actors share devices, a task may have to wait for its turn, and the event loop must not be
+        # blocked. On devices that compute after a call has returned, no task is over when its call returns.
         self._quick = (
             program.quick if resources.device_lock is None and resources.device is None else frozenset()
         )
@@ -172,7 +172,7 @@ class StepRun:
         todo = self._todo
         todo.extend(commands)
         if self._carrying_out:
-            return  # a command that was done at once brought these: the loop below takes them in order
+            return  # a command that completed immediately caused this call: the loop below continues
         self._carrying_out = True
         if self._starved_since and not self.executor.starved:
             self._waited_s += time.monotonic() - self._starved_since
@@ -184,7 +184,7 @@ class StepRun:
                 try:
                     getattr(self, _CARRY_OUT[type(command)])(command)
                 except Exception as error:
-                    # every failure here is the step's, never the event loop's
+                    # every exception fails the step and never reaches the event loop
                     self.fail(error, getattr(command, "instruction", None))
                 if todo and type(command) is Execute:
                     now = time.monotonic()
@@ -274,7 +274,7 @@ class StepRun:
         if command.private or buffer.array is None:
             try:
                 self._arrays[key] = buffer.received(private_copy=command.private)
-            except Exception as failure:  # no copy could be made: the step's failure, like a failed transfer
+            except Exception as failure:  # no copy could be made, which fails the step
                 self.fail(failure, command.instruction)
                 return
             if command.private:
@@ -290,7 +290,7 @@ class StepRun:
         assert array is not None
         pieces = self._memories(command, array, layout)
         if pieces is None:
-            return  # the command is carried out again when the array is there
+            return  # the command is carried out again when the array is available
         transfers = self.program.transfers[instruction]
         self._pieces_left[instruction] = len(transfers)
         done = partial(self._piece_sent, command)
@@ -354,7 +354,7 @@ class StepRun:
         if not command.copy:
             entry.resolve(array)
             return
-        copy = duplicate(array)  # begun now, since the next step may be given the array
+        copy = duplicate(array)  # started now, since the next step may consume the array
         self._copying += 1
         self._resources.compute.submit(partial(self._wait_copied, copy, entry))
 
@@ -372,7 +372,7 @@ class StepRun:
         """
         try:
             copy.block_until_ready()
-        except Exception as error:  # the step's failure, like a task's
+        except Exception as error:  # this fails the step, like an error of a task
             return partial(self._copied, entry, error)
         return partial(self._copied, entry, copy)
 
@@ -576,12 +576,12 @@ class DeviceStepRun(StepRun):
     """One step under way, on devices that compute after a call has returned and report the end of their work
     later."""
 
-    _run_ended_s = 0.0  # when the last run ended
+    _run_ended_s = 0.0  # the time at which the last executable ended
 
     @cached_property
     def _device(self) -> DeviceWork:
         device = self._resources.device
-        assert device is not None  # else the step would be a `StepRun`
+        assert device is not None  # otherwise the step would be a `StepRun`
         return device
 
     @cached_property
@@ -623,7 +623,7 @@ class DeviceStepRun(StepRun):
             return
         if not self._on_thread:
             self._note(command.instruction)
-        # The run may have been called while the one before it still ran.
+        # The executable may have been called while the one before it was still computing.
         start_s, self._run_ended_s = max(called_s, self._run_ended_s), end_s
         self._carry_out(self._ran(command, start_s, end_s))
 
@@ -641,7 +641,7 @@ class DeviceStepRun(StepRun):
         go_on = partial(self._received_everywhere, command, buffer)
         try:
             self._device.spread(buffer.replicas, self._unless_failed(command, go_on))
-        except Exception as error:  # the device refused the copy: the step's failure, never the transport's
+        except Exception as error:  # the device refused the copy, which fails the step, not the transport
             self.fail(error, command.instruction)
 
     def _received_everywhere(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
@@ -676,7 +676,7 @@ class DeviceStepRun(StepRun):
 
         try:
             copy = duplicate(buffer.array)
-        except Exception as error:  # such as too little memory: the step's failure
+        except Exception as error:  # such as too little memory; this fails the step
             return partial(self.fail, error, command.instruction)
         return self._after_copy(copy, command, use_copy)
 

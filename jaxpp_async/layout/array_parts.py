@@ -87,8 +87,7 @@ def parts_of(aval: Aval, axes: tuple[tuple[str, int], ...], num_processes: int =
     shape = tuple(n // count for n, count in zip(aval.shape, counts, strict=True))
     devices_each = math.prod(sizes.values()) // num_processes
     holders: dict[tuple[int, ...], list[int]] = {}
-    # Along an unreduced axis each device holds a summand of its own, though it stands for one box of the
-    # array.
+    # Along an unreduced axis each device stores its own summand of the same box of the array.
     keys = [*splits, *((axis,) for axis in aval.unreduced)]
     for position, coordinates in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
         at = dict(zip(sizes, coordinates, strict=True))
@@ -134,9 +133,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 # ---------------------------------------------------------------- transfers between actors
 #
-# Processes of equal rank exchange what their actors exchange. The owner of a part sends it to the process of
-# its own rank in the other actor, which passes it on to the other holders there: so a part crosses between
-# actors once.
+# Data between two actors is sent between their processes of equal rank. The owner of a part sends it to the
+# process of the same rank in the other actor, which forwards it to the other processes of that actor that
+# need it. Each part is thus sent between actors only once.
 
 
 class PieceTransfer(NamedTuple):
@@ -247,11 +246,11 @@ def sequence_number(tag: Tag, part: Part, num_devices: int) -> int:
 
 # ---------------------------------------------------------------- the order of transfers
 #
-# Transports without tags need to know beforehand which message is the n-th on a link. Between two processes
-# messages go in the order of the program's transfers. Messages within an actor go in the order in which the
-# actor receives. With that order no process waits for a message that needs the process itself: a program
-# posts its receives in an order (`compiler.lowering`) in which whatever comes before a value was made before
-# anything that reads the value.
+# Transports without tags need to know beforehand which message is the n-th on a link. Messages between two
+# processes of different actors are in the order of the program's transfers. Messages within an actor are in
+# the order in which the actor receives. This order cannot deadlock: a program posts its receives in an order
+# (`compiler.lowering`) in which every value that precedes another one was made before anything that reads the
+# other one.
 
 
 def order_sends(
@@ -408,8 +407,8 @@ class Gathering:
     def __init__(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]], scattering: Scattering):
         self._wanted = wanted
         self.asked: dict[ProcessId, list[tuple[ArrayId, Aval]]] = {}
-        # For each process and array asked for: its position in `wanted`, and the parts; None: the array as it
-        # is.
+        # For each process and each array requested from it: the array's position in `wanted`, and the parts
+        # that the reply contains. None instead of parts means that the reply is the array itself.
         self._contents: dict[ProcessId, list[tuple[int, Sequence[Part] | None]]] = {}
         for position, (actor, array_id, aval) in enumerate(wanted):
             owned = scattering.owned(array_id, aval) if scattering.splits else {0: None}

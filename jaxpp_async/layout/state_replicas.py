@@ -160,5 +160,5 @@ async def _finish(transfers: list[asyncio.Future[None]]) -> None:
     """
     if transfers:
         await asyncio.wait(transfers)
-    while transfers:  # this frame goes with an error, and must not hold the future that has the error
+    while transfers:  # emptied, since an error refers to this frame and would form a cycle with its future
         transfers.pop(0).result()
