@@ -79,10 +79,10 @@ def _run(config: _Config) -> ExitCode:
 
 
 async def _serve_and_leave(config: _Config) -> ExitCode:
-    """Serve the controller, and then exit from inside the event loop, which is never closed.
+    """Serve the controller's requests until the end, and then exit the process from inside the event loop.
 
-    Closing a loop waits for its threads, and JAX may block these. An error is printed to stderr, and the exit
-    status says of which kind it was.
+    The loop is not closed, because closing waits for the loop's threads, and JAX may block these. An error is
+    printed to stderr, and the exit status says of which kind it was.
     """
     try:
         code = await _serve(config)

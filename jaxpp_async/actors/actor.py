@@ -153,7 +153,7 @@ class Actor:
     # ------------------------------------------------------------ requests
 
     def _begin(self, message: m.Message) -> m.Reply | Coroutine[Any, Any, m.Reply]:
-        """Do the part of a request that must happen in order with other requests.
+        """Start to carry out a request: do the part that must happen in order with other requests.
 
         Returns:
             The reply, or a coroutine that does the rest of the work and returns the reply.
@@ -442,7 +442,7 @@ class Actor:
 
 
 def report(request: int, run: StepRun | None) -> Reported:
-    """Return the position of a step in its program and the step's open transfers, for the controller's stall
+    """Return the position of a step in its program and its incomplete transfers, for the controller's stall
     detector.
 
     Args:

@@ -151,7 +151,7 @@ class ArrayStore:
         self._entries.pop(array_id, None)
 
     def fail_pending(self, error: BaseException) -> None:
-        """Remove all entries that have no array, and fail those that have not failed already."""
+        """Remove all entries that have no array, and fail those of them that may still get one."""
         for array_id, entry in list(self._entries.items()):
             if entry.array is None:
                 del self._entries[array_id]

@@ -38,7 +38,7 @@ from jaxpp_async.storage import checkpoint_folder, tensor_files
 
 
 class CheckpointRequests:
-    """The checkpoint requests of one process of an actor: saving its arrays to files and restoring them.
+    """The component of an actor process that saves its arrays to checkpoint files and restores them.
 
     Args:
         store: the arrays, which saves read and restores add to.
@@ -114,7 +114,7 @@ class CheckpointRequests:
         return Done(message.request)
 
     def sweep(self, message: Sweep) -> Coroutine[Any, Any, Done]:
-        """End the save to a folder immediately, so that another save may begin, and remove files of it.
+        """End the save to a folder immediately, so that another save may begin, and remove files.
 
         Returns:
             A coroutine that removes the files that the request names, and returns the reply. It raises

@@ -42,7 +42,7 @@ _NO_DLPACK = ("float8", "float4", "float6", "int2", "int4", "uint2", "uint4")
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
-    """A copy of bytes within one device or between two devices of this process.
+    """A request to copy bytes within one device or between two devices of this process.
 
     Args:
         target, source: the addresses to copy to and from.
@@ -264,10 +264,11 @@ def _jax_cuda(device: Any) -> str:
 
 
 def _uuid(runtime: Any, ordinal: int) -> str:
-    """Return the name of a device that `nvidia-smi -L` shows.
+    """Return the UUID of a GPU, or of a part of one, as `nvidia-smi -L` shows it.
 
     For a part of a GPU (MIG) CUDA returns the UUID of the whole GPU. The UUID of the part is therefore read
-    from the environment variable that assigned the part to the process.
+    from the environment variable that assigned the part to the process. If CUDA reports no UUID, the PCI bus
+    id is returned.
 
     Args:
         runtime: CuPy's CUDA runtime module.
@@ -333,9 +334,11 @@ class DeviceWork:
         self._run_watcher.watch(self._runs.record(_last_to_wait_for(outputs)), on_reached)
 
     def after_copy(self, arrays: Sequence[jax.Array], on_reached: OnReached) -> None:
-        """Call `on_reached` on the event loop once arrays that no executable has made are available.
+        """Call `on_reached` on the event loop once arrays are available that are not results of the latest
+        executable.
 
-        This must be called on the thread on which `after_run` is called.
+        Examples are copies and step arguments. This must be called on the thread on which `after_run` is
+        called.
         """
         self._copy_watcher.watch(self._copies.record(arrays), on_reached)
 
@@ -387,9 +390,9 @@ class _Watcher:
 def _last_to_wait_for(outputs: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Choose one result of an executable to wait for, and return it as a sequence of at most one array.
 
-    All results of an executable are computed together, so one of them is enough. The last one is chosen that
-    has elements and for which a stream can wait without blocking this thread, or else the last one that has
-    elements, or else the last one.
+    All results of an executable are computed together, so one of them is enough. The choice is the last
+    result that has elements and for which a stream can wait (`supports_dlpack`), so that this thread does not
+    block. If there is none, the choice is the last result that has elements, and otherwise the last result.
     """
     held = [array for array in reversed(outputs) if array.size]
     return [*filter(supports_dlpack, held), *held, *outputs[-1:]][:1]

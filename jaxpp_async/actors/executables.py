@@ -48,7 +48,7 @@ _LOOP = b"while_v1"
 
 @dataclass(frozen=True, slots=True)
 class Executable:
-    """A compiled task.
+    """A compiled task, which `Run` instructions of programs call.
 
     Args:
         call: takes the arguments in order, and returns the results in order.
@@ -83,14 +83,16 @@ class Executables:
         self.compilations = 0
 
     def add_blobs(self, blobs: Mapping[ContentKey, bytes]) -> None:
-        """Keep serialized tasks by content key, so that `load` can compile them when a program needs them."""
+        """Keep serialized tasks by content key (a hash of their bytes), so that `load` can compile them when
+        a program needs them."""
         self._blobs.update(blobs)
 
     async def load(self, keys: Iterable[ExecutableKey]) -> float:
         """Compile those of the given tasks that are not compiled yet, several at a time.
 
         Args:
-            keys: for each task: its content key, and the positions of its donated arguments.
+            keys: for each task: its content key (a hash of its bytes), and the positions of its donated
+                arguments.
 
         Returns:
             The time in seconds that this took.

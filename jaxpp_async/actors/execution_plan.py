@@ -190,8 +190,7 @@ def make_plan(program: ActorProgram) -> ExecutionPlan:
 
 
 class _Planner:
-    """Turns the instructions of a program into commands, in order, while it tracks which buffer is in each
-    slot."""
+    """A translator of a program's instructions into commands, which tracks which buffer is in each slot."""
 
     def __init__(self, program: ActorProgram):
         self.program = program

@@ -147,11 +147,11 @@ class HostValues:
         await asyncio.gather(*(self.transport.send(piece.memory, peer, piece.tag) for peer in piece.others))
 
     def hold_arrays(self, message: Fetch) -> list[HostCopy]:
-        """Look up the arrays of a fetch, and protect them from later steps, which could otherwise reuse their
+        """Look up the arrays of a fetch, and have them copied to the host before a later step can reuse their
         memory.
 
         Returns:
-            For each array, a copy on the host that is complete once the array is available.
+            The copy of each array, which is made as soon as the array is available.
 
         Raises:
             ArrayError: an array is not on this actor.
@@ -255,10 +255,10 @@ class HostCopy:
         self.layout, self.shards, self._read = layout, shards, read
 
     def hold(self, entry: StoredArray) -> None:
-        """Copy the array of an entry whose array is available, or pass on the entry's error.
+        """Copy the array of an entry to the host. The array must be available, or the entry must have failed.
 
-        This raises nothing, since it is called by the code that made the array available. A failure becomes
-        the exception of `shards`.
+        The shards become the result of the future `shards`. A failure becomes its exception and is not
+        raised, since the code that made the array available calls this method.
         """
         if self.shards.done():  # the fetch was cancelled
             return
@@ -289,7 +289,8 @@ def hold_array(entry: StoredArray, layouts: Layouts) -> HostCopy:
 
 
 async def _resolve(entry: StoredArray, placing: Callable[[], Awaitable[jax.Array]]) -> None:
-    """Make an array available in its entry, or fail the entry.
+    """Wait until an array has been made, and make it available in its entry; if it cannot be made, fail the
+    entry.
 
     Args:
         entry: the entry.

@@ -80,7 +80,7 @@ class Devices:
 
 
 def start_devices(configure: Configure, *, inline: bool) -> Devices:
-    """Configure and start JAX, and arrange the actor's devices as a mesh.
+    """Configure and start JAX, and return the actor's devices, arranged as a mesh.
 
     Args:
         configure: the controller's options.
@@ -246,7 +246,8 @@ _NEVER_S = 10**6
 
 
 def reserve_port() -> socket.socket:
-    """Bind a socket to a free TCP port, and return the socket, which does not listen.
+    """Reserve a free TCP port for a later service: return a socket that is bound to the port but does not
+    listen.
 
     Only processes of this user that bind to the same port explicitly can share the port.
     """
@@ -297,7 +298,7 @@ def agree(name: str, mine: int, cluster: Cluster, timeout_s: float) -> int:
     """Exchange one number with each of the other processes of the actor, and return the greatest.
 
     Args:
-        name: the name of this exchange, which all processes use, once only.
+        name: the name of this exchange, which is the same in all processes and is used once.
         mine: the number of this process.
         cluster: the processes.
         timeout_s: how long to wait for the others, in seconds.

@@ -2,7 +2,7 @@
 
 A `LoadedProgram` contains everything about a program that does not change from step to step: executables,
 layouts, and the messages of its transfers. It also learns which tasks are quick, from the measured times of
-their runs.
+their executions.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class LoadedTask:
         call: the executable.
         label: the label of the `Run` instruction.
         places: the operations that the executable checks, or None if it checks none (`Executable.places`).
-        names: for each argument of the executable: the user's name of the step argument that it is, or None.
+        names: the user's name of each argument of the executable; None for an argument that is not an
+            argument of the step.
     """
 
     __slots__ = ("_call", "_check_infs", "_explain")
@@ -309,7 +310,7 @@ def _check(
     Args:
         plan: the plan of the program.
         run: the command of the `Run` instruction.
-        content_key: the content key of the executable's task.
+        content_key: the content key (a hash of the bytes) of the executable's task.
         executable: the executable.
         layouts: the distributions of arrays over this process's devices.
         checked: the combinations of content key and avals that need no second check; this one is added.

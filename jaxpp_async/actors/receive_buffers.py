@@ -40,8 +40,8 @@ class ReceiveBuffer:
         layout: the distribution of the array over the devices.
         memory: one flat uint8 array per distinct shard; empty if the memory is on devices.
         pieces: the memory that the transport writes, one per distinct shard.
-        array: the JAX array that uses this memory, or None if JAX would not use it. In the second case an
-            array is made of each message.
+        array: the JAX array that uses this memory, or None if JAX would not use it. If it is None, a new
+            array is made for each message.
         replicas: the copies to make between devices once the data has arrived.
     """
 
@@ -185,7 +185,7 @@ def _alias(layout: Layout, memory: tuple[np.ndarray, ...]) -> jax.Array | None:
 
 @jax_config.with_exact_types
 def _allocate_on_devices(layout: Layout) -> jax.Array:
-    """Make an array with unspecified contents and with memory of its own on every device."""
+    """Make an array to receive into, with unspecified contents and with memory of its own on every device."""
     shape = layout.shards[0].shape
     parts = [jnp.empty(shape, layout.dtype, device=device) for device in layout.devices]
     array = jax.make_array_from_single_device_arrays(layout.aval.shape, layout.sharding, parts)

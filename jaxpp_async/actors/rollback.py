@@ -23,7 +23,7 @@ from jaxpp_async.protocol.messages import ArrayId, Done, ReplicaArray, ReplicaTa
 
 
 class Rollbacks:
-    """The requests of one process that copy its arrays for restarts and that restore them from a copy.
+    """The component of an actor process that copies its arrays for restarts and restores them from a copy.
 
     Args:
         process_id: the number of the process in the mesh.

@@ -131,7 +131,8 @@ async def serve(
 
 
 class _RequestDispatcher:
-    """Passes requests to an actor as soon as they are read, in the same pass of the event loop.
+    """A component that passes requests to an actor as soon as they are read, in the same pass of the event
+    loop.
 
     Requests that arrive before the actor has been made are kept until `open`.
 

@@ -75,7 +75,7 @@ class Layout:
         is_whole: whether the array is not split, so that its only part is the whole array.
         is_plain: whether the elements have the same format in a device's memory as in numpy, with at least
             one byte each, and the device is a CPU.
-        size_bytes: the size of the whole array in numpy, in bytes.
+        size_bytes: the size in bytes of the whole array as a numpy array.
         is_small: whether the array is on a single device that is a CPU and has so few bytes that the cost of
             calling `put` matters.
         put: puts a host array on the devices; the result may share the memory of the host array.
@@ -94,7 +94,7 @@ class Layout:
     put: Put = field(compare=False, repr=False)
 
     def shard_bytes(self, shard: Shard) -> int:
-        """Return the size of a shard in numpy, in bytes."""
+        """Return the size in bytes of a shard as a numpy array."""
         return math.prod(shard.shape) * self.dtype.itemsize
 
     def views(self, memory: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -67,8 +67,8 @@ class StepQueue:
         self._replies: OrderedDict[StepKey, m.StepDone | m.Failed] = OrderedDict()
 
     def request(self, message: m.Step) -> None:
-        """Run a step after those that were requested before it. If this step was requested before, send the
-        same reply again.
+        """Run a step after those that were requested before it. A second request for the same step gets the
+        same reply.
 
         Raises:
             ProtocolError: the step belongs to another epoch, or it has run already and its reply is no longer

@@ -7,9 +7,9 @@ commands, and these are carried out immediately. A step is one object; no instru
 a future.
 
 `StepRun` is for devices that have computed the results when a call returns. `DeviceStepRun` is for devices
-that compute after a call has returned (`StepResources.device`). For the executor, a run on such a device ends
-when the device reports its end. Sends therefore start when the value is available, and memory is freed or
-overwritten when no work on the device reads it any more, as on CPUs.
+that compute after a call has returned (`StepResources.device`). For the executor, a task on such a device
+ends when the device reports its end. Sends therefore start when the value is available, and memory is freed
+or overwritten when no work on the device reads it any more, as on CPUs.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class StepRun:
         )
 
     def start(self) -> None:
-        """Start the step: bind the arguments that are available, and carry out the first commands."""
+        """Start the step: assign the available arguments to buffers, and carry out the first commands."""
         self._started_s = time.monotonic()
         self._carry_out(self.executor.start(self._bind_present()))
 
@@ -199,7 +199,10 @@ class StepRun:
             self._note_waiting()
 
     def _bind_present(self) -> list[BufferKey]:
-        """Bind the step arguments that are available, nearly always all of them, without a callback for each.
+        """Assign the step arguments that are available to their buffers; nearly always these are all
+        arguments.
+
+        This needs no callback for each argument.
 
         Returns:
             The keys of the buffers of these arguments.
@@ -399,8 +402,8 @@ class StepRun:
     # ------------------------------------------------------------ computing
 
     def _execute(self, command: Execute) -> None:
-        """Carry out a `Run` instruction: run a quick task on this thread, and give any other task to the
-        compute thread.
+        """Carry out a `Run` instruction: run a quick task on the event loop's thread, and give any other task
+        to the compute thread.
 
         Handing a quick task to another thread and back would take longer than the task.
         """
@@ -484,8 +487,11 @@ class StepRun:
         )
 
     def _note_waiting(self) -> None:
-        """Record that the step now waits for other actors, if it does; called when no command is left to
-        carry out."""
+        """Record that the step waits for other actors, if it does, and tell the transport to look for
+        messages eagerly.
+
+        This is called when no command is left to carry out.
+        """
         executor = self.executor
         if executor.starved and not self._starved_since:
             self._starved_since = time.monotonic()
@@ -599,7 +605,7 @@ class DeviceStepRun(StepRun):
         This is called on the compute thread.
 
         Returns:
-            A function to call on the event loop that fails the step, or None.
+            None. If an error occurs, a function that fails the step, to be called on the event loop.
         """
         if self.ended or not self._may_begin():
             return None
@@ -665,7 +671,7 @@ class DeviceStepRun(StepRun):
         This is called on the compute thread.
 
         Returns:
-            A function to call on the event loop that fails the step, or None.
+            None. If an error occurs, a function that fails the step, to be called on the event loop.
         """
         assert buffer.array is not None
 
@@ -692,7 +698,7 @@ class DeviceStepRun(StepRun):
         This is called on the compute thread.
 
         Returns:
-            A function to call on the event loop that fails the step, or None.
+            None. If an error occurs, a function that fails the step, to be called on the event loop.
         """
 
         def send() -> None:
@@ -710,10 +716,10 @@ class DeviceStepRun(StepRun):
             array: the array.
             command: the command for which the array is needed; a failure is reported as that of its
                 instruction.
-            go_on: the function to call.
+            go_on: the function to call once the array is available.
 
         Returns:
-            A function to call on the event loop that fails the step, if the device refuses; otherwise None.
+            None. If the device refuses, a function that fails the step, to be called on the event loop.
         """
         try:
             self._device.after_copy((array,), self._unless_failed(command, go_on))

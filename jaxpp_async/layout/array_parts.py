@@ -159,9 +159,12 @@ def plan_sends(
     """List the messages by which one process carries out a `Send` instruction: one for each part that it
     owns.
 
+    One of the processes of an actor that store a part is its owner, and only the owner sends the part to
+    other actors.
+
     Args:
         process_rank: the process, with its actor and its rank in that actor.
-        held: the parts of the array that the process stores.
+        held: the parts (distinct boxes) of the array that the process stores.
         tag: the tag of the transfer in the program.
         to_actor: the actor that receives the array.
         num_devices: the number of devices of one actor.
@@ -180,12 +183,13 @@ def plan_receives(
     """List the messages by which one process carries out a `Recv` instruction: one for each part that it
     stores.
 
-    A part that the process owns comes from the process of the same rank in the other actor. Any other part
-    comes from its owner, another process of the receiving actor.
+    One of the processes of an actor that store a part is its owner. A part that this process owns comes from
+    the process of the same rank in the other actor. Any other part comes from its owner, another process of
+    the receiving actor.
 
     Args:
         process_rank: the process, with its actor and its rank in that actor.
-        held: the parts of the array that the process stores.
+        held: the parts (distinct boxes) of the array that the process stores.
         tag: the tag of the transfer in the program.
         from_actor: the actor that sends the array.
         num_devices: the number of devices of one actor.
@@ -206,12 +210,14 @@ def plan_receives(
 def plan_relays(
     process_rank: ProcessRank, held: Sequence[Part], tag: Tag, num_devices: int
 ) -> dict[int, tuple[PieceTransfer, ...]]:
-    """List the messages by which one process forwards received parts that it owns to other processes of its
-    actor.
+    """List the messages by which one process forwards received parts to the other processes of its actor that
+    need them.
+
+    A process forwards the parts that it owns, since only a part's owner receives the part from another actor.
 
     Args:
         process_rank: the process, with its actor and its rank in that actor.
-        held: the parts of the array that the process stores.
+        held: the parts (distinct boxes) of the array that the process stores.
         tag: the tag of the transfer in the program.
         num_devices: the number of devices of one actor.
 
@@ -260,7 +266,7 @@ def order_sends(
 
     Args:
         process_rank: the sending process, with its actor and its rank in that actor.
-        held: the parts of the array that the process stores.
+        held: the parts (distinct boxes) of the array that the process stores.
         tag: the tag of the transfer in the program.
         to_actor: the actor that receives the array.
         num_devices: the number of devices of one actor.
@@ -279,7 +285,7 @@ def order_receives(
 
     Args:
         process_rank: the receiving process, with its actor and its rank in that actor.
-        held: the parts of the array that the process stores.
+        held: the parts (distinct boxes) of the array that the process stores.
         tag: the tag of the transfer in the program.
         from_actor: the actor that sends the array.
         num_devices: the number of devices of one actor.
@@ -327,8 +333,8 @@ def _first_device(part: Part, rank: int, devices_each: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scattering:
-    """A description of how host values are split among the processes of an actor; all actors of a mesh share
-    one.
+    """A description of how values in host memory are split among the processes of an actor; all actors of a
+    mesh share one.
 
     Args:
         axes: the mesh of one actor, as pairs of axis name and size, outermost first.
