@@ -37,7 +37,8 @@ class Executor:
     Args:
         plan: the program, prepared for execution.
         alone: the indices of `Run` instructions during which the next `Run` is not issued early. It is meant
-            for quick tasks: the sends that follow such a `Run` then start before the next `Run`.
+            for quick tasks, which run on the event loop's thread: the sends that follow such a `Run` then
+            start before the next `Run`.
 
     Attributes:
         peak_bytes: the greatest number of bytes of buffers in use so far.

@@ -1,8 +1,8 @@
 """Prepare a program before its first step: parse, plan and compile it, and allocate its receive buffers.
 
 A `LoadedProgram` contains everything about a program that does not change from step to step: executables,
-layouts, and the messages of its transfers. It also learns which tasks are quick, from the measured times of
-their executions.
+layouts, and the messages of its transfers. It also learns from measured times which tasks are quick, and so
+may run on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ class LoadedTask:
 
 
 class _RunTimes:
-    """An estimate of how long one executable takes, which also says whether it counts as quick."""
+    """An estimate of how long one executable takes, which decides whether it counts as quick.
+
+    Quick tasks run on the event loop's thread, others on the compute thread.
+    """
 
     __slots__ = ("instructions", "is_quick", "runs", "typical_s")
 
@@ -134,8 +137,8 @@ class LoadedProgram:
         blank_stamps: the time stamps of a step that has not begun: two NaNs per instruction, in the format of
             `array("d")`.
         donates: whether the program consumes any of its arguments.
-        quick: the indices of the `Run` instructions that lately have taken less than `QUICK_S`; this set
-            changes from step to step.
+        quick: the indices of the `Run` instructions that lately have taken less than `QUICK_S` and so may run
+            on the event loop's thread; this set changes from step to step.
         longest_s: the longest time in seconds that any `Run` has taken.
     """
 
@@ -207,6 +210,8 @@ class LoadedProgram:
     def record_time(self, instruction: int, seconds: float) -> None:
         """Record how long a `Run` instruction took, and update whether its executable counts as quick.
 
+        Quick tasks run on the event loop's thread, others on the compute thread.
+
         Args:
             instruction: the index of the `Run` instruction.
             seconds: the measured time.
@@ -233,7 +238,8 @@ def _group_runs(runs: Mapping[int, Execute], loops: Container[int]) -> dict[int,
 
     Args:
         runs: the commands of all `Run` instructions, by the instruction's index.
-        loops: the `Run` instructions that never count as quick, which are left out of the result.
+        loops: the `Run` instructions that contain a loop. They never count as quick, and are left out of the
+            result.
     """
     of_executable: dict[tuple[int, tuple[int, ...]], _RunTimes] = {}
     found: dict[int, _RunTimes] = {}
