@@ -1,7 +1,8 @@
 """Run an actor process: `python -m jaxpp_async.actors`, which only launchers start.
 
-Stdin brings one line of JSON (configuration and secret), then a byte every few seconds, whose absence ends
-the process. JAX is imported only after the CPU affinity is set, which gives its thread pools their size.
+Stdin delivers one line of JSON (the configuration and the secret), and then one byte every few seconds. The
+process ends if these bytes stop coming. JAX is imported only after the CPU affinity is set, since JAX sizes
+its thread pools by the affinity.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _MAX_LINE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """The first line of stdin, which `LaunchSpec.config` and a launcher write."""
+    """The configuration of an actor process: the first line of its stdin.
+
+    `LaunchSpec.config` makes most of it, and the launcher adds the rest.
+    """
 
     process_id: int
     incarnation: int
@@ -40,12 +44,12 @@ class _Config:
 
 
 def main() -> None:
-    """Run one actor to its end, and exit with an `ExitCode`."""
+    """Run one actor process until it ends, and exit with an `ExitCode`."""
     faulthandler.enable()  # a crash in native code prints its traceback, which the controller shows
     try:
         config = _parse(_read_line(0))
     except (ValueError, KeyError, TypeError) as error:
-        # The message leaves the line itself out, since it has the secret.
+        # The message does not show the line itself, since that contains the secret.
         print(
             f"python -m jaxpp_async.actors is started by a mesh, not by hand ({type(error).__name__})",
             file=sys.stderr,
@@ -75,8 +79,11 @@ def _run(config: _Config) -> ExitCode:
 
 
 async def _serve_and_leave(config: _Config) -> ExitCode:
-    """Serve, then end the process from inside the loop: closing a loop waits for its threads, which JAX may
-    hold."""
+    """Serve the controller's requests until the end, and then exit the process from inside the event loop.
+
+    The loop is not closed, because closing waits for the loop's threads, and JAX may block these. An error is
+    printed to stderr, and the exit status says of which kind it was.
+    """
     try:
         code = await _serve(config)
     except HandshakeError as error:
@@ -86,7 +93,7 @@ async def _serve_and_leave(config: _Config) -> ExitCode:
         print(f"lost the controller at {config.controller}: {error}", file=sys.stderr)
         code = ExitCode.CONNECTION_LOST
     except BaseException:
-        # the outermost frame of the process: every error is printed and becomes the exit status
+        # this is the outermost frame: every error is printed and decides the exit status
         traceback.print_exc()
         code = ExitCode.CRASH
     leave(code)
@@ -145,8 +152,8 @@ def _parse(line: bytes) -> _Config:
 
 
 def _move_stdin() -> int:
-    """Move stdin to another descriptor, so that no child and no `input()` reads from it; return that
-    descriptor."""
+    """Move stdin to another descriptor and return that descriptor, so that no child process and no `input()`
+    reads the launcher's bytes."""
     moved = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

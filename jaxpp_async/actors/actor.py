@@ -1,8 +1,8 @@
 """Answer the controller's requests: load programs, run steps, move host values, save and restore.
 
-`Actor` connects the modules of this package. The code that owns the control channel calls `handle` with each
-message, in order, and transmits the replies that `send` is given. A request that fails is answered by a
-`Failed` reply.
+`Actor` connects the modules of this package. The code that owns the control channel calls `Actor.handle` with
+each message, in order of arrival, and transmits each reply that the actor passes to its `send` function. A
+request that fails is answered by a `Failed` reply.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ from jaxpp_async.transport.network import Network
 
 
 class Actor:
-    """One actor, or one of the processes of an actor.
+    """One actor, or one process of an actor that has several, which carries out the controller's requests.
 
     Args:
-        process_id: the process's number in the mesh, which is also its number as a peer of the transport.
-        make_transport: makes a transport of a given name on a given network.
-        send: takes replies; called on the event loop.
-        inline: the actor shares the controller's process and its JAX.
-        note_progress: called at every instruction of a step.
-        open_devices: from JAX devices and a transport's name to the devices, if they compute on their own;
-            for tests.
+        process_id: the number of the process in the mesh, by which the transport also knows it.
+        make_transport: makes the transport of a given name on a given network.
+        send: transmits a reply to the controller; called on the event loop.
+        inline: whether the actor runs in the controller's process and shares its JAX.
+        note_progress: records the position of a step in its program; called at every instruction.
+        open_devices: takes JAX devices and the name of a transport. Returns an interface to the devices if
+            they compute asynchronously and the transport uses their memory, and otherwise None. Tests replace
+            it.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Actor:
         note_progress: NoteProgress = no_progress,
         open_devices: Callable[[Sequence[Any], str], CudaDevices | None] = open_cuda,
     ):
-        self._process_rank = ProcessRank(process_id)  # until `Configure` says of how many
+        self._process_rank = ProcessRank(process_id)  # until `Configure` says how many processes an actor has
         self._cluster: m.Cluster | None = None
         self._task_count = TaskCount()
         self._port: socket.socket | None = None
@@ -102,9 +103,10 @@ class Actor:
         self._closed = False
 
     def handle(self, message: m.Message) -> None:
-        """Begin to answer one request. Returns before long work is done, whose reply follows later."""
+        """Start to carry out one request. Long work continues after this method returns, and its reply
+        follows later."""
         try:
-            if type(message) is m.Step:  # no other request comes as often
+            if type(message) is m.Step:  # by far the most frequent request
                 self._steps.request(message)
                 return
             reply = self._begin(message)
@@ -114,23 +116,24 @@ class Actor:
                 task.add_done_callback(lambda _: reply.close())
             else:
                 self._send(reply)
-        except Exception as error:  # the request fails; the actor goes on
+        except Exception as error:  # the request fails, but the actor continues
             request, step = getattr(message, "request", None), getattr(message, "step", None)
             self._send(failed_reply(request, error, step=step))
 
     @property
     def actor_id(self) -> ActorId:
-        """The actor that this process is, or is a part of."""
+        """The id of the actor to which this process belongs."""
         return self._process_rank.actor
 
     @property
     def current_step(self) -> int | None:
-        """The number of the user's step under way. Any thread may ask."""
+        """The number of the user's step that is under way, or None. Any thread may read it."""
         run = self._steps.current
         return m.step_number(run.message.step) if run is not None else None
 
     async def aclose(self) -> None:
-        """End every task and transfer, the transport and the threads. A second call does nothing."""
+        """Cancel every task and transfer, and close the transport and the threads. A second call does
+        nothing."""
         if self._closed:
             return
         self._closed = True
@@ -150,8 +153,11 @@ class Actor:
     # ------------------------------------------------------------ requests
 
     def _begin(self, message: m.Message) -> m.Reply | Coroutine[Any, Any, m.Reply]:
-        """Do the part of a request that is in order with other requests; return its reply, or the rest of its
-        work."""
+        """Start to carry out a request: do the part that must happen in order with other requests.
+
+        Returns:
+            The reply, or a coroutine that does the rest of the work and returns the reply.
+        """
         match message:
             case m.Reserve():
                 self._port = reserve_port()
@@ -271,7 +277,8 @@ class Actor:
         return reply
 
     def _abort(self, message: m.Abort) -> Coroutine[Any, Any, m.Done]:
-        """Fail every step and every array in the making, now; the returned coroutine ends the transfers."""
+        """Fail every step and every array that is not yet available, and return a coroutine that ends the
+        transfers."""
         self._task_count.stop()
         cause = StepAbortedError(f"aborted: {message.cause}", actor=self.actor_id)
         dropped = self._steps.abort(cause, message.epoch)
@@ -284,8 +291,8 @@ class Actor:
         if self._resources_or_none is not None:
             ends = [self._resources_or_none.transports.abort()]
             if self._cluster is not None:
-                # Side by side: ending a communicator may wait for all that its device does (`cudaFree`), also
-                # for a task that waits for another process to catch up.
+                # Both at the same time: ending a communicator may wait for all work on its device
+                # (`cudaFree`), including a task that waits for another process to catch up.
                 compute = self._resources_or_none.step_resources.compute
                 name = f"epoch {message.epoch}"
                 ends.append(catch_up(name, dropped, self._task_count, self._cluster, compute, self._workers))
@@ -315,7 +322,16 @@ class Actor:
     # ------------------------------------------------------------ steps
 
     def _prepare_step(self, message: m.Step, on_end: StepEnd) -> StepRun:
-        """Take hold of everything that the step names, as it is now: later requests may free it."""
+        """Create the `StepRun` of a requested step, with all arrays that the step names as they are at this
+        moment.
+
+        Later requests may free these arrays or replace them. The arrays that the step donates leave the
+        store, and entries for its results are added to it.
+
+        Args:
+            message: the controller's request.
+            on_end: called when the step has finished or failed.
+        """
         resources, program = self._resources, self._programs.get(message.program_id)
         if message.frees:
             self._free(message.frees)
@@ -338,7 +354,12 @@ class Actor:
         return kind(message, program, resources.step_resources, bound, results, on_end)
 
     def _bind(self, plan: ExecutionPlan, message: m.Step) -> tuple[dict[int, StoredArray], list[int]]:
-        """Find the entry of each argument that the program binds, and the ids of the donated arrays."""
+        """Look up the arrays that are the arguments of a step, and check their avals.
+
+        Returns:
+            The store's entry for each argument that the program uses, by the argument's number, and the ids
+            of the arrays that the step donates.
+        """
         bound: dict[int, StoredArray] = {}
         donated: list[int] = []
         for command in plan.binds:
@@ -358,7 +379,8 @@ class Actor:
         return bound, donated
 
     def _begin_transfers(self, run: StepRun) -> None:
-        """Tell a transport that needs it the order of the step's messages."""
+        """Tell the transport the order of the step's messages, if it is a transport that needs the order
+        (NCCL)."""
         ordered = self._resources.transports.ordered
         if ordered is not None:
             ordered.begin(run.program.order)
@@ -386,17 +408,18 @@ class Actor:
     async def _answer(self, message: Any, work: Coroutine[Any, Any, m.Reply]) -> None:
         try:
             reply = await work
-        except Exception as error:  # the request fails; the actor goes on
+        except Exception as error:  # the request fails, but the actor continues
             if self._closed:
                 return
             reply = failed_reply(message.request, error)
-            # Its frames hold arrays, and futures that have the error: only the garbage collector would free
-            # those.
+            # The frames refer to arrays, and to futures that refer to the error. Without this only the
+            # garbage collector would free them.
             traceback.clear_frames(error.__traceback__)
         self._send(reply)
 
     def _count_resources(self) -> dict[str, int]:
-        """Count what the actor holds and has done, for `Inspect`: counts, and sizes in bytes, by name."""
+        """Return what the actor stores and has done, for the `Inspect` request: counts, and sizes in bytes,
+        by name."""
         resources, run = self._resources, self._steps.current
         live_arrays, live_bytes = memory_held(jax.live_arrays())
         return {
@@ -419,11 +442,12 @@ class Actor:
 
 
 def report(request: int, run: StepRun | None) -> Reported:
-    """Report how far a step is, and which of its data is not there, for the controller's stall detector.
+    """Return the position of a step in its program and its incomplete transfers, for the controller's stall
+    detector.
 
     Args:
-        request: the number of the `Report` request.
-        run: the step under way, if there is one.
+        request: the number of the `Report` request that is answered.
+        run: the step under way, or None.
     """
     if run is None or run.ended:
         return Reported(request, None, now_s=time.monotonic())

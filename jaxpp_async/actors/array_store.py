@@ -1,4 +1,4 @@
-"""Store the arrays of an actor by id, also those that a put, a restore or a step is still making."""
+"""Store the arrays of an actor by id, including arrays that a put, a restore or a step has yet to produce."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from jaxpp_async.protocol.messages import ArrayId
 
 
 class StoredArray:
-    """The store's entry of one array, which may still be in the making.
+    """The store's entry for one array, which may not be available yet.
 
-    Unlike an `asyncio.Future` the entry calls back at once and in order: a fetch that came before a step that
-    donates the array must have read the array before the step consumes it.
+    Unlike an `asyncio.Future`, the entry calls its callbacks immediately and in the order in which they were
+    added. If a fetch is requested before a step that donates the array, the fetch thus reads the array before
+    the step consumes it.
 
     Attributes:
-        aval: shape, dtype and sharding.
-        array: the array; None before it is there.
-        error: why there will be no array; None if it may still come.
+        aval: the shape, the dtype and the sharding of the array.
+        array: the array, or None until it is available.
+        error: the reason why the array will never be available, or None if there is no such reason.
     """
 
     __slots__ = ("_waiting", "array", "aval", "error")
@@ -36,23 +37,26 @@ class StoredArray:
 
     @property
     def done(self) -> bool:
-        """Whether the entry has its array or its error."""
+        """True once the array is available or has failed."""
         return self.array is not None or self.error is not None
 
     def resolve(self, array: jax.Array) -> None:
-        """Set the array. Does nothing if the entry is done."""
+        """Make the array available and call the callbacks. Does nothing if the entry has its array or its
+        error already."""
         if not self.done:
             self.array = array
             self._call_back()
 
     def fail(self, error: BaseException) -> None:
-        """Set the error. Does nothing if the entry is done."""
+        """Record why there will be no array and call the callbacks. Does nothing if the entry has its array
+        or its error already."""
         if not self.done:
             self.error = in_words(error)
             self._call_back()
 
     def when_done(self, callback: Callable[[StoredArray], None]) -> None:
-        """Call `callback(entry)` when the entry is done: now, if it is."""
+        """Call `callback(entry)` once the array is available or has failed, or immediately if that has
+        already happened."""
         if self.done:
             callback(self)
         else:
@@ -67,14 +71,19 @@ class StoredArray:
 async def fill(
     entries: Sequence[StoredArray], make: Callable[[], Sequence[jax.Array]], workers: ThreadPoolExecutor
 ) -> None:
-    """Give entries the arrays that `make`, called in one of the threads, returns in their order.
+    """Compute arrays in a thread, and make them available in their entries.
+
+    Args:
+        entries: the entries of the arrays.
+        make: computes the arrays, in the order of `entries`; called in one of the threads.
+        workers: the threads.
 
     Raises:
-        Exception: `make` raised it; the entries have then failed with it.
+        Exception: the exception that `make` raised. All entries have failed with it.
     """
     try:
         arrays = await asyncio.get_running_loop().run_in_executor(workers, make)
-    except BaseException as error:  # also a cancellation: it must end the steps that wait for the arrays
+    except BaseException as error:  # a cancellation too must fail the steps that wait
         words = in_words(error)
         for entry in entries:
             entry.fail(words)
@@ -84,10 +93,10 @@ async def fill(
 
 
 async def wait_all(entries: Sequence[StoredArray]) -> None:
-    """Wait until all entries are done.
+    """Wait until the array of every entry is available or has failed.
 
     Raises:
-        BaseException: the error of the first entry, in order, that has one.
+        BaseException: the error of the first entry, in the given order, that has one.
     """
     all_done = asyncio.get_running_loop().create_future()
     left = len(entries)
@@ -104,17 +113,17 @@ async def wait_all(entries: Sequence[StoredArray]) -> None:
         await all_done
     for entry in entries:
         if entry.error is not None:
-            raise entry.error.with_traceback(None)  # each time anew: it would grow with every waiter
+            raise entry.error.with_traceback(None)  # otherwise it would grow with each waiter
 
 
 class ArrayStore:
-    """The arrays of one actor, by id."""
+    """The arrays of one process of an actor, by id."""
 
     def __init__(self) -> None:
         self._entries: dict[ArrayId, StoredArray] = {}
 
     def expect(self, array_id: ArrayId, aval: Aval) -> StoredArray:
-        """Make the entry of an array that is in the making."""
+        """Add the entry of an array that will be available later, and return the entry."""
         entry = self._entries[array_id] = StoredArray(aval)
         return entry
 
@@ -122,7 +131,8 @@ class ArrayStore:
         """Return the entry of an array.
 
         Raises:
-            ArrayError: there is no entry: the array was made elsewhere, was freed, or a step has consumed it.
+            ArrayError: there is no entry, because the array was made on another actor, was freed, or was
+                donated to a step.
         """
         if array_id not in self._entries:
             raise ArrayError(
@@ -131,16 +141,17 @@ class ArrayStore:
         return self._entries[array_id]
 
     def entries(self) -> dict[ArrayId, StoredArray]:
-        """Return all entries as they are now, also of arrays in the making."""
+        """Return a copy of the mapping from ids to entries, including entries whose arrays are not available
+        yet."""
         return dict(self._entries)
 
     def remove(self, array_id: ArrayId) -> None:
-        """Remove an array's entry. References to the entry keep the array alive; an unknown id is no
-        error."""
+        """Remove the entry of an array if there is one. The array stays alive while other code refers to the
+        entry."""
         self._entries.pop(array_id, None)
 
     def fail_pending(self, error: BaseException) -> None:
-        """Fail every entry that is not done, and remove it together with those that failed before."""
+        """Remove all entries that have no array, and fail those of them that may still get one."""
         for array_id, entry in list(self._entries.items()):
             if entry.array is None:
                 del self._entries[array_id]
@@ -152,9 +163,9 @@ class ArrayStore:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of the arrays that are there."""
+        """The total size in bytes of the arrays that are available."""
         return sum(entry.aval.size_bytes for entry in self._entries.values() if entry.array is not None)
 
     def __len__(self) -> int:
-        """Count the arrays that are there; those in the making are left out."""
+        """Return the number of arrays that are available; entries that have no array yet are not counted."""
         return len([None for entry in self._entries.values() if entry.array is not None])

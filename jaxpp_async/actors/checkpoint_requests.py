@@ -1,8 +1,8 @@
-"""Save an actor's arrays to files and restore them, as requests of the controller say.
+"""Save an actor's arrays to files and restore them, as the controller requests.
 
-A save takes hold of its arrays in order with the steps (`BeginSnapshot`); a thread writes them (`WriteFile`)
-while later steps run. The controller decides which process writes which array to which file, and when a
-checkpoint is whole.
+`BeginSnapshot` keeps the arrays of a save as they are between two steps. `WriteFile` then has a thread write
+them while later steps run. The controller decides which process writes which array to which file, and when a
+checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from jaxpp_async.storage import checkpoint_folder, tensor_files
 
 
 class CheckpointRequests:
-    """The saves and restores of one actor.
+    """The component of an actor process that saves its arrays to checkpoint files and restores them.
 
     Args:
-        store: the arrays that saves read and restores fill.
-        layouts: layouts on this process's devices.
-        workers: threads for files and copies.
+        store: the arrays, which saves read and restores add to.
+        layouts: the distributions of arrays over this process's devices.
+        workers: threads for reading, writing and copying.
     """
 
     def __init__(self, store: ArrayStore, layouts: Layouts, workers: ThreadPoolExecutor):
@@ -52,10 +52,15 @@ class CheckpointRequests:
         self._stopped: list[asyncio.Future[Any]] = []
 
     def begin(self, message: BeginSnapshot) -> Coroutine[Any, Any, Done]:
-        """Take hold of the arrays, now; the returned coroutine waits until they are there.
+        """Start a save: keep the arrays to save as they are at this moment, so that later steps cannot change
+        them.
+
+        Returns:
+            A coroutine that waits until the arrays are available, and returns the reply.
 
         Raises:
-            ArrayError: an array is not here. CheckpointError: a save is under way in this folder.
+            ArrayError: an array is not on this actor.
+            CheckpointError: another save to this folder is under way.
         """
         if message.folder in self._saves:
             raise CheckpointError(f"{shown(message.folder)}: another save is writing there")
@@ -65,10 +70,14 @@ class CheckpointRequests:
         return save.begun(message.request)
 
     def write(self, message: WriteFile) -> Coroutine[Any, Any, Written]:
-        """Find the arrays to write, now; the returned coroutine writes one file of a save.
+        """Write one file of a save. The arrays to write are looked up before this method returns.
+
+        Returns:
+            A coroutine that writes the file and returns the reply. It raises `CheckpointError` if the file
+            cannot be written, and then leaves no part of the file behind.
 
         Raises:
-            CheckpointError: the file cannot be written; no part of it is left.
+            CheckpointError: no save to this folder is under way.
         """
         save = self._saves.get(message.folder)
         if save is None:
@@ -95,7 +104,7 @@ class CheckpointRequests:
         return Written(message.request, size, tuple(digests[name] for _, name, _ in message.arrays))
 
     async def check(self, message: CheckFiles) -> Done:
-        """Check that files are still there and whole.
+        """Check that the files of a save still exist and have the sizes with which they were written.
 
         Raises:
             CheckpointError: a file is missing or has another size.
@@ -105,10 +114,11 @@ class CheckpointRequests:
         return Done(message.request)
 
     def sweep(self, message: Sweep) -> Coroutine[Any, Any, Done]:
-        """End the save in a folder, now, so that another may begin; the returned coroutine removes files.
+        """End the save to a folder immediately, so that another save may begin, and remove files.
 
-        Raises:
-            CheckpointError: a file cannot be removed.
+        Returns:
+            A coroutine that removes the files that the request names, and returns the reply. It raises
+            `CheckpointError` if a file cannot be removed.
         """
         save = self._saves.pop(message.folder, None)
         if save is not None:
@@ -124,8 +134,12 @@ class CheckpointRequests:
         return Done(message.request)
 
     def read(self, message: ReadFile) -> Coroutine[Any, Any, Done]:
-        """Make the arrays' entries, now, so that later steps may name them; the returned coroutine fills
-        them."""
+        """Restore arrays from files. Their entries are added to the store before this method returns, so that
+        later steps may use them.
+
+        Returns:
+            A coroutine that reads the arrays, makes them available in their entries, and returns the reply.
+        """
         entries = [self._store.expect(part.array_id, part.aval) for part in message.parts]
         return self._read(message, entries)
 
@@ -134,10 +148,11 @@ class CheckpointRequests:
         return Done(message.request)
 
     def stop_all(self) -> None:
-        """Release every array and tell the threads to stop; each removes the file that it is writing.
+        """Stop all saves: release their arrays, and tell the threads to stop and to remove the files that
+        they are writing.
 
-        The threads may take a while: one that waits for a disk cannot be stopped. Later requests that touch
-        files wait for these threads, since they may use the same names.
+        The threads may continue for a while, since one that waits for a disk cannot be stopped. Later
+        requests that use files wait for these threads, because they may use the same file names.
         """
         for save in self._saves.values():
             save.stop()
@@ -151,12 +166,13 @@ class CheckpointRequests:
 
 
 class _Save:
-    """A save under way.
+    """The state of one save that is under way.
 
     Attributes:
-        copies: the arrays that are not yet written.
-        stopped: set to stop the thread that writes.
-        writing: done when the file that the thread is writing is; None before the first file.
+        copies: the arrays that are still to be written, by id, as copies on the host.
+        stopped: an event that tells the writing thread to stop.
+        writing: a future that is done once the thread has written its current file; None before the first
+            file.
     """
 
     def __init__(self, copies: dict[ArrayId, HostCopy]):
@@ -165,22 +181,23 @@ class _Save:
         self._waiting = [copy.shards for copy in copies.values()]
 
     async def begun(self, request: int) -> Done:
-        """Wait until the arrays are there."""
+        """Wait until all arrays of the save are available, and return the reply to the request with this
+        number."""
         waiting, self._waiting = self._waiting, []
         await asyncio.gather(*waiting)
         return Done(request)
 
     def stop(self) -> None:
-        """Stop the thread, and release the arrays that are not written."""
+        """Tell the writing thread to stop, and release the arrays that are still to be written."""
         self.stopped.set()
         for copy in self.copies.values():
             if not copy.shards.done():
                 copy.shards.set_exception(CheckpointError("the save was stopped"))
-                copy.shards.exception()  # marks it as retrieved: perhaps nothing waits for it any more
+                copy.shards.exception()  # marks it as retrieved, since perhaps no coroutine awaits it
         self.copies.clear()
 
     async def wait_written(self) -> None:
-        """Wait until the thread has ended its file."""
+        """Wait until the thread has finished its current file, if there is one."""
         if self.writing is not None:
             await asyncio.wait([self.writing])
 
@@ -191,7 +208,19 @@ def _write(
     metadata: Mapping[str, str],
     stopped: threading.Event,
 ) -> tuple[int, dict[str, str]]:
-    """Write one file, in a thread. Waits for copies that are on their way from a device."""
+    """Write one file of a save; called in a worker thread, since it waits for arrays that are being copied
+    from a device.
+
+    Args:
+        path: the path of the file.
+        copies: for each name in the file: the array, and the number of the part to write (-1: the whole
+            array).
+        metadata: the entries of the file's header.
+        stopped: an event that makes the thread stop and remove the file.
+
+    Returns:
+        The size of the file in bytes, and the SHA-256 of each array's bytes, by the array's name in the file.
+    """
     arrays = {
         name: _part_of([np.asarray(data) for data in copy.shards.result()], copy.layout, part)
         for name, (copy, part) in copies.items()
@@ -206,14 +235,27 @@ def _write(
 
 
 def _part_of(shards: Sequence[np.ndarray], layout: Layout, part: int) -> np.ndarray:
-    """Return the whole array (-1), or one of its parts, by number."""
+    """Return one part of an array, or the whole array.
+
+    Args:
+        shards: the array's distinct shards on this process.
+        layout: the distribution of the array over the devices.
+        part: the number of the part, or -1 for the whole array.
+    """
     if part < 0:
         return join_on_host(shards, layout)
     return next(data for data, shard in zip(shards, layout.shards, strict=True) if shard.part.number == part)
 
 
 def _sweep(message: Sweep) -> None:
-    """Remove files of a save, in a thread."""
+    """Remove the files that a request names, and the folder if the request asks for it and the folder is then
+    empty.
+
+    This is called in a worker thread.
+
+    Raises:
+        CheckpointError: a file cannot be removed.
+    """
     folder = os.fsdecode(message.folder)
     try:
         checkpoint_folder.remove_files(folder, message.files)
@@ -224,7 +266,11 @@ def _sweep(message: Sweep) -> None:
 
 
 def _read_and_place(message: ReadFile, layouts: Layouts) -> list[jax.Array]:
-    """Read arrays and put them on the devices, in a thread."""
+    """Read arrays from files and put them on the devices; called in a worker thread.
+
+    Returns:
+        The arrays, in the order of the request's `parts`.
+    """
     wanted = [
         tensor_files.WantedArray(part.name, part.aval.dtype, part.aval.shape, part.sha256)
         for part in message.parts
@@ -240,7 +286,16 @@ def _read_and_place(message: ReadFile, layouts: Layouts) -> list[jax.Array]:
 
 
 def _read_pieces(part: FilePart, layout: Layout) -> np.ndarray:
-    """Read as much of an array that lies in several pieces as this process holds."""
+    """Read an array that was saved in several pieces, as far as this process needs it.
+
+    Args:
+        part: the array, and the file and the position of each piece.
+        layout: the distribution of the array over this process's devices.
+
+    Returns:
+        A host array of the whole array's shape. Pieces that overlap no shard of this process are not read,
+        and are zero.
+    """
     aval = part.aval
     pieces = [
         (os.fsdecode(p.path), p.start, tensor_files.WantedArray(p.name, aval.dtype, p.shape, p.sha256))

@@ -1,15 +1,17 @@
 """Use CUDA beside JAX: learn when arrays are computed, copy between devices, and describe the devices.
 
-`CudaDevices` is the interface, which `CupyDevices` implements; CuPy is imported only where an actor has GPUs.
-Tests run the same code with a fake implementation on CPUs. This module allocates no device memory of its own.
+`CudaDevices` is the interface, and `CupyDevices` implements it. CuPy is imported only on actors that have
+GPUs. Tests run the same code on CPUs with a fake implementation. This module allocates no device memory of
+its own.
 
-JAX does not hand out its streams. `array.__dlpack__(stream=s)` makes stream `s` wait until the array is
-computed, and an event recorded on `s` afterwards happens then. The returned capsule is dropped at once: JAX
-donates no array that has one.
+JAX does not give access to its streams. `array.__dlpack__(stream=s)` makes stream `s` wait until the array is
+computed, so an event that is recorded on `s` afterwards happens at that moment. The capsule that the call
+returns is dropped immediately, because JAX does not donate an array that has one.
 
-A GPU computes after a call has returned. `DeviceWork` neither polls the device nor lets the event loop wait:
-a thread sleeps until an event happens, and wakes the loop once. Runs and copies have a thread and a stream
-each, so that the end of a copy is not reported only after a run that was called before it.
+A GPU still computes after the call of an executable has returned. `DeviceWork` neither polls the device nor
+blocks the event loop: a thread sleeps until an event happens, and then wakes the loop once. Runs of
+executables and copies each have their own thread and stream, so that the end of a copy is not reported late,
+after that of a run that was called before it.
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ _NO_DLPACK = ("float8", "float4", "float6", "int2", "int4", "uint2", "uint4")
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
-    """Bytes to copy, within a device or between two devices of this process.
+    """A request to copy bytes within one device or between two devices of this process.
 
     Args:
-        target, source: addresses.
-        target_device, source_device: JAX devices.
-        size_bytes: how many bytes.
+        target, source: the addresses to copy to and from.
+        target_device, source_device: the JAX devices on which these addresses are.
+        size_bytes: the number of bytes.
     """
 
     target: int
@@ -56,10 +58,11 @@ class DeviceCopy:
 
 
 class CudaEvent(Protocol):
-    """A point in the devices' work."""
+    """A point in the devices' work that a thread can wait for."""
 
     def wait(self) -> None:
-        """Block this thread, without the GIL, until the devices have reached this point.
+        """Block the calling thread, without holding the GIL, until the devices have reached this point of
+        their work.
 
         Raises:
             RuntimeError (or a subclass): the device failed.
@@ -68,32 +71,36 @@ class CudaEvent(Protocol):
 
 
 class CudaStream(Protocol):
-    """A sequence of events over all of the actor's devices, independent of other streams. One thread at a
-    time uses it."""
+    """A queue of work on all devices of the actor process, independent of other streams. Only one thread at a
+    time may use it."""
 
     def record(self, arrays: Sequence[jax.Array]) -> CudaEvent:
-        """Return the event that happens when these arrays are computed. They may be donated once this has
-        returned.
+        """Return an event that happens once the given arrays are computed. They may be donated after this
+        call.
 
-        Waits only for arrays of types that DLPack does not know, and where JAX runs its TFRT client.
+        The call blocks only for arrays of types that DLPack does not support, and where JAX uses its TFRT
+        client.
         """
         ...
 
     def copy(self, copies: Sequence[DeviceCopy]) -> CudaEvent:
-        """Begin copies; return the event that happens when they are done. The caller keeps the memory alive
-        until then.
+        """Start copies, and return an event that happens once all of them have completed.
 
-        Copies that a device refuses make the event fail: copies begun before them may still be under way.
+        The caller must keep the memory alive until then. If a device refuses a copy, the event reports the
+        failure, and copies that were started earlier may still be under way.
         """
         ...
 
 
 class CudaDevices(Protocol):
-    """The devices of one actor process, as far as the actor needs them beyond JAX."""
+    """The devices of one actor process, with the CUDA operations that the actor needs and JAX does not
+    offer."""
 
     def enter(self) -> None:
-        """Make the first device's context the calling thread's. UCX uses the context that is current as it
-        starts."""
+        """Make the CUDA context of the first device current in the calling thread.
+
+        UCX uses the context that is current when it starts.
+        """
         ...
 
     def make_stream(self) -> CudaStream:
@@ -101,22 +108,23 @@ class CudaDevices(Protocol):
         ...
 
     def hardware(self) -> Hardware:
-        """Describe the devices."""
+        """Return a description of the devices: their kind, number and memory, and the versions of CUDA and of
+        the driver."""
         ...
 
 
 def open_cuda(devices: Sequence[Any], transport: str) -> CudaDevices | None:
-    """Open a process's devices for `DeviceWork`.
+    """Open a process's GPUs for `DeviceWork`, if the transport moves GPU memory directly.
 
     Args:
-        devices: the process's JAX devices.
-        transport: the transport's name; `"memory"` moves host memory only, also for actors with GPUs.
+        devices: the JAX devices of the process.
+        transport: the name of the transport; `"memory"` moves host memory only, also for actors with GPUs.
 
     Returns:
-        None where arrays go through host memory, as they do on CPUs.
+        The devices, or None where arrays pass through host memory, as they do on CPUs.
 
     Raises:
-        InstallError: CuPy is missing.
+        InstallError: CuPy is not installed.
     """
     if devices[0].platform not in ("gpu", "cuda") or not kind_of(transport).device_memory:
         return None
@@ -124,13 +132,13 @@ def open_cuda(devices: Sequence[Any], transport: str) -> CudaDevices | None:
 
 
 class CupyDevices:
-    """`CudaDevices` through CuPy.
+    """An implementation of `CudaDevices` that calls CUDA through CuPy.
 
     Args:
-        devices: the process's JAX devices.
+        devices: the JAX devices of the process.
 
     Raises:
-        InstallError: CuPy is missing.
+        InstallError: CuPy is not installed.
     """
 
     def __init__(self, devices: Sequence[Any]):
@@ -139,7 +147,7 @@ class CupyDevices:
 
     def enter(self) -> None:
         self._cuda.Device(_ordinal(self._devices[0])).use()
-        self._cuda.runtime.free(0)  # makes the context, which the first call of a process may not do
+        self._cuda.runtime.free(0)  # creates the context, which `use` may not have done
 
     def make_stream(self) -> CudaStream:
         return _CupyStream(self._cuda, self._devices)
@@ -160,7 +168,7 @@ class CupyDevices:
 
 
 class _CupyStream:
-    """A `CudaStream` with one CUDA stream for each device."""
+    """An implementation of `CudaStream` that has one CUDA stream per device."""
 
     def __init__(self, cuda: Any, devices: Sequence[Any]):
         self._cuda = cuda
@@ -193,7 +201,7 @@ class _CupyStream:
                     )
                 ordinals[target] = None
         except Exception as error:
-            # CUDA's error ends the step; the caller keeps the memory until the other copies are done
+            # the event reports the error, which ends the step, after the copies that were started
             return self._record(ordinals, error)
         return self._record(ordinals)
 
@@ -201,8 +209,8 @@ class _CupyStream:
         events = []
         for ordinal in ordinals:
             with self._cuda.Device(ordinal):
-                # `block`: the waiting thread sleeps; a thread that polls would take a core from the event
-                # loop.
+                # `block` makes the waiting thread sleep. A thread that polls would occupy a core that the
+                # event loop may need.
                 event = self._cuda.Event(block=True, disable_timing=True)
                 event.record(self._streams[ordinal])
                 events.append(event)
@@ -210,7 +218,8 @@ class _CupyStream:
 
 
 class _CupyEvent:
-    """CUDA events on several devices, and the failure of work begun after them."""
+    """An implementation of `CudaEvent`: one CUDA event per device, and the exception of work that could not
+    be started."""
 
     def __init__(self, events: Sequence[Any], failure: Exception | None):
         self._events, self._failure = events, failure
@@ -223,12 +232,13 @@ class _CupyEvent:
 
 
 def supports_dlpack(array: jax.Array) -> bool:
-    """Say whether a stream can wait for this array, so that no thread has to."""
+    """Return whether a CUDA stream can wait for this array; for other arrays a thread has to wait."""
     return not array.dtype.name.startswith(_NO_DLPACK)
 
 
 def _parts(arrays: Sequence[jax.Array]) -> Iterable[Any]:
-    """Yield each array's part on each device."""
+    """Yield, for each array and each device of this process that stores part of it, that part as an array of
+    one device."""
     for array in arrays:
         if len(array.sharding.device_set) == 1:
             yield array
@@ -237,16 +247,15 @@ def _parts(arrays: Sequence[jax.Array]) -> Iterable[Any]:
 
 
 def _ordinal(device: Any) -> int:
-    """Return CUDA's number of a JAX device in this process."""
+    """Return the number by which CUDA knows a JAX device in this process."""
     return device.local_hardware_id
 
 
 def _jax_cuda(device: Any) -> str:
-    """Return the version of the CUDA that JAX's plugin was built for; CuPy, another package, may use a
-    different one.
+    """Return the version of CUDA that JAX's plugin was built for, such as `"13.0"`.
 
-    The plugin reports a line such as `cuda 13000`; without such a line the plugin's name has the major
-    version.
+    CuPy is another package and may use a different CUDA. The plugin reports a line such as `cuda 13000`. If
+    there is no such line, the major version is taken from the name of the plugin's package.
     """
     reported = re.search(r"(?m)^cuda (\d{4,5})$", getattr(device.client, "platform_version", ""))
     if reported is not None:
@@ -255,14 +264,19 @@ def _jax_cuda(device: Any) -> str:
 
 
 def _uuid(runtime: Any, ordinal: int) -> str:
-    """Return the name that `nvidia-smi -L` has for a device.
+    """Return the UUID of a GPU, or of a part of one, as `nvidia-smi -L` shows it.
 
-    For a part of a GPU (MIG) CUDA returns the UUID of the whole GPU; the part's own UUID stands in the
-    environment variable that gave the process this part.
+    For a part of a GPU (MIG) CUDA returns the UUID of the whole GPU. The UUID of the part is therefore read
+    from the environment variable that assigned the part to the process. If CUDA reports no UUID, the PCI bus
+    id is returned.
+
+    Args:
+        runtime: CuPy's CUDA runtime module.
+        ordinal: the number by which CUDA knows the device in this process.
     """
     named = read_visible(os.environ.get(VISIBLE, ""), ()).names[ordinal : ordinal + 1]
     if named and is_part(named[0]):
-        return f"MIG-{named[0][4:].lower()}"  # in the tools' spelling, whatever the user's is
+        return f"MIG-{named[0][4:].lower()}"  # spelled as NVIDIA's tools do, whatever the user wrote
     found = runtime.getDeviceProperties(ordinal).get("uuid", b"")
     if len(found) != 16:
         return runtime.deviceGetPCIBusId(ordinal)
@@ -270,7 +284,7 @@ def _uuid(runtime: Any, ordinal: int) -> str:
 
 
 def _version(number: int) -> str:
-    """Format a version as CUDA encodes it: 13000 is `"13.0"`."""
+    """Return the text of a version that CUDA encodes as a number: 13000 is `"13.0"`."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
@@ -293,11 +307,12 @@ failure."""
 
 
 class DeviceWork:
-    """Calls back on the event loop when one actor's devices have done a piece of work.
+    """A service that calls functions on the event loop when the devices of one process have finished pieces
+    of work.
 
     Args:
         devices: the devices.
-        name: the beginning of the threads' names.
+        name: the prefix of the names of the two threads that wait for the devices.
         loop: the event loop.
     """
 
@@ -307,30 +322,40 @@ class DeviceWork:
         self._copy_watcher = _Watcher(f"{name}-copies", loop)
 
     def after_run(self, outputs: Sequence[jax.Array], on_reached: OnReached) -> None:
-        """Call back when a run has computed. To be called on the thread that called the executable, before it
-        calls another.
+        """Call `on_reached` on the event loop once an executable has computed its results.
+
+        This must be called on the thread that called the executable, before that thread calls another
+        executable.
 
         Args:
-            outputs: the results of one executable, which are computed together.
-            on_reached: the callback.
+            outputs: the results of the executable, which all become ready at the same time.
+            on_reached: takes the time at which the results were ready, and the device's exception or None.
         """
         self._run_watcher.watch(self._runs.record(_last_to_wait_for(outputs)), on_reached)
 
     def after_copy(self, arrays: Sequence[jax.Array], on_reached: OnReached) -> None:
-        """Call back when arrays are there that no run has made. To be called on the thread of `after_run`."""
+        """Call `on_reached` on the event loop once arrays are available that are not results of the latest
+        executable.
+
+        Examples are copies and step arguments. This must be called on the thread on which `after_run` is
+        called.
+        """
         self._copy_watcher.watch(self._copies.record(arrays), on_reached)
 
     def spread(self, copies: Sequence[DeviceCopy], on_reached: OnReached) -> None:
-        """Copy between devices, and call back when that is done. To be called on the event loop."""
+        """Copy bytes between devices, and call `on_reached` once all copies are complete. Must be called on
+        the event loop."""
         self._copy_watcher.watch(self._spreads.copy(copies), on_reached)
 
     async def aclose(self, timeout_s: float = 1.0) -> None:
-        """End the threads; abandon those that wait for a device which does not answer."""
+        """End the threads. A thread that still waits for its device after `timeout_s` seconds is
+        abandoned."""
         await asyncio.gather(self._run_watcher.aclose(timeout_s), self._copy_watcher.aclose(timeout_s))
 
 
 class _Watcher:
-    """A thread that waits for events, one after the other, and calls back on the event loop."""
+    """A thread that waits for CUDA events one after the other, and calls a function on the event loop after
+    each."""
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop):
         self._events: queue.SimpleQueue[tuple[CudaEvent, OnReached] | None] = queue.SimpleQueue()
@@ -359,13 +384,15 @@ class _Watcher:
                 self._loop.call_soon_threadsafe(partial(on_reached, time.monotonic(), failure))
             except RuntimeError:  # the loop has closed: nothing waits for the event any more
                 return
-            del watched, event, on_reached  # they refer to arrays, and the next event may be long in coming
+            del watched, event, on_reached  # they refer to arrays, and the next event may come much later
 
 
 def _last_to_wait_for(outputs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Choose one of a run's results, which are computed together, to wait for.
+    """Choose one result of an executable to wait for, and return it as a sequence of at most one array.
 
-    The last one that has elements and is of a type for which this thread does not stop, if there is one.
+    All results of an executable are computed together, so one of them is enough. The choice is the last
+    result that has elements and for which a stream can wait (`supports_dlpack`), so that this thread does not
+    block. If there is none, the choice is the last result that has elements, and otherwise the last result.
     """
     held = [array for array in reversed(outputs) if array.size]
     return [*filter(supports_dlpack, held), *held, *outputs[-1:]][:1]

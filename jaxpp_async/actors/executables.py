@@ -1,13 +1,13 @@
 """Compile serialized tasks (`jax.export.Exported`) for an actor's devices, and check results for NaNs and
 infinities.
 
-A compiled task takes and returns flat lists of arrays. It is JAX's own `Compiled`, whose call is a C++ path
-after the first call: with the arrays in place and synchronous dispatch (`jax_runtime`) it costs no more than
-calling the loaded executable and wrapping its results by hand.
+A compiled task takes and returns flat lists of arrays. It is JAX's own `Compiled`, whose calls run in C++
+after the first one: with the arguments already on the devices and synchronous dispatch (`jax_runtime`), a
+call costs no more than calling the loaded executable and wrapping its results by hand.
 
 `call_checked` gives tasks what `jax_debug_nans` and `jax_debug_infs` promise: an error for a result that has
-a NaN or an infinity, which names the operation if the task checks its operations (`SelfChecked`). JAX itself
-checks only the first call of a compiled executable: later calls take a path without checks.
+a NaN or an infinity. The error names the operation if the task checks its operations itself (`SelfChecked`).
+JAX alone would check only the first call of a compiled executable, since later calls bypass its checks.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _LOOP = b"while_v1"
 
 @dataclass(frozen=True, slots=True)
 class Executable:
-    """A compiled task.
+    """A compiled task, which `Run` instructions of programs call.
 
     Args:
-        call: takes arrays in argument order, and returns a sequence of arrays in result order.
-        temp_bytes: the bytes of XLA's temporaries; 0 where the backend does not tell.
-        inputs: (shape, dtype, sharding) of each argument.
-        outputs: (shape, dtype, sharding) of each result.
-        has_loop: the task has a loop, so that its time may vary much from call to call.
-        places: the operations that the executable checks for NaNs and infinities; None if it checks none. If
-            it does, `call` returns two things, the results and the findings.
+        call: takes the arguments in order, and returns the results in order.
+        temp_bytes: the size of XLA's temporary buffers in bytes; 0 where the backend does not report it.
+        inputs: the shape, the dtype and the sharding of each argument.
+        outputs: the shape, the dtype and the sharding of each result.
+        has_loop: whether the task contains a loop, so that its time may vary much from call to call.
+        places: the operations that the executable checks for NaNs and infinities, or None if it checks none.
+            If it checks any, `call` returns a pair of the results and the findings.
     """
 
     call: Callable[..., Sequence[jax.Array]]
@@ -69,11 +69,11 @@ class Executable:
 
 
 class Executables:
-    """The compiled tasks of one actor, by content and donation.
+    """The compiled tasks of one actor process, found by their content and their donated arguments.
 
     Args:
-        devices: the actor's devices, which the executables are compiled for.
-        workers: threads to compile in.
+        devices: the actor's devices, for which the tasks are compiled.
+        workers: the threads in which they are compiled.
     """
 
     def __init__(self, devices: Devices, workers: ThreadPoolExecutor):
@@ -83,17 +83,22 @@ class Executables:
         self.compilations = 0
 
     def add_blobs(self, blobs: Mapping[ContentKey, bytes]) -> None:
-        """Keep serialized tasks; `load` compiles them when a program needs them."""
+        """Keep serialized tasks by content key (a hash of their bytes), so that `load` can compile them when
+        a program needs them."""
         self._blobs.update(blobs)
 
     async def load(self, keys: Iterable[ExecutableKey]) -> float:
-        """Compile the tasks that are not compiled yet, several at a time.
+        """Compile those of the given tasks that are not compiled yet, several at a time.
+
+        Args:
+            keys: for each task: its content key (a hash of its bytes), and the positions of its donated
+                arguments.
 
         Returns:
-            The seconds that this took.
+            The time in seconds that this took.
 
         Raises:
-            KeyError: the controller never sent the task for a content key.
+            KeyError: the controller has not sent the task of a content key.
         """
         start = time.monotonic()
         wanted = dict.fromkeys(keys)
@@ -104,7 +109,7 @@ class Executables:
         return time.monotonic() - start
 
     def get(self, key: ExecutableKey) -> Executable:
-        """Return a loaded executable."""
+        """Return the executable of a task that `load` has compiled."""
         return self._compiled[key].result()
 
     def _compile(self, key: ExecutableKey) -> asyncio.Future[Executable]:
@@ -125,11 +130,11 @@ class Executables:
 
 @jax_config.with_exact_types
 def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Executable:
-    """Compile one serialized task for these devices.
+    """Compile one serialized task for an actor's devices.
 
     Args:
         blob: the serialized `jax.export.Exported`.
-        donated: the positions of the donated arguments; an exported function has lost its own donation.
+        donated: the positions of the arguments to donate, which an exported function does not contain.
         devices: the actor's devices.
 
     Raises:
@@ -140,7 +145,7 @@ def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Exe
         raise ValueError(f"exported for {exported.nr_devices} devices, the actor has {devices.size}")
     inputs = _signatures(exported.in_avals, _input_shardings(exported, devices))
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in inputs]
-    # The results need shardings too: for a task without arguments nothing else names the actor's devices.
+    # The results need shardings too: in a task without arguments nothing else says which devices to use.
     results = jax.tree.unflatten(exported.out_tree, exported.out_shardings_jax(devices.mesh))
     with _without_donation_warnings():
         lowered = jax.jit(exported.call, donate_argnums=donated, out_shardings=results).lower(*arguments)
@@ -159,8 +164,14 @@ def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Exe
 
 
 def _places(out_tree: Any) -> tuple[str, ...] | None:
-    """Read the operations that a task checks from its second result, where `evaluate.checked_function` wrote
-    them."""
+    """Return the operations that a task checks for NaNs and infinities, or None if it checks none.
+
+    A task that checks its operations has a second result, a dictionary with one key.
+    `evaluate.checked_function` has written the operations into this key.
+
+    Args:
+        out_tree: the tree structure of the task's results.
+    """
     match jax.tree.unflatten(out_tree, range(out_tree.num_leaves)):
         case list(), {**seen}:
             (places,) = seen
@@ -172,10 +183,12 @@ _SCHEDULER = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 def _compiler_options(devices: Devices) -> dict[str, str | bool]:
-    """Switch off XLA's scheduler that starts operations side by side on CPUs, unless `XLA_FLAGS` names it.
+    """Return the XLA options for compiling tasks: on CPUs they switch off the concurrency-optimized
+    scheduler.
 
-    That scheduler computes all gradients of a stage before it adds the first one up: for eight matrices this
-    took eight times the temporaries, and twice the time.
+    That scheduler starts independent operations at the same time. It computes all gradients of a stage before
+    it accumulates the first one: for eight matrices this took eight times the temporary memory and twice the
+    time. If `XLA_FLAGS` names the scheduler, the user's choice is kept.
     """
     if not devices.is_cpu or _SCHEDULER in os.environ.get("XLA_FLAGS", ""):
         return {}
@@ -183,17 +196,18 @@ def _compiler_options(devices: Devices) -> dict[str, str | bool]:
 
 
 def check_signature(found: Sequence[Signature], layouts: Sequence[Layout], what: str) -> None:
-    """Compare an executable's arguments or results with the avals that a program has for their buffers.
+    """Check that the arguments or the results of an executable have the types and shardings that the program
+    expects.
 
-    Transfers and fetches read shards as the program says, so a difference would move wrong bytes.
+    Transfers and fetches read shards as the program's avals say, so a difference would move wrong bytes.
 
     Args:
-        found: the executable's arguments or results.
-        layouts: the layouts of the program's avals.
-        what: names the run, and arguments or results, in the error message.
+        found: the shape, the dtype and the sharding of each argument, or of each result, of the executable.
+        layouts: the layouts of the avals that the program has for them.
+        what: the beginning of the error message; names the `Run` instruction, and says input or output.
 
     Raises:
-        ValueError: they differ; the message has `what` and the position.
+        ValueError: the two differ; the message names the position.
     """
     if len(found) != len(layouts):
         raise ValueError(f"{what}: the executable has {len(found)}, the program gives {len(layouts)}")
@@ -222,8 +236,10 @@ them."""
 
 @contextlib.contextmanager
 def _without_donation_warnings() -> Iterator[None]:
-    """Suppress lowering's warning of donated arguments that match no result: the compiler intends it, and the
-    user cannot change it."""
+    """Suppress the warning that lowering gives for donated arguments that match no result.
+
+    The compiler intends such donations, and the user cannot change them.
+    """
     with _WARNING_FILTERS, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         yield
@@ -239,21 +255,24 @@ def call_checked(
     infs: bool,
     explain: Callable[[], str | None] | None,
 ) -> Sequence[jax.Array]:
-    """Call an executable and check its results.
+    """Call an executable, and raise an error if a result has a NaN or an infinity that JAX's configuration
+    forbids.
 
     Args:
         call: the executable.
         arguments: its arguments.
-        infs: check for infinities, if the configuration forbids them; an accumulator of `Max` begins with
-            one.
-        explain: returns, once `call` has returned, which operation made the value, or None; None for a task
-            that does not check its operations.
+        infs: whether to check for infinities at all. An accumulator of `Max` starts with an infinity.
+        explain: called after `call` to describe which operation made the invalid value; may return None. None
+            for a task that does not check its operations.
+
+    Returns:
+        The results of the executable.
 
     Raises:
-        FloatingPointError: a result has a NaN (or an infinity) and the configuration forbids it.
+        FloatingPointError: a result has a NaN or an infinity that the configuration forbids.
     """
     nans, infs = jax_config.forbids_nans(), infs and jax_config.forbids_infs()
-    # JAX's own check would name neither result nor task.
+    # JAX's own check is off, since its error would name neither the result nor the task.
     with jax.debug_nans(False), jax.debug_infs(False):
         outputs = call(*arguments)
     for position, array in enumerate(outputs):
@@ -275,12 +294,13 @@ def _kind(values: np.ndarray, nans: bool, infs: bool) -> str | None:
 
 
 class SelfChecked:
-    """Calls an executable that checks its operations for NaNs and infinities, and keeps the findings.
+    """A wrapper of an executable that checks its operations for NaNs and infinities; it keeps the findings of
+    the last call.
 
     Args:
-        call: returns the results, and a dictionary with the findings as its one value.
+        call: the executable; returns the results, and a dictionary with the findings as its only value.
         places: the operations that the executable checks.
-        names: the user's names of the arguments; None for one without.
+        names: the user's name of each argument, or None for an argument without one.
     """
 
     __slots__ = ("_call", "_findings", "_names", "_places")
@@ -295,8 +315,12 @@ class SelfChecked:
         return outputs
 
     def explain(self) -> str | None:
-        """Say which operation made the first NaN or infinity of the last call, and which arguments had
-        one."""
+        """Describe which operation made the first NaN or infinity of the last call, and which arguments
+        already had one.
+
+        Returns:
+            The description, or None if the call found neither a NaN nor an infinity.
+        """
         if self._findings is None:
             return None
         return nonfinite.describe_origin(self._findings.addressable_shards[0].data, self._places, self._names)

@@ -1,8 +1,8 @@
 """Prepare a program for execution: turn its instructions into commands whose buffers have unique numbers.
 
-A program may use a slot again after a `Delete`. The plan gives every definition (an `Input`, a `Recv`, an
-output of a `Run`) a number of its own, so that the executor never mistakes a new buffer for an old one in the
-same slot.
+A program may use a slot (the program's number of a buffer) again after a `Delete`. The plan gives each
+definition of a buffer (by an `Input`, a `Recv`, or an output of a `Run`) a number of its own, the buffer key,
+so that the executor never mistakes a new buffer for an earlier one in the same slot.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ BufferKey: TypeAlias = int
 @final
 @dataclass(frozen=True, slots=True)
 class BindInput:
-    """Find step argument `arg`; answer with `Executor.arrived`. The step may consume a donated argument."""
+    """A command to store a step argument as a buffer. Once the argument is available, `Executor.arrived` must
+    be called.
+
+    Args:
+        instruction: the index of the `Input` instruction.
+        buffer: the key of the buffer.
+        arg: the number of the step argument.
+        donated: whether the step may consume the argument.
+    """
 
     instruction: int
     buffer: BufferKey
@@ -43,10 +51,17 @@ class BindInput:
 @final
 @dataclass(frozen=True, slots=True)
 class PostRecv:
-    """Post a receive; answer with `Executor.arrived`.
+    """A command to post a receive into a buffer. Once the data has arrived, `Executor.arrived` must be
+    called.
 
-    A `private` buffer outlives the step or is donated: its array must not alias memory that later receives
-    write.
+    Args:
+        instruction: the index of the `Recv` instruction.
+        buffer: the key of the buffer.
+        from_actor: the actor that sends the data.
+        tag: the tag of the transfer.
+        aval: the aval of the received array.
+        private: whether the array becomes a result of the step or is donated. The array then must not share
+            memory with a buffer into which later receives write.
     """
 
     instruction: int
@@ -60,7 +75,15 @@ class PostRecv:
 @final
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """Call an executable; answer with `Executor.ran`. `donated` are the buffers that the call consumes."""
+    """A command to call an executable. Once it has computed its results, `Executor.ran` must be called.
+
+    Args:
+        instruction: the index of the `Run` instruction.
+        executable: the number of the executable in the program.
+        inputs: the keys of the buffers that are the arguments.
+        outputs: the keys of the buffers that store the results.
+        donated: the positions in `inputs` of the buffers that the call consumes.
+    """
 
     instruction: int
     executable: int
@@ -72,7 +95,14 @@ class Execute:
 @final
 @dataclass(frozen=True, slots=True)
 class StartSend:
-    """Start a send; answer with `Executor.sent`."""
+    """A command to start sending a buffer. Once the data has been sent, `Executor.sent` must be called.
+
+    Args:
+        instruction: the index of the `Send` instruction.
+        buffer: the key of the buffer.
+        to_actor: the actor that receives the data.
+        tag: the tag of the transfer.
+    """
 
     instruction: int
     buffer: BufferKey
@@ -83,7 +113,7 @@ class StartSend:
 @final
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Free the buffer, which nothing reads any more."""
+    """A command to free a buffer that nothing reads any more."""
 
     buffer: BufferKey
 
@@ -91,8 +121,13 @@ class Drop:
 @final
 @dataclass(frozen=True, slots=True)
 class KeepOutput:
-    """Make the buffer step result `result`. With `copy` the buffer is also an argument or another result:
-    copy it."""
+    """A command to make a buffer a result of the step.
+
+    Args:
+        buffer: the key of the buffer.
+        result: the number of the step result.
+        copy: whether the result must be a copy, because the buffer is also an argument or another result.
+    """
 
     buffer: BufferKey
     result: int
@@ -102,7 +137,8 @@ class KeepOutput:
 @final
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End the step: every instruction is done and every transfer has completed."""
+    """The command that ends the step: every instruction has been executed, and every transfer has
+    completed."""
 
 
 Command: TypeAlias = BindInput | PostRecv | Execute | StartSend | Drop | KeepOutput | Finish
@@ -110,18 +146,20 @@ Command: TypeAlias = BindInput | PostRecv | Execute | StartSend | Drop | KeepOut
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """A program prepared for execution.
+    """A program prepared for execution by an `Executor`.
 
     Args:
         program: the program.
-        commands: one for each instruction (a `Drop` for a `Delete`).
-        avals: one for each buffer key.
-        counted_bytes: for each buffer key, the bytes that it adds to the buffer table while it is held: its
-            aval's size, or 0 where the program does not count it. Loading checks that executables keep to the
-            avals.
-        next_run: for each `Run` instruction, the next `Run`, or None where the next one must not be issued
-            before the instructions between the two are done.
-        max_receives: for each aval, the most receive buffers that the program holds at once.
+        commands: one command per instruction, in program order; a `Delete` instruction becomes a `Drop`.
+        avals: the aval of each buffer, by buffer key.
+        counted_bytes: for each buffer key, the bytes that the buffer adds to the count of memory in use: the
+            size of its aval, or 0 where the program does not count it. Loading a program checks that
+            executables agree with the avals.
+        next_run: for each `Run` instruction, the index of the next `Run`, which may then be issued early.
+            None if the next `Run` must wait until all instructions before it are complete, or if there is
+            none.
+        max_receives: for each aval, the greatest number of receive buffers that the program uses at the same
+            time.
         binds: the commands that bind step arguments.
         keeps: the commands that make step results.
     """
@@ -136,21 +174,23 @@ class ExecutionPlan:
     keeps: tuple[KeepOutput, ...]
 
     def text(self, instruction: int) -> str:
-        """Format an instruction for users, with its position."""
+        """Return the text of an instruction with its index, as error messages show it."""
         return f"#{instruction} {format_instruction(self.program.instructions[instruction])}"
 
 
 def make_plan(program: ActorProgram) -> ExecutionPlan:
-    """Number the definitions of a program, and find what the executor needs in every step.
+    """Prepare a program for execution: number its buffers, and compute what an `Executor` needs in every
+    step.
 
     Raises:
-        ValueError: an instruction uses a buffer that does not exist there, or defines one that does.
+        ValueError: an instruction uses a buffer that does not exist at that point, or defines one that
+            exists.
     """
     return _Planner(program).plan()
 
 
 class _Planner:
-    """Turns instructions into commands, in order, while it keeps track of the buffer in each slot."""
+    """A translator of a program's instructions into commands, which tracks which buffer is in each slot."""
 
     def __init__(self, program: ActorProgram):
         self.program = program
@@ -239,8 +279,13 @@ class _Planner:
 
 
 def _next_runs(commands: list[Command]) -> dict[int, int | None]:
-    """Map each run to the next one; None where that one consumes a buffer which a send between the two
-    reads."""
+    """Map each `Run` instruction to the next one, if that one may be issued before the instructions between
+    them.
+
+    Returns:
+        By the index of each `Run`: the index of the next `Run`. None if the next one consumes a buffer that a
+        send between the two reads, or if there is none.
+    """
     result: dict[int, int | None] = {}
     previous: Execute | None = None
     sent: set[BufferKey] = set()
@@ -258,7 +303,7 @@ def _next_runs(commands: list[Command]) -> dict[int, int | None]:
 
 
 def _max_receives(commands: list[Command]) -> dict[Aval, int]:
-    """Count for each aval the receive buffers that are held at once, at most."""
+    """Return, for each aval, the greatest number of receive buffers that a program uses at the same time."""
     held: dict[BufferKey, Aval] = {}
     now: Counter[Aval] = Counter()
     most: Counter[Aval] = Counter()

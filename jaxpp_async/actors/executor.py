@@ -1,16 +1,16 @@
-"""Decide what a step does next: events of the step come in, and the executor returns the commands that
-follow.
+"""Decide what a step does next: the caller reports events, and the executor returns the commands that follow.
 
-The executor takes instructions in program order. It posts a receive and goes on; it passes a send, which
-starts when its buffer is there; it passes a deletion, which is carried out when no send reads the buffer any
-more. Only at a run does the executor wait, until the run has ended. So the buffer table, and with it peak
-bytes, depends on the program alone and not on timing.
+The executor goes through the instructions in program order. It posts a receive and continues without its
+data. It passes over a send, which starts once its buffer is available. It passes over a deletion, which is
+carried out once no send reads the buffer any more. Only at a `Run` does it stop, until the executable has
+computed its results. The count of memory in use, and with it the peak, therefore depends on the program alone
+and not on timing.
 
-While a run executes the next one may be issued already, if its inputs are there or come from the run that
-executes; the table still counts in program order.
+While one `Run` executes, the next one may be issued early if its inputs are available or are results of the
+executing one. Memory is still counted in program order.
 
-In a step of small tasks this code takes the largest share of the time: it goes over the commands once, and
-avoids calls.
+In a step of small tasks this code takes the largest share of the time, so it goes over the commands once and
+avoids function calls.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ _FINISH = Finish()
 
 
 class Executor:
-    """Decides for one step of a plan which commands follow each event.
+    """A state machine for one step that returns, for each reported event, the commands to carry out next.
 
     Args:
         plan: the program, prepared for execution.
-        alone: `Run` instructions during which no other run is issued. For quick tasks: the sends of such a
-            run then start before the next run.
+        alone: the indices of `Run` instructions during which the next `Run` is not issued early. It is meant
+            for quick tasks, which run on the event loop's thread: the sends that follow such a `Run` then
+            start before the next `Run`.
 
     Attributes:
-        peak_bytes: the most bytes that the buffer table has held so far.
-        table_bytes: the bytes that the buffer table holds now.
-        pending_bytes: the bytes of deleted buffers that transfers still use.
-        finished: whether `Finish` was returned.
-        starved: whether nothing executes because a run waits for buffers.
+        peak_bytes: the greatest number of bytes of buffers in use so far.
+        table_bytes: the number of bytes of buffers in use now.
+        pending_bytes: the bytes of buffers that are deleted but that transfers still use.
+        finished: whether the command `Finish` has been returned.
+        starved: whether no task executes because the next one waits for buffers.
         at: the index of the instruction under way.
     """
 
@@ -52,15 +53,15 @@ class Executor:
     finished = starved = False
     _open = 0  # transfers and inputs under way
     _running: Execute | None = None
-    _issued: Execute | None = None  # the run after the running one, issued early
-    _candidate: Execute | None = None  # the run to issue next, which waits for `_awaited`
+    _issued: Execute | None = None  # the `Run` after the running one, if it was issued early
+    _candidate: Execute | None = None  # the `Run` to issue next, which waits for `_awaited`
 
     def __init__(self, plan: ExecutionPlan, *, alone: Container[int] = ()):
         self.plan, self._alone = plan, alone
         count = len(plan.avals)
         self._here = [False] * count
         self._sends = [0] * count
-        self._held = [0] * count  # what each buffer adds to table_bytes now
+        self._held = [0] * count  # the bytes that each buffer now adds to table_bytes
         self._unsent: dict[BufferKey, list[StartSend]] = {}
         self._unkept: dict[BufferKey, list[KeepOutput]] = {}
         self._pending: dict[BufferKey, Drop] = {}
@@ -69,17 +70,18 @@ class Executor:
     # ------------------------------------------------------------ events
 
     def start(self, here: Iterable[BufferKey] = ()) -> list[Command]:
-        """Begin the step.
+        """Begin the step, and return the first commands.
 
         Args:
-            here: inputs that are bound already, and need no `BindInput`.
+            here: the keys of buffers of step arguments that are available already and need no `BindInput`.
         """
         for key in here:
             self._here[key] = True
         return self._advance([])
 
     def arrived(self, buffer: BufferKey) -> list[Command]:
-        """Handle that an input is bound, or that the data of a receive is in."""
+        """Report that a step argument or the data of a receive is available; return the commands that
+        follow."""
         out: list[Command] = []
         self._open -= 1
         self._here[buffer] = True
@@ -92,7 +94,12 @@ class Executor:
         return self._settled(buffer, out)
 
     def ran(self, instruction: int) -> list[Command]:
-        """Handle that the oldest issued run has ended."""
+        """Report that a `Run` instruction has computed its results; return the commands that follow.
+
+        Args:
+            instruction: the index of the `Run`, which must be the earliest one that was issued and not
+                reported yet.
+        """
         run = self._running
         assert run is not None and run.instruction == instruction, (
             "runs complete in the order they are issued"
@@ -113,7 +120,8 @@ class Executor:
         return self._advance([])
 
     def sent(self, buffer: BufferKey) -> list[Command]:
-        """Handle that a send of this buffer has completed, and no longer reads its memory."""
+        """Report that a send has completed and no longer reads its buffer; return the commands that
+        follow."""
         out: list[Command] = []
         self._open -= 1
         self._sends[buffer] -= 1
@@ -125,25 +133,28 @@ class Executor:
 
     @property
     def draining(self) -> bool:
-        """Whether every instruction is done, and transfers are still under way."""
+        """True if every instruction is complete and transfers are still under way."""
         return self.at >= len(self.plan.commands) and self._open > 0
 
     @property
     def awaited(self) -> frozenset[BufferKey]:
-        """The buffers for which the next run waits: not here, or to be consumed while a send reads them."""
+        """The buffers for which the next `Run` waits, because their data is not available, or because the
+        `Run` consumes them and a send still reads them. Empty if no `Run` waits."""
         return frozenset(self._awaited) if self.starved else frozenset()
 
     @property
     def unsent(self) -> list[StartSend]:
-        """The sends that were reached before their data came."""
+        """The sends that the program has passed but that have not started, because their data is not
+        available yet."""
         return [command for commands in self._unsent.values() for command in commands]
 
     def is_here(self, buffer: BufferKey) -> bool:
-        """Say whether a buffer's data has come or has been made."""
+        """Return whether the data of a buffer is available on this actor."""
         return self._here[buffer]
 
     def position(self) -> str:
-        """Format the instruction under way, and the number of buffers that it waits for."""
+        """Return the text of the instruction under way, with the number of buffers or transfers that it waits
+        for."""
         if self.at >= len(self.plan.commands):
             return f"end of program, {self._open} transfers open" if self._open else "end of program"
         text = self.plan.text(self.at)
@@ -152,7 +163,12 @@ class Executor:
     # ------------------------------------------------------------ program order
 
     def _advance(self, out: list[Command]) -> list[Command]:
-        """Take instructions up to the next run, and also that run if its inputs are there."""
+        """Process instructions up to the next `Run`, which is issued if its inputs are available, or up to
+        the end.
+
+        Args:
+            out: the list of commands to return; new commands are appended.
+        """
         commands, here, sends = self.plan.commands, self._here, self._sends
         count, at = len(commands), self.at
         while at < count:
@@ -180,7 +196,7 @@ class Executor:
             elif isinstance(command, KeepOutput):
                 self._keep(command, out)
             else:
-                assert not isinstance(command, Finish)  # no program holds one
+                assert not isinstance(command, Finish)  # no program contains one
                 self._define(command.buffer)
                 if not here[command.buffer]:
                     self._open += 1
@@ -208,7 +224,8 @@ class Executor:
             self._unkept.setdefault(key, []).append(command)
 
     def _release(self, key: BufferKey, out: list[Command]) -> None:
-        """Free a deleted buffer if its data is in and no send reads it."""
+        """Append the command that frees a deleted buffer to `out`, if its data has arrived and no send reads
+        it."""
         if self._here[key] and not self._sends[key]:
             out.append(self._pending.pop(key))
             self.pending_bytes -= self._held[key]
@@ -216,7 +233,13 @@ class Executor:
     # ------------------------------------------------------------ runs
 
     def _reach(self, run: Execute, out: list[Command]) -> None:
-        """Take the next run in program order: issue it, or find out what it waits for."""
+        """Process a `Run` instruction: issue it, unless that has been done early, or note which buffers it
+        waits for.
+
+        Args:
+            run: the command of the instruction.
+            out: the list of commands to return; new commands are appended.
+        """
         if self._issued is not None:
             assert self._issued is run
             self._running, self._issued = run, None
@@ -264,8 +287,17 @@ class Executor:
         self._look_ahead(run, out)
 
     def _settled(self, buffer: BufferKey, out: list[Command]) -> list[Command]:
-        """Handle that a buffer arrived or was sent: a run may wait for it, or the end of the step for its
-        last transfer."""
+        """Issue the `Run` that waits for buffers, or end the step, if nothing else has to happen first.
+
+        This is called after a buffer has arrived or has been sent.
+
+        Args:
+            buffer: the key of the buffer.
+            out: the list of commands to return; new commands are appended.
+
+        Returns:
+            The list `out`.
+        """
         if buffer in self._awaited and self._here[buffer] and not self._consumed_while_sent(buffer):
             self._awaited.discard(buffer)
             if not self._awaited and self._candidate is not None:

@@ -1,9 +1,9 @@
 """Tell the controller every half second that an actor process is alive, and where it is in its program.
 
-A thread of its own does so over a connection of its own. Neither the actor's event loop, nor JAX, nor a step
-can hold the thread up, only what stops the whole process: SIGSTOP, swapping, native code that keeps the GIL.
-When the connection breaks the thread ends the process: the controller is out of reach, and the control
-connection would not notice as long as nothing is sent on it.
+A separate thread does so over a separate connection. Neither the actor's event loop nor JAX nor a step can
+block this thread; only an event that stops the whole process can: SIGSTOP, swapping, or native code that
+keeps the GIL. When the connection breaks, the thread ends the process, since the controller can no longer be
+reached. The control connection would not notice that as long as nothing is sent on it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ class Heartbeat:
     """The options of a process's heartbeats.
 
     Args:
-        identity: the identity of the control connection, which is open already.
-        secret: the mesh's 32 bytes.
-        controller: the controller's host and port.
-        lost_s: how long sent bytes may stay without an acknowledgement, and how long connecting may take,
-            before the controller counts as out of reach: at least as long as the controller may be silent.
+        identity: the identity that the process has used for its control connection, which must already be
+            open.
+        secret: the 32 bytes that all processes of the mesh share.
+        controller: the host and the port of the controller.
+        lost_s: the time in seconds after which the controller counts as unreachable, if sent bytes are not
+            acknowledged or a connection is not established. It must be at least as long as the time for which
+            the controller may be silent.
     """
 
     identity: Identity
@@ -59,12 +61,12 @@ class Heartbeat:
 def start_beating(
     heartbeat: Heartbeat, read: Callable[[], Position | None], leave: Callable[[ExitCode], None]
 ) -> threading.Thread:
-    """Start the thread.
+    """Start the thread that sends heartbeats to the controller, and return it.
 
     Args:
         heartbeat: the options.
-        read: returns where the actor is now; called from the thread.
-        leave: ends the process; called when the controller is out of reach.
+        read: returns the actor's position in its program, or None; called from the thread.
+        leave: ends the process; called when the controller cannot be reached.
     """
     thread = threading.Thread(
         target=_run, args=(heartbeat, read, leave), name="jaxpp-async heartbeat", daemon=True
@@ -86,8 +88,8 @@ def _run(
             reason = str(error)
         if time.monotonic() - began_s > _SETTLED_S:
             break
-        # The controller accepts a process only after it has seen its control connection open, which may come
-        # later.
+        # The controller accepts a heartbeat connection only after it has seen the process's control
+        # connection, which may be established later.
         _pause(_PAUSE_S)
     _pause(ORDERLY_S)
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed
@@ -98,7 +100,7 @@ def _run(
 def _connect(heartbeat: Heartbeat) -> socket.socket:
     sock = socket.create_connection(heartbeat.controller, timeout=heartbeat.lost_s)
     keep_from_children(sock.fileno())
-    # no timeout: a controller that is busy or stopped keeps its connections, and its lease limits how long
+    # no timeout: a busy or stopped controller keeps its connections, and the lease limits how long
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -118,7 +120,13 @@ def _shake_hands(sock: socket.socket, heartbeat: Heartbeat) -> Wire:
 
 
 def _beat(sock: socket.socket, wire: Wire, read: Callable[[], Position | None]) -> None:
-    """Send heartbeats until the connection breaks."""
+    """Send heartbeats until the connection breaks, which raises an exception.
+
+    Args:
+        sock: the socket.
+        wire: the encoder of messages, after its handshake.
+        read: returns the actor's position in its program, or None.
+    """
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     while True:
@@ -134,8 +142,11 @@ def _beat(sock: socket.socket, wire: Wire, read: Callable[[], Position | None]) 
 
 
 def _receive(sock: socket.socket, wire: Wire) -> None:
-    """Receive from the controller. After the handshake it sends nothing more, so data is an error, and no
-    data its end."""
+    """Receive bytes from the controller and pass them to `wire`; raise an exception if the connection has
+    ended.
+
+    After the handshake the controller sends nothing on this connection, so any data is then an error.
+    """
     data = sock.recv(4096)
     if not data:
         raise ConnectionResetError("it closed the connection")

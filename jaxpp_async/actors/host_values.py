@@ -1,4 +1,4 @@
-"""Bring host values from the controller into an actor's store, and arrays of the store to the controller.
+"""Move host values from the controller into an actor's store, and arrays from the store to the controller.
 
 Small values travel in the messages themselves, larger ones over the transport.
 """
@@ -41,18 +41,19 @@ Spawn = Callable[[str, Coroutine[Any, Any, None]], object]
 
 
 class HostValues:
-    """The puts and fetches of one actor.
+    """The component of an actor that stores values from the controller (puts) and sends arrays back to it
+    (fetches).
 
     Args:
-        store: the store that puts fill and fetches read.
-        layouts: layouts on this process's devices.
+        store: the store, to which puts add arrays and from which fetches read them.
+        layouts: the distributions of arrays over this process's devices.
         transport: carries large values.
-        workers: threads for copies between host and devices.
-        spawn: starts asyncio tasks that the actor owns.
-        process_rank: this process's place in its actor.
+        workers: threads for copying between host memory and devices.
+        spawn: starts an asyncio task that the actor owns and names it.
+        process_rank: the number of this process, and its rank in its actor.
 
     Attributes:
-        transport: a restart of other actors replaces it.
+        transport: the transport in use; it is replaced when other actors are restarted.
     """
 
     def __init__(
@@ -68,11 +69,16 @@ class HostValues:
         self._workers, self._spawn, self._process_rank = workers, spawn, process_rank
 
     def store_puts(self, puts: Iterable[Put], epoch: int) -> list[StoredArray]:
-        """Enter values into the store.
+        """Add values from the controller to the store.
+
+        Args:
+            puts: the values. A small one is part of its `Put` message; a large one arrives over the
+                transport.
+            epoch: the mesh's epoch (it counts aborts), which is part of the tags of large values.
 
         Returns:
-            The entries. Values in the message itself are there at once; a failure is the failure of its
-            entry.
+            The entries of the values. Values that are part of the message are available immediately. A value
+            that cannot be stored fails its entry; no exception is raised.
         """
         return [self._store_put(put, epoch) for put in puts]
 
@@ -90,7 +96,7 @@ class HostValues:
             else:
                 placing = partial(self._place_pieces, layout, self._receive_pieces(put, layout, epoch))
         except Exception as error:
-            # a value that cannot be placed fails the requests that use it, not the message that brought it
+            # only the requests that use the value fail, not the message that contained it
             entry.fail(error)
             return entry
         self._spawn(f"put {put.array_id}", _resolve(entry, placing))
@@ -104,10 +110,15 @@ class HostValues:
         return await loop.run_in_executor(self._workers, place, _shaped(memory, layout), layout)
 
     def _receive_pieces(self, put: Put, layout: Layout, epoch: int) -> list[_ArrivingPiece]:
-        """Post receives of the pieces of a value that this process holds.
+        """Post receives for the parts (distinct shards) of a value that this process stores.
 
-        A piece that this process owns comes from the controller, any other piece from the process that owns
-        it.
+        A part that this process owns comes from the controller. Any other part comes from the process of the
+        same actor that owns it.
+
+        Args:
+            put: the message that announces the value.
+            layout: the distribution of the value over the devices.
+            epoch: the mesh's epoch (it counts aborts), which is part of the tags.
         """
         found: list[_ArrivingPiece] = []
         for shard in layout.shards:
@@ -130,29 +141,36 @@ class HostValues:
         return await loop.run_in_executor(self._workers, join_privately, shards, layout)
 
     async def _relay(self, piece: _ArrivingPiece) -> None:
-        """Wait for a piece, and send it to the other processes that hold it."""
+        """Wait until a part of a value has arrived, and send it to the other processes of the actor that need
+        it."""
         await piece.arrival
         await asyncio.gather(*(self.transport.send(piece.memory, peer, piece.tag) for peer in piece.others))
 
     def hold_arrays(self, message: Fetch) -> list[HostCopy]:
-        """Take hold of the arrays to fetch, so that no later step can reuse their memory.
+        """Look up the arrays of a fetch, and have them copied to the host before a later step can reuse their
+        memory.
+
+        Returns:
+            The copy of each array, which is made as soon as the array is available.
 
         Raises:
-            ArrayError: an array is not here.
+            ArrayError: an array is not on this actor.
         """
         entries = [self._store.get(array_id) for array_id in message.array_ids]
         return [hold_array(entry, self._layouts) for entry in entries]
 
     async def fetch(self, message: Fetch, copies: list[HostCopy], epoch: int) -> Fetched:
-        """Join arrays on the host, and start to send the large ones.
+        """Copy arrays to the host, and start to send the large ones to the controller.
 
         Args:
-            message: the request.
-            copies: its arrays, from `hold_arrays`.
+            message: the controller's request.
+            copies: the arrays of the request, as `hold_arrays` returned them.
+            epoch: the mesh's epoch (it counts aborts), which is part of the tags of large values.
 
         Returns:
-            The reply. Transfers go on behind it, since the controller may post its receives only then; should
-            a transfer fail, so does the controller's receive.
+            The reply, which contains the small arrays. The transfers of large arrays continue after the
+            reply, since the controller may post its receives only then. If a transfer fails, the controller's
+            receive fails too.
         """
         found = await asyncio.gather(*(copy.shards for copy in copies))
         replies: list[tuple[tuple[int, ...], str, bytes | None]] = []
@@ -175,8 +193,16 @@ class HostValues:
         return Fetched(message.request, tuple(replies))
 
     def _join_owned(self, array_id: ArrayId, shards: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
-        """Return the bytes of the parts that this process owns, one after the other. May wait for a
-        device."""
+        """Return the bytes of the parts of an array that this process owns, one after the other, as a flat
+        uint8 array.
+
+        This may wait for a device, so it is called in a worker thread.
+
+        Args:
+            array_id: the id of the array, which decides which process owns which part.
+            shards: the distinct shards that this process stores, on the host.
+            layout: the distribution of the array over the devices.
+        """
         owned = [
             host_bytes(data)
             for data, shard in zip(shards, layout.shards, strict=True)
@@ -193,13 +219,14 @@ class HostValues:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ArrivingPiece:
-    """A piece of a value that this process receives.
+    """One part of a value that this process is receiving.
 
     Args:
-        memory: a flat uint8 array for the piece.
-        arrival: done when the piece is there.
-        others: the processes that this process sends the piece to.
-        tag: the wire tag of all these messages.
+        memory: the flat uint8 array that receives the bytes.
+        arrival: a future that is done once the bytes have arrived.
+        others: the processes of the same actor to which this process forwards the part.
+        tag: the number by which the transport matches sends with receives, for the received message and for
+            the forwarded ones.
     """
 
     memory: np.ndarray
@@ -209,12 +236,12 @@ class _ArrivingPiece:
 
 
 class HostCopy:
-    """An array's distinct shards on the host, from the moment on at which the array is there.
+    """The distinct shards of one array on the host, which are copied as soon as the array is available.
 
     Args:
-        layout: how the array lies on the devices.
-        shards: a future; `hold` sets its result.
-        read: returns an array's distinct shards such that a later step may be given the array.
+        layout: the distribution of the array over the devices.
+        shards: a future of the shards; `hold` sets its result.
+        read: returns the distinct shards of an array, in a way that allows a later step to consume the array.
     """
 
     __slots__ = ("_read", "layout", "shards")
@@ -228,8 +255,11 @@ class HostCopy:
         self.layout, self.shards, self._read = layout, shards, read
 
     def hold(self, entry: StoredArray) -> None:
-        """Read the array of an entry that is done. Raises nothing, since the code that finished the entry
-        calls it."""
+        """Copy the array of an entry to the host. The array must be available, or the entry must have failed.
+
+        The shards become the result of the future `shards`. A failure becomes its exception and is not
+        raised, since the code that made the array available calls this method.
+        """
         if self.shards.done():  # the fetch was cancelled
             return
         if entry.array is None:
@@ -237,12 +267,21 @@ class HostCopy:
             return
         try:
             self.shards.set_result(list(self._read(entry.array, self.layout)))
-        except Exception as error:  # the fetch fails, and not the step that made the array
+        except Exception as error:  # only the fetch fails, not the step that made the array
             self.shards.set_exception(in_words(error))
 
 
 def hold_array(entry: StoredArray, layouts: Layouts) -> HostCopy:
-    """Take hold of an array as soon as it is there, so that a later step may be given the array itself."""
+    """Copy an array to the host as soon as it is available, so that a later step may consume the array
+    itself.
+
+    Args:
+        entry: the array's entry in the store.
+        layouts: the distributions of arrays over this process's devices.
+
+    Returns:
+        The copy, whose `shards` are a future.
+    """
     read = fetch_shards if layouts.devices.is_cpu else start_host_copies
     copy = HostCopy(layouts.of(entry.aval), asyncio.get_running_loop().create_future(), read)
     entry.when_done(copy.hold)
@@ -250,22 +289,29 @@ def hold_array(entry: StoredArray, layouts: Layouts) -> HostCopy:
 
 
 async def _resolve(entry: StoredArray, placing: Callable[[], Awaitable[jax.Array]]) -> None:
-    """Give an entry the array that `placing` makes, or its failure."""
+    """Wait until an array has been made, and make it available in its entry; if it cannot be made, fail the
+    entry.
+
+    Args:
+        entry: the entry.
+        placing: called once to receive the value and put it on the devices.
+    """
     try:
         entry.resolve(await placing())
     except asyncio.CancelledError:
         entry.fail(RuntimeError("the actor closed before the value came"))
         raise
     except Exception as error:
-        # as in `_store_put`: the requests that use the value fail
+        # as in `_store_put`, only the requests that use the value fail
         entry.fail(error)
-        traceback.clear_frames(error.__traceback__)  # they hold the memory that the value was to come into
+        traceback.clear_frames(error.__traceback__)  # the frames refer to the receive's memory
     finally:
-        del placing  # as its frames do
+        del placing  # its frames refer to that memory too
 
 
 async def _until_sent(sending: asyncio.Future[None], data: np.ndarray) -> None:
-    """Keep the memory alive until the transport is done with it."""
+    """Keep an array's memory alive until the transport has sent it. A failed transfer is ignored here, since
+    the controller reports it."""
     with contextlib.suppress(JaxppAsyncError):  # the controller's receive fails too, and reports it
         await sending
     del data

@@ -1,13 +1,15 @@
-"""Configure and start JAX as the controller's `Configure` says, and lay the actor's devices out as a mesh.
+"""Configure and start JAX as the controller's `Configure` message says, and arrange the actor's devices as a
+mesh.
 
-The mesh has the devices of the whole actor; in an actor of several processes each process has a part of them.
-In an actor process this module configures JAX. Inline, the process and its JAX belong to the user: nothing is
-set there, and the actors share its devices.
+The mesh contains the devices of the whole actor; in an actor of several processes, each process has some of
+them. In an actor process this module configures JAX. An inline actor runs in the user's process and uses the
+user's JAX, so nothing is configured there, and all inline actors share its devices.
 
-`join` connects the processes of one actor by `jax.distributed`, before JAX's first use. The first process
-opens the service through which they find each other, on a port that it has held since `reserve_port`. JAX
-itself would end a process whose peers it takes for dead; here the controller decides that, so JAX is told to
-wait for days. `reserve_port` returns at once; `join` blocks until the other processes have come.
+`join` connects the processes of one actor by `jax.distributed`, before JAX is first used. The first process
+runs the service through which they find each other, on a port that it has reserved by `reserve_port`. JAX
+would by default end a process whose peers it considers dead. In this project the controller decides that, so
+JAX is told to wait for days. `reserve_port` returns immediately; `join` blocks until the other processes have
+connected.
 """
 
 from __future__ import annotations
@@ -48,15 +50,16 @@ can occupy each other's threads for ever, and all actors of a process share one 
 
 
 class Devices:
-    """The devices of one actor as a JAX mesh.
+    """The devices of one actor as a JAX mesh, and which of them belong to this process.
 
     Args:
-        mesh: the actor's mesh, also for one device. The devices of a process are consecutive there.
+        mesh: the actor's mesh, also for a single device. The devices of one process must be consecutive in
+            it.
 
     Attributes:
-        size: the number of the actor's devices.
-        devices: the devices of this process, in the mesh's order.
-        first: the index of the first of these in the mesh.
+        size: the number of devices of the whole actor.
+        devices: the devices of this process, in the order of the mesh.
+        first: the index in the mesh of the first device of this process.
     """
 
     def __init__(self, mesh: Mesh):
@@ -68,28 +71,29 @@ class Devices:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the devices are CPUs, so that arrays lie in host memory."""
+        """True if the devices are CPUs, so that arrays are in host memory."""
         return self.devices[0].platform == "cpu"
 
     def _sharding_of(self, aval: Aval) -> NamedSharding:
-        """Make the sharding that `aval.spec` means on this mesh."""
+        """Return the sharding on this mesh that the spec of an aval describes."""
         return NamedSharding(self.mesh, PartitionSpec(*aval.spec, unreduced=frozenset(aval.unreduced)))
 
 
 def start_devices(configure: Configure, *, inline: bool) -> Devices:
-    """Configure and start JAX, and lay the actor's devices out as a mesh.
+    """Configure and start JAX, and return the actor's devices, arranged as a mesh.
 
     Args:
         configure: the controller's options.
-        inline: the actor shares the controller's process, whose JAX is left as it is (but see `share_cache`).
+        inline: whether the actor shares the controller's process, whose JAX is then not configured (except by
+            `share_cache`).
 
     Raises:
         MeshError: the process has fewer devices than `spmd_mesh` needs.
-        InstallError: the setup hook's module is missing, or JAX for GPUs.
-        LaunchError: the setup hook raised.
-        ValueError: a setup hook that is not `"module:function"`, or an axis type that does not exist.
+        InstallError: the module of the user's setup hook is not installed, or JAX has no GPU support.
+        LaunchError: the setup hook raised an exception.
+        ValueError: the setup hook is not of the form `"module:function"`, or an axis type does not exist.
     """
-    jax_config.write_cache_whole()  # inline as well: actors that share this process compile at once
+    jax_config.write_cache_whole()  # inline as well: actors that share a process compile at the same time
     if not inline:
         if configure.platform == "cuda" and (missing := cuda_error("platform='cuda'")) is not None:
             raise missing
@@ -102,19 +106,20 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
     before = listening_sockets()
     join(configure.cluster, configure.platform)
     devices = Devices(_make_mesh(configure))
-    # the sockets of the coordinator, and of gloo
+    # these are the sockets of the coordinator and of gloo
     refuse_strangers(listening_sockets() - before, configure.cluster.addresses)
     return devices
 
 
 def _devices_each(configure: Configure) -> int:
-    """Return how many of the actor's devices belong to this process."""
+    """Return how many of the actor's devices belong to each of its processes."""
     processes = configure.cluster.size if configure.cluster is not None else 1
     return math.prod(size for _, size in configure.spmd_mesh) // processes
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages in which controller and actors must agree."""
+    """Return the versions of the packages that must be the same on the controller and on all actors, by
+    package name."""
     found: dict[str, str] = {}
     for name in _PACKAGES:
         try:
@@ -125,14 +130,14 @@ def package_versions() -> dict[str, str]:
 
 
 def plain_hardware(devices: Devices) -> Hardware:
-    """Describe devices whose arrays pass through host memory."""
+    """Return a description of devices whose arrays pass through host memory."""
     return Hardware(kind=devices.devices[0].device_kind, count=len(devices.devices))
 
 
 def _configure_jax(configure: Configure) -> None:
     settings = {
-        # Executables run on a thread of the actor; handing them over to a thread of XLA, too, costs as much
-        # as a small task.
+        # Executables already run on a thread of the actor. Handing them to one of XLA's threads as well
+        # would cost as much as a small task.
         "jax_cpu_enable_async_dispatch": False,
         **configure.jax_config,
     }
@@ -148,22 +153,23 @@ def _configure_jax(configure: Configure) -> None:
 
 
 def _confine_nccl(configure: Configure) -> None:
-    """Have NCCL use only the interface that reaches its peers, unless the user chose one."""
+    """Make NCCL use only the network interface through which peers reach this host, unless the user chose
+    one."""
     if configure.platform == "cuda" and configure.address is not None:
         interface = interface_with(configure.address)
         if interface is not None:
-            # "=": only this name, and not every name that begins like it
+            # "=" makes NCCL use exactly this name, and not every name that begins with it
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def share_cache(configure: Configure) -> AbstractContextManager[None]:
-    """Return a context in which this process's JAX, which an inline actor shares, uses the mesh's compilation
-    cache.
+    """Return a context in which the JAX of the controller's process, shared by inline actors, uses the mesh's
+    compilation cache.
 
-    If the user has a compilation cache, JAX goes on with that one.
+    If the user has configured a compilation cache, the context changes nothing.
 
     Raises:
-        MeshError: the cache's folder cannot be made.
+        MeshError: the folder of the cache cannot be created.
     """
     if not configure.cache_dir or SHARED_CACHE.is_users_own:
         return nullcontext()
@@ -240,13 +246,14 @@ _NEVER_S = 10**6
 
 
 def reserve_port() -> socket.socket:
-    """Bind a socket to a free TCP port, which only this user's processes that name the port can then share.
+    """Reserve a free TCP port for a later service: return a socket that is bound to the port but does not
+    listen.
 
-    The socket does not listen.
+    Only processes of this user that bind to the same port explicitly can share the port.
     """
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # the coordinator's socket has this option as well, and can so share the port
+        # the coordinator's socket also has this option and can therefore share the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("0.0.0.0", 0))
     except OSError:
@@ -256,14 +263,14 @@ def reserve_port() -> socket.socket:
 
 
 def join(cluster: Cluster, platform: str) -> None:
-    """Join this process with the others of its actor.
+    """Connect this process with the other processes of its actor by `jax.distributed`.
 
     Args:
-        cluster: the processes, and where they find each other.
-        platform: `"cpu"`, `"cuda"` or empty.
+        cluster: the processes, and the address at which they find each other.
+        platform: `"cpu"`, `"cuda"`, or empty for JAX's default.
 
     Raises:
-        MeshError: the processes did not find each other.
+        MeshError: the processes did not find each other in time.
     """
     jax.config.update("jax_enable_preemption_service", False)  # the service would handle SIGTERM itself
     if platform == "cpu":
@@ -288,16 +295,16 @@ def join(cluster: Cluster, platform: str) -> None:
 
 
 def agree(name: str, mine: int, cluster: Cluster, timeout_s: float) -> int:
-    """Exchange numbers with the other processes of the actor, and return the greatest.
+    """Exchange one number with each of the other processes of the actor, and return the greatest.
 
     Args:
-        name: the name of this agreement; each name is used once.
-        mine: this process's number.
+        name: the name of this exchange, which is the same in all processes and is used once.
+        mine: the number of this process.
         cluster: the processes.
-        timeout_s: how long the others may take.
+        timeout_s: how long to wait for the others, in seconds.
 
     Raises:
-        MeshError: another process gave no number in time.
+        MeshError: another process sent no number in time.
     """
     client = jax_config.distributed_client()
     found = [mine]

@@ -1,8 +1,8 @@
-"""Make a program ready before its first step: parse, plan and compile it, and allocate its receive buffers.
+"""Prepare a program before its first step: parse, plan and compile it, and allocate its receive buffers.
 
-A `LoadedProgram` holds everything about a program that does not change from step to step: executables,
-layouts and the messages of its transfers. From the times that runs report it also learns which tasks are
-quick.
+A `LoadedProgram` contains everything about a program that does not change from step to step: executables,
+layouts, and the messages of its transfers. It also learns from measured times which tasks are quick, and so
+may run on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ without its other work for as many runs as slow growth would take."""
 
 
 class LoadedTask:
-    """A `Run` instruction with its executable.
+    """The executable of one `Run` instruction, with what it needs to check results for NaNs and infinities.
 
     Args:
         call: the executable.
-        label: the label of the `Run`.
-        places: the operations that the executable checks, if it does (`Executable.places`).
-        names: the user's names of the arguments; None for one that is no argument of the step.
+        label: the label of the `Run` instruction.
+        places: the operations that the executable checks, or None if it checks none (`Executable.places`).
+        names: the user's name of each argument of the executable; None for an argument that is not an
+            argument of the step.
     """
 
     __slots__ = ("_call", "_check_infs", "_explain")
@@ -77,12 +78,13 @@ class LoadedTask:
         """Call the executable, and return its results.
 
         Args:
-            checked: look for NaNs and infinities that the configuration forbids.
-            wait: return only when the results are computed.
+            arguments: the arguments of the executable.
+            checked: whether to look for NaNs and infinities that the configuration forbids.
+            wait: whether to return only when the results are computed.
 
         Raises:
-            FloatingPointError: a result has a NaN or an infinity, which the configuration forbids.
-            Exception: the executable raised it.
+            FloatingPointError: a result has a NaN or an infinity that the configuration forbids.
+            Exception: the exception that the executable raised.
         """
         if checked:
             outputs = executables.call_checked(
@@ -96,7 +98,10 @@ class LoadedTask:
 
 
 class _RunTimes:
-    """Estimates how long the runs of one executable take."""
+    """An estimate of how long one executable takes, which decides whether it counts as quick.
+
+    Quick tasks run on the event loop's thread, others on the compute thread.
+    """
 
     __slots__ = ("instructions", "is_quick", "runs", "typical_s")
 
@@ -109,27 +114,31 @@ class LoadedProgram:
     """One program of an actor, ready to run steps.
 
     Args:
-        plan: the program's commands.
-        calls: the callable of each `Run`, by instruction.
-        places: the operations that each `Run` checks for NaNs and infinities, by instruction; only of runs
-            that check.
-        names: the user's names of the step's arguments, by number, as far as error messages need them.
-        layouts: layouts on this process's devices.
-        pool: gives memory for receives; it allocates now as much as the program will use at once.
-        loops: `Run`s that are never quick, since their time may depend on their data.
-        process_rank: this process.
+        plan: the commands of the program.
+        calls: the executable of each `Run` instruction, by the instruction's index.
+        places: the operations that a `Run` instruction checks for NaNs and infinities, by its index; only for
+            runs that check any.
+        names: the user's names of step arguments, by the argument's number, for error messages.
+        layouts: the distributions of arrays over this process's devices.
+        pool: the source of receive buffers. As many as the program uses at the same time are allocated
+            immediately.
+        loops: the `Run` instructions that never count as quick, since they contain a loop and their time may
+            depend on their data.
+        process_rank: the number of this process, and its rank in its actor.
 
     Attributes:
-        tasks: the task of each `Run`, by instruction.
+        tasks: the task of each `Run` instruction, by the instruction's index.
         layouts: the layout of each buffer, by buffer key.
-        buffers: where each `Recv` takes a receive buffer, by instruction.
-        transfers: the messages of each `Send` and `Recv`, by instruction.
-        relays: the messages by which this process passes pieces of a `Recv` on within its actor, by
-            instruction and piece; only of receives that have any.
-        blank_stamps: the time stamps of a step that has not begun: two NaNs an instruction, as `array("d")`
-            packs them.
+        buffers: the free buffers from which each `Recv` instruction takes one, by the instruction's index.
+        transfers: the messages of each `Send` and `Recv` instruction, by the instruction's index.
+        relays: the messages by which this process forwards parts (distinct boxes) of a received array to
+            other processes of its actor, by the index of the `Recv` and the index of the part. Only receives
+            that forward anything are included.
+        blank_stamps: the time stamps of a step that has not begun: two NaNs per instruction, in the format of
+            `array("d")`.
         donates: whether the program consumes any of its arguments.
-        quick: the `Run`s that have been taking less than `QUICK_S`; changes from step to step.
+        quick: the indices of the `Run` instructions that lately have taken less than `QUICK_S` and so may run
+            on the event loop's thread; this set changes from step to step.
         longest_s: the longest time in seconds that any `Run` has taken.
     """
 
@@ -173,20 +182,21 @@ class LoadedProgram:
         self.donates = any(command.donated for command in plan.binds)
         self.quick: set[int] = set()
         self.longest_s = 0.0
-        # In an actor of several processes a task may have to wait for the others, which the event loop must
-        # not.
+        # In an actor of several processes a task may have to wait for the other processes, and the event loop
+        # must not be blocked, so no task counts as quick.
         self._run_times = {} if process_rank.size > 1 else _group_runs(runs, loops)
 
     def _transferred_parts(self) -> Iterator[tuple[StartSend | PostRecv, list[Part]]]:
-        """Yield each transfer of the program with the parts of its array that this process holds."""
+        """Yield the command of each send and receive of the program, with the parts (boxes) of its array that
+        this process stores."""
         for command in self.plan.commands:
             if isinstance(command, StartSend | PostRecv):
                 yield command, [shard.part for shard in self.layouts[command.buffer].shards]
 
     @cached_property
     def order(self) -> StepOrder:
-        """The order of the program's messages, for a transport that needs it before the first one is
-        posted."""
+        """The order of the program's messages on each link, for a transport that must know it before a step
+        (NCCL)."""
         found: list[OrderedMessage] = []
         for command, held in self._transferred_parts():
             order, peer = (
@@ -198,7 +208,14 @@ class LoadedProgram:
         return order_of(self._process_rank.process, found)
 
     def record_time(self, instruction: int, seconds: float) -> None:
-        """Record how long a `Run` took, and decide whether it now counts as quick."""
+        """Record how long a `Run` instruction took, and update whether its executable counts as quick.
+
+        Quick tasks run on the event loop's thread, others on the compute thread.
+
+        Args:
+            instruction: the index of the `Run` instruction.
+            seconds: the measured time.
+        """
         self.longest_s = max(self.longest_s, seconds)
         times = self._run_times.get(instruction)
         if times is None:
@@ -216,8 +233,14 @@ class LoadedProgram:
 
 
 def _group_runs(runs: Mapping[int, Execute], loops: Container[int]) -> dict[int, _RunTimes]:
-    """Give all runs of one executable the same `_RunTimes`, but for those in `loops`, which are never
-    quick."""
+    """Return the object that estimates the time of each `Run` instruction; `Run`s of the same executable
+    share one.
+
+    Args:
+        runs: the commands of all `Run` instructions, by the instruction's index.
+        loops: the `Run` instructions that contain a loop. They never count as quick, and are left out of the
+            result.
+    """
     of_executable: dict[tuple[int, tuple[int, ...]], _RunTimes] = {}
     found: dict[int, _RunTimes] = {}
     for at, command in runs.items():
@@ -239,23 +262,23 @@ async def load_program(
     workers: ThreadPoolExecutor,
     process_rank: ProcessRank,
 ) -> tuple[LoadedProgram, Loaded]:
-    """Make a program ready, so that its first step compiles and allocates nothing.
+    """Prepare a program so that its first step has nothing to compile or allocate.
 
     Args:
         message: the program, and the executables that the actor does not have yet.
         executables: compiles executables, and keeps them.
-        layouts: layouts on this process's devices.
-        pool: gives memory for receives.
+        layouts: the distributions of arrays over this process's devices.
+        pool: the source of receive buffers.
         workers: threads for parsing and planning.
-        process_rank: this process.
+        process_rank: the number of this process, and its rank in its actor.
 
     Returns:
-        The program, and the reply.
+        The program, and the reply to the controller.
 
     Raises:
-        ValueError: the program is not well formed, or an executable has other arguments or results than the
-            program says.
-        KeyError: the controller never sent an executable that the program names.
+        ValueError: the program is malformed, or an executable has other arguments or results than the program
+            says.
+        KeyError: the controller has not sent an executable that the program names.
     """
     executables.add_blobs(message.blobs)
     plan = await asyncio.get_running_loop().run_in_executor(
@@ -288,7 +311,19 @@ def _check(
     layouts: Layouts,
     checked: set[tuple[Any, ...]],
 ) -> None:
-    """Check an executable against the program, once for each content key and set of avals."""
+    """Check that an executable has the arguments and results that a `Run` instruction expects.
+
+    Args:
+        plan: the plan of the program.
+        run: the command of the `Run` instruction.
+        content_key: the content key (a hash of the bytes) of the executable's task.
+        executable: the executable.
+        layouts: the distributions of arrays over this process's devices.
+        checked: the combinations of content key and avals that need no second check; this one is added.
+
+    Raises:
+        ValueError: they differ.
+    """
     inputs = tuple(plan.avals[key] for key in run.inputs)
     outputs = tuple(plan.avals[key] for key in run.outputs)
     if (content_key, inputs, outputs) in checked:

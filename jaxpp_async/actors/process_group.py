@@ -1,8 +1,9 @@
-"""Bring the processes of an actor, stopped in the middle of steps, to the same task.
+"""Bring the processes of one actor to the same task after an abort has stopped them in the middle of a step.
 
-A task that processes compute together waits in each process until all have begun it. So a process that was
-told to drop its work could wait for ever for another that has dropped it one task earlier. A process that has
-begun fewer tasks than the others therefore runs the missing ones on zeros, and ignores the results.
+A task that several processes compute together waits in each process until all of them have begun it. A
+process that is told to abort could therefore wait forever for another process that has stopped one task
+earlier. So a process that has begun fewer tasks than the others runs the missing tasks on zeros, and ignores
+the results.
 """
 
 from __future__ import annotations
@@ -33,15 +34,24 @@ process."""
 
 
 class TaskCount:
-    """Counts the tasks that a process has begun; the other processes of its actor begin the same ones in the
-    same order."""
+    """A counter of the tasks that this process has begun.
+
+    All processes of an actor begin the same tasks in the same order, so their counters tell which process is
+    behind.
+    """
 
     def __init__(self) -> None:
         self._lock, self._count, self._stopped = threading.Lock(), 0, False
 
     def begin(self, run: CountedStep) -> bool:
-        """Count one more task, also for its step, and return True; return False after `stop`. Any thread may
-        call."""
+        """Count one more task, unless `stop` has been called. Any thread may call this method.
+
+        Args:
+            run: the step to which the task belongs; the task is counted for it too.
+
+        Returns:
+            Whether the task may begin.
+        """
         with self._lock:
             if not self._stopped:
                 self._count += 1
@@ -49,27 +59,32 @@ class TaskCount:
             return not self._stopped
 
     def stop(self) -> int:
-        """Let no more tasks begin, and return how many have."""
+        """Let no more tasks begin, and return the number of tasks that have begun."""
         with self._lock:
             self._stopped = True
             return self._count
 
     def go_on(self, count: int) -> None:
-        """Let tasks begin again, with `count` as the number of those that have begun."""
+        """Let tasks begin again after `stop`, and set the counter to `count`."""
         with self._lock:
             self._stopped, self._count = False, count
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedStep:
-    """A step that will not be finished, and the number of its tasks that have begun."""
+    """A step that will not be finished because of an abort.
+
+    Args:
+        program: the program of the step.
+        begun: the number of its tasks that have begun on this process.
+    """
 
     program: LoadedProgram
     begun: int
 
     @property
     def tasks_left(self) -> list[Execute]:
-        """The tasks that have not begun."""
+        """The commands of the step's tasks that have not begun on this process, in order."""
         tasks = [command for command in self.program.plan.commands if isinstance(command, Execute)]
         return tasks[self.begun :]
 
@@ -82,15 +97,18 @@ async def catch_up(
     compute: ComputeThread,
     workers: ThreadPoolExecutor,
 ) -> None:
-    """Begin as many tasks as any process of the actor has, and wait until they have all ended.
+    """Run on zeros the tasks that other processes of the actor have begun and this one has not, and wait
+    until all have ended.
+
+    The processes first exchange how many tasks each of them has begun.
 
     Args:
-        name: the name of this agreement, the same for all processes and used once.
-        dropped: the steps that were under way or waiting, in order.
-        task_count: the number of tasks that have begun; stopped before.
-        cluster: the actor's processes.
-        compute: runs the tasks.
-        workers: threads for waiting.
+        name: the name of this exchange, the same in all processes and used once.
+        dropped: the aborted steps that were under way or waiting, in order.
+        task_count: the counter of begun tasks. It lets no tasks begin until this function has succeeded.
+        cluster: the processes of the actor.
+        compute: the thread that runs the tasks.
+        workers: threads for waiting for the other processes.
 
     Raises:
         MeshError: another process does not answer, or a task that the processes compute together does not
@@ -112,11 +130,18 @@ async def catch_up(
 
 
 async def _wait_idle(compute: ComputeThread, expected_s: float) -> None:
-    """Wait until the compute thread has ended its jobs.
+    """Wait until the compute thread has finished its jobs.
+
+    If they do not finish within `END_S` seconds but were expected to take about as long or longer, this
+    function returns, and the thread finishes them before the next step's tasks.
 
     Args:
         compute: the thread.
-        expected_s: how long that takes, from what such tasks took before; 0: no task has ended yet.
+        expected_s: how long the jobs are expected to take in seconds, from the times of earlier tasks; 0 if
+            no task has ended yet.
+
+    Raises:
+        MeshError: the jobs do not finish within `END_S` seconds, and less than half of that was expected.
     """
     idle = asyncio.get_running_loop().create_future()
     compute.submit(lambda: lambda: None if idle.done() else idle.set_result(None))
@@ -134,7 +159,7 @@ async def _wait_idle(compute: ComputeThread, expected_s: float) -> None:
 
 
 def _dry_run(program: LoadedProgram, task: Execute) -> Job:
-    """Make a job that runs a task on zeros, for the sake of the other processes."""
+    """Return a job for the compute thread that runs a task on zeros, because other processes wait for it."""
 
     def run() -> None:
         layouts = [program.layouts[key] for key in task.inputs]
@@ -145,7 +170,7 @@ def _dry_run(program: LoadedProgram, task: Execute) -> Job:
             ]
             program.tasks[task.instruction].run(arrays, checked=False)
         except Exception as error:
-            # nothing uses the results; the other processes fail by themselves if their tasks do not end
+            # nothing uses the results, and the other processes fail if their tasks do not end
             _LOG.debug("a task run for the other processes failed: %r", error)
 
     return run

@@ -1,9 +1,9 @@
-"""Provide memory to receive arrays into, together with the JAX arrays that lie in that memory.
+"""Provide memory to receive arrays into, together with JAX arrays that use this memory.
 
-Making a JAX array costs as much as a small task, so an array is made once for each receive buffer and not
-once for each message: on CPUs the array aliases host memory that the transport writes; on other devices the
-transport writes where the array lies, in memory of JAX's own allocator. Only the executor knows when nothing
-reads the array any more: its `Drop` command gives a buffer back.
+Making a JAX array costs as much as a small task, so an array is made once per receive buffer and not once per
+message. On CPUs the array aliases host memory that the transport writes. On other devices the transport
+writes into the array's own memory, which JAX's allocator provides. Only the executor knows when nothing reads
+the array any more, so its `Drop` command returns the buffer to the pool.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from jaxpp_async.transport.ucx.one_copy import MIN_ONE_COPY_BYTES
 
 
 class ReceiveBuffer:
-    """Memory to receive one array into.
+    """Memory to receive one array into, with the JAX array that uses this memory.
 
     Attributes:
-        layout: how the array lies on the devices.
-        memory: a flat uint8 array for each distinct shard; empty if the memory lies on devices.
-        pieces: the memory that the transport writes, for each distinct shard.
-        array: the array that lies in this memory, or None where JAX copied it (then each message is copied).
-        replicas: the copies to make between devices once the data is in.
+        layout: the distribution of the array over the devices.
+        memory: one flat uint8 array per distinct shard; empty if the memory is on devices.
+        pieces: the memory that the transport writes, one per distinct shard.
+        array: the JAX array that uses this memory, or None if JAX would not use it. If it is None, a new
+            array is made for each message.
+        replicas: the copies to make between devices once the data has arrived.
     """
 
     __slots__ = ("_owner", "array", "layout", "memory", "pieces", "replicas")
@@ -59,23 +60,24 @@ class ReceiveBuffer:
         self.memory = tuple(_bytes_of(piece) for piece in pieces if not piece.on_device)
 
     def received(self, *, private_copy: bool) -> jax.Array:
-        """Return the array, now that the data is in.
+        """Return the received array; call this once all data has arrived.
 
         Args:
-            private_copy: return an array that shares no memory with this buffer.
+            private_copy: whether to return a copy that shares no memory with this buffer.
         """
         if private_copy or self.array is None:
             return _copied(self)
         return self.array
 
     def give_back(self) -> None:
-        """Let the next message have this buffer. The caller uses neither the memory nor the array any
-        more."""
+        """Return this buffer to the pool for later messages. The caller must no longer use its memory or its
+        array."""
         self._owner.give(self)
 
 
 class FreeBuffers:
-    """The unused buffers of one aval: at most as many as `reserve` has asked for."""
+    """The unused receive buffers for arrays of one aval. At most as many are kept as `reserve` was asked
+    for."""
 
     __slots__ = ("_layout", "_layouts", "_most", "_on_devices", "free")
 
@@ -85,17 +87,19 @@ class FreeBuffers:
         self.free: list[ReceiveBuffer] = []
 
     def reserve(self, count: int) -> None:
-        """Allocate buffers until there are `count` unused ones."""
+        """Allocate receive buffers until at least `count` are unused, and let that many be kept from now
+        on."""
         self._most = max(self._most, count)
         while len(self.free) < count:
             self.free.append(self._make())
 
     def take(self) -> ReceiveBuffer:
-        """Return an unused buffer; allocate one if there is none."""
+        """Return an unused buffer; allocate a new one if there is none."""
         return self.free.pop() if self.free else self._make()
 
     def give(self, buffer: ReceiveBuffer) -> None:
-        """Take a buffer back, or free it if there are enough."""
+        """Add a buffer to the unused ones, or free it if as many as `reserve` asked for are unused
+        already."""
         if len(self.free) < self._most:
             self.free.append(buffer)
 
@@ -112,11 +116,11 @@ class FreeBuffers:
 
 
 class ReceivePool:
-    """Receive buffers by aval, reused from step to step.
+    """The receive buffers of one process, by aval, which are reused from step to step.
 
     Args:
-        layouts: layouts on this process's devices.
-        on_devices: the transport writes into the devices' memory.
+        layouts: the distributions of arrays over this process's devices.
+        on_devices: whether the transport writes directly into the memory of the devices.
     """
 
     def __init__(self, layouts: Layouts, *, on_devices: bool = False):
@@ -124,9 +128,10 @@ class ReceivePool:
         self._buffers: dict[Aval, FreeBuffers] = {}
 
     def buffers_of(self, aval: Aval) -> FreeBuffers:
-        """Return the buffers of an aval.
+        """Return the free buffers for arrays of an aval.
 
-        A program asks once for each of its receives: an aval takes longer to hash than to receive.
+        Loading a program calls this once for each of its receives, and not in each step, since hashing an
+        aval takes longer than receiving an array.
         """
         if aval not in self._buffers:
             self._buffers[aval] = FreeBuffers(self._layouts.of(aval), self._layouts, self._on_devices)
@@ -139,13 +144,13 @@ class ReceivePool:
 
     @property
     def free_bytes(self) -> int:
-        """The bytes of the unused buffers."""
+        """The total size of the unused buffers in bytes."""
         return sum(aval.size_bytes * len(buffers.free) for aval, buffers in self._buffers.items())
 
 
 def _allocate(size_bytes: int) -> Memory:
-    """Allocate host memory to receive into; large memory is shared, so that a peer on this host can write
-    into it."""
+    """Allocate host memory to receive into. Large memory is shared memory, so that a peer on this host can
+    write into it."""
     block = SharedBlock.make(size_bytes) if size_bytes >= MIN_ONE_COPY_BYTES else None
     return memory_of(aligned_bytes(size_bytes) if block is None else block, writable=True)
 
@@ -157,7 +162,16 @@ def _bytes_of(memory: Memory) -> np.ndarray:
 
 @jax_config.with_exact_types
 def _alias(layout: Layout, memory: tuple[np.ndarray, ...]) -> jax.Array | None:
-    """Make an array whose shards lie in `memory`, replicas in the same; None if JAX made a copy of any."""
+    """Make an array whose shards use the given memory without copying it.
+
+    Args:
+        layout: the distribution of the array over the devices.
+        memory: one flat uint8 array per distinct shard; devices that store the same shard use the same
+            memory.
+
+    Returns:
+        The array, or None if JAX copied any of the memory.
+    """
     array = join_shards(layout.views(memory), layout)
     array.block_until_ready()
     starts = [0] * len(layout.devices)
@@ -171,16 +185,17 @@ def _alias(layout: Layout, memory: tuple[np.ndarray, ...]) -> jax.Array | None:
 
 @jax_config.with_exact_types
 def _allocate_on_devices(layout: Layout) -> jax.Array:
-    """Make an array of any contents, with memory of its own on every device."""
+    """Make an array to receive into, with unspecified contents and with memory of its own on every device."""
     shape = layout.shards[0].shape
     parts = [jnp.empty(shape, layout.dtype, device=device) for device in layout.devices]
     array = jax.make_array_from_single_device_arrays(layout.aval.shape, layout.sharding, parts)
-    array.block_until_ready()  # JAX fills the array; bytes received before that would be lost
+    array.block_until_ready()  # JAX first fills the array, which would overwrite received bytes
     return array
 
 
 def _plan_replicas(array: jax.Array, layout: Layout, pieces: tuple[Memory, ...]) -> tuple[DeviceCopy, ...]:
-    """List the copies of each distinct shard from the device that receives it to the others that hold it."""
+    """List the copies that bring each received shard from the device that receives it to the other devices
+    that store it."""
     parts, devices = device_parts(array, layout), layout.devices
     copies = []
     for shard, piece in zip(layout.shards, pieces, strict=True):
@@ -197,7 +212,7 @@ def _copied(buffer: ReceiveBuffer) -> jax.Array:
     shards = layout.views(buffer.memory)
     if layout.is_whole:
         return place(shards[0], layout)
-    if layout.aval.unreduced or not layout.is_here:  # no one host array has all that the devices hold
+    if layout.aval.unreduced or not layout.is_here:  # no single host array has the data of all devices
         return join_privately(shards, layout)
     whole = join_on_host(shards, layout)
     return ensure_private(jax.device_put(whole, layout.sharding), [whole])

@@ -1,7 +1,6 @@
-"""Take copies of an actor's arrays for restarts (`TakeReplica`), and make arrays of a copy again
-(`Rollback`).
+"""Copy an actor's arrays for restarts (`TakeReplica`), and restore the arrays from a copy (`Rollback`).
 
-Both requests take effect in order with the steps. `ReplicaStore` keeps the copies, and moves them between
+Both requests take effect in order with the steps. `ReplicaStore` keeps the copies and moves them between
 actors.
 """
 
@@ -24,13 +23,13 @@ from jaxpp_async.protocol.messages import ArrayId, Done, ReplicaArray, ReplicaTa
 
 
 class Rollbacks:
-    """Takes copies of one process's arrays, and replaces the arrays by those of a copy.
+    """The component of an actor process that copies its arrays for restarts and restores them from a copy.
 
     Args:
-        process_id: the process.
-        store: the process's arrays.
-        layouts: layouts on the process's devices.
-        replica_store: keeps the copies.
+        process_id: the number of the process in the mesh.
+        store: the arrays of the process.
+        layouts: the distributions of arrays over the process's devices.
+        replica_store: the copies.
         workers: threads for copying.
     """
 
@@ -48,12 +47,15 @@ class Rollbacks:
     def take_replica(
         self, message: TakeReplica, leaving: Container[ArrayId]
     ) -> Coroutine[Any, Any, ReplicaTaken]:
-        """Take hold of every array, now; the returned coroutine waits until the arrays are there, and copies
-        them.
+        """Copy every array to host memory as it is at this moment, between the steps requested before and
+        after.
 
         Args:
-            message: the request.
-            leaving: arrays that a step before this request frees at its end; the copy leaves them out.
+            message: the controller's request.
+            leaving: the ids of arrays that an earlier step will free when it ends; they are not copied.
+
+        Returns:
+            A coroutine that waits until the arrays are available, copies them, and returns the reply.
         """
         entries = {i: entry for i, entry in self._store.entries().items() if i not in leaving}
         copies = {array_id: hold_array(entry, self._layouts) for array_id, entry in entries.items()}
@@ -64,24 +66,28 @@ class Rollbacks:
     ) -> ReplicaTaken:
         if copies:
             await asyncio.wait([copy.shards for copy in copies.values()])
-        # An entry that failed is no array: a request that names it gets the failure, before a restart and
-        # after it.
+        # An entry that failed has no array to copy. A request that names it gets the failure, both before and
+        # after a restart.
         found = {array_id: copy for array_id, copy in copies.items() if entries[array_id].error is None}
         for copy in copies.values():
             copy.shards.exception()  # marks it as retrieved
         for copy in found.values():
-            copy.shards.result()  # raises if an array could not be read: without it the replica is useless
+            copy.shards.result()  # raises if an array could not be read, since the replica would be useless
         loop = asyncio.get_running_loop()
         replica = await loop.run_in_executor(self._workers, _make_replica, found)
         self._replica_store.put(message.generation, self._process_id, replica)
         return ReplicaTaken(message.request, replica.arrays)
 
     def roll_back(self, message: Rollback) -> Coroutine[Any, Any, Done]:
-        """Replace all entries of the store by those of the copy, now; the returned coroutine fills the
-        entries.
+        """Replace all arrays of the store by those of a copy.
+
+        The entries are replaced before this method returns, so that later requests may name them.
+
+        Returns:
+            A coroutine that makes the arrays available in their entries, and returns the reply.
 
         Raises:
-            ProtocolError: the copy is not here.
+            ProtocolError: this process does not have the copy.
         """
         self._store.forget_all()
         copy = (
@@ -107,8 +113,10 @@ class Rollbacks:
 
 
 def _make_replica(copies: Mapping[ArrayId, HostCopy]) -> StateReplica:
-    """Copy arrays to bytes. Runs in a thread, since it waits for copies that are on their way from a
-    device."""
+    """Copy arrays to bytes, as one replica (a copy of the process's state for restarts).
+
+    This waits for copies that are on their way from a device, so it is called in a worker thread.
+    """
     shards = [
         tuple(host_bytes(np.asarray(data)) for data in copy.shards.result()) for copy in copies.values()
     ]

@@ -1,6 +1,7 @@
-"""Serve one actor over its control channel: connect to the controller, pass requests to the actor, and end.
+"""Serve one actor over its control channel: connect to the controller, pass requests to the actor, and close
+it.
 
-The same code runs in an actor process and inline, for an `Actor` or a fake one.
+The same code runs in an actor process and inline, and it serves an `Actor` or a fake actor of a test.
 """
 
 from __future__ import annotations
@@ -30,25 +31,27 @@ CLOSE_S = 3.0
 
 
 class ActorLike(Protocol):
-    """An object that answers requests: `actors.actor.Actor`, or a fake in tests."""
+    """The interface of an object that answers requests: `actors.actor.Actor`, or a fake in tests."""
 
     @property
     def current_step(self) -> int | None:
-        """The number of the step under way. Any thread may ask."""
+        """The number of the step that is under way, or None. Any thread may read it."""
         ...
 
     def handle(self, message: Request) -> None:
-        """Begin to answer one request; called in order of arrival. Returns quickly, and raises nothing about
-        the request."""
+        """Start to carry out one request; called in the order in which requests arrive.
+
+        This returns quickly. It raises no exception for a request that fails, but sends a reply that says so.
+        """
         ...
 
     async def aclose(self) -> None:
-        """Drop all work and release every resource."""
+        """Cancel all work and release every resource."""
         ...
 
 
 class MakeActor(Protocol):
-    """The type of `Actor`'s constructor."""
+    """The type of a function that makes an actor; the constructor of `Actor` is one."""
 
     def __call__(
         self,
@@ -61,7 +64,7 @@ class MakeActor(Protocol):
 
 
 def load_actor_class(name: str) -> Callable[..., ActorLike]:
-    """Import the class that `module:name` names."""
+    """Import and return the class that a text of the form `module:name` names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -77,20 +80,25 @@ async def serve(
     lost_s: float = LEASE_S,
     spins: bool = False,
 ) -> ExitCode:
-    """Run one actor until the controller shuts it down or goes away.
+    """Run one actor until the controller shuts it down or the connection ends.
 
     Args:
-        identity: the process, for the handshake.
-        secret: the mesh's 32 bytes.
-        connect: gives the connection its socket.
-        make_actor: makes the actor once the handshake is done.
-        make_transport: see `Actor`.
-        max_frame_bytes: the longest frame that the connection accepts.
-        lost_s: see `Connection`.
-        spins: the event loop is the actor's own, and stays awake for a moment after each step (`LoopSpin`).
+        identity: the number and the incarnation (one life of one process) that the handshake reports.
+        secret: the 32 bytes that all processes of the mesh share.
+        connect: opens a socket to the controller for the connection.
+        make_actor: makes the actor; called after the handshake.
+        make_transport: makes the transport of a given name on a given network.
+        max_frame_bytes: the length of the longest frame that the connection accepts.
+        lost_s: how long the controller may fail to acknowledge bytes before the connection fails, in seconds.
+        spins: whether the event loop belongs to the actor alone, and may keep looking for messages for a
+            moment after each step (`LoopSpin`).
+
+    Returns:
+        The exit status that an actor process should end with.
 
     Raises:
-        HandshakeError: the controller could not be trusted, or refused. OSError: it could not be reached.
+        HandshakeError: the controller could not be trusted, or it refused the connection.
+        OSError: the controller could not be reached.
     """
     dispatcher = _RequestDispatcher()
     wire = Wire(
@@ -123,14 +131,15 @@ async def serve(
 
 
 class _RequestDispatcher:
-    """Passes requests to an actor as they are read, without a pass of the event loop in between.
+    """A component that passes requests to an actor as soon as they are read, in the same pass of the event
+    loop.
 
-    Requests that come before the actor is made wait for it.
+    Requests that arrive before the actor has been made are kept until `open`.
 
     Attributes:
-        connection: carries the replies.
-        closed: done with the request to shut down, which is the last one, or with None if the connection is
-            over.
+        connection: carries the replies to the controller.
+        closed: a future whose result is the request to shut down, which is the last one, or None if the
+            connection has ended.
     """
 
     connection: Connection
@@ -142,7 +151,12 @@ class _RequestDispatcher:
         self._loop_spin: LoopSpin | None = None
 
     def open(self, actor: ActorLike, *, spins: bool) -> None:
-        """Pass requests to this actor, first those that wait."""
+        """Pass requests to this actor from now on, starting with those that have arrived already.
+
+        Args:
+            actor: the actor.
+            spins: whether the event loop may keep looking for messages for a moment after each step.
+        """
         self._actor = actor
         if spins:
             self._loop_spin = LoopSpin(asyncio.get_running_loop(), lambda: actor.current_step is None)
@@ -151,7 +165,8 @@ class _RequestDispatcher:
             self.dispatch(message)
 
     def dispatch(self, message: Any) -> None:
-        """Pass a request to the actor."""
+        """Pass a request to the actor, or keep it until there is an actor. A `Shutdown` ends the dispatching
+        instead."""
         if self._loop_spin is not None:
             self._loop_spin.end()
         if self._actor is None:
@@ -161,11 +176,16 @@ class _RequestDispatcher:
         elif not self.closed.done():
             try:
                 self._actor.handle(message)
-            except Exception as error:  # a bug in the actor: the controller must learn of it
+            except Exception as error:  # a bug in the actor, which the controller must be told
                 self.reply(failed_reply(message.request, error))
 
     def reply(self, message: Message) -> None:
-        """Send a reply. After the reply to a step the loop stays awake, since the next step may come soon."""
+        """Send a reply to the controller.
+
+        After the reply to a step, the event loop keeps looking for messages for a moment instead of sleeping,
+        since the next step may be requested soon. If a reply cannot be encoded, a `Failed` reply is sent
+        instead.
+        """
         try:
             self.connection.send(message)
         except (
@@ -179,7 +199,11 @@ class _RequestDispatcher:
             self._loop_spin.begin()
 
     def close(self, last: Shutdown | None) -> None:
-        """Pass no more requests."""
+        """Pass no more requests to the actor, and set the result of `closed`.
+
+        Args:
+            last: the request to shut down, or None if the connection has ended.
+        """
         if self._loop_spin is not None:
             self._loop_spin.end()
         if not self.closed.done():
@@ -190,13 +214,21 @@ async def _close_actor(actor: ActorLike) -> None:
     try:
         async with asyncio.timeout(CLOSE_S):
             await actor.aclose()
-    except Exception:  # the process ends anyway
+    except Exception:  # the process ends in any case
         _LOG.exception("the actor did not close cleanly")
 
 
 def failed_reply(
     request: int | None, error: BaseException, *, step: int | None = None, instruction: str | None = None
 ) -> Failed:
-    """Make the reply that reports an exception: names and text only, nothing that has to be unpickled."""
+    """Return the reply that reports an exception to the controller, as names and text only, so that nothing
+    has to be unpickled.
+
+    Args:
+        request: the number of the request that failed, if it is known.
+        error: the exception.
+        step: the number of the step that failed, if it was a step.
+        instruction: the text of the instruction that failed, if it was one.
+    """
     words = in_words(error)
     return Failed(request, words.exception_type, words.message, words.printed, step, instruction)

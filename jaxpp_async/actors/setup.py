@@ -1,8 +1,8 @@
-"""Set up an actor process once `Configure` has come: start JAX and the transport, and make the objects that
-use them.
+"""Set up an actor process when its `Configure` request arrives: start JAX and the transport, and make the
+objects that use them.
 
-`make_resources` does so once in a process's life. `ActorResources` holds all that it made, `StepResources`
-the part that steps run on, and `ComputeThread` is the thread on which tasks run that take their time.
+`make_resources` does so once in the life of a process. `ActorResources` contains all that it makes,
+`StepResources` the part that steps use, and `ComputeThread` is the thread that runs long tasks.
 """
 
 from __future__ import annotations
@@ -45,11 +45,16 @@ from jaxpp_async.transport.registry import ActorTransports, open_transports
 
 @dataclass(frozen=True, slots=True)
 class ActorResources:
-    """The objects that a configured actor works with.
+    """The objects that an actor needs once it is configured.
 
     Args:
-        step_resources: what steps run on.
-        open_transports: opens the transports for an epoch.
+        executables: the compiled tasks.
+        host_values: stores values from the controller, and returns arrays to it.
+        step_resources: the transport, devices and thread that steps use.
+        checkpoints: saves arrays to files and restores them.
+        rollbacks: copies arrays for restarts and restores them from a copy.
+        transports: the transports of programs and of host values.
+        open_transports: opens new transports for a given epoch (the mesh's count of aborts).
     """
 
     executables: Executables
@@ -61,15 +66,18 @@ class ActorResources:
     open_transports: Callable[[int], ActorTransports]
 
     def with_new_transports(self, epoch: int) -> ActorResources:
-        """Return the same resources with transports opened anew, for this epoch; the old ones must be
-        closed."""
+        """Return the same resources with newly opened transports. The old transports must have been closed.
+
+        Args:
+            epoch: the mesh's epoch (it counts aborts), to which the new transports belong.
+        """
         transports = self.open_transports(epoch)
         self.host_values.transport = transports.host
         step_resources = replace(self.step_resources, transport=transports.programs)
         return replace(self, step_resources=step_resources, transports=transports)
 
     async def aclose(self) -> None:
-        """End every transfer, the transports and the threads."""
+        """End every transfer, and close the transports and the threads."""
         await self.transports.aclose()
         await self.step_resources.compute.aclose()
         if self.step_resources.device is not None:
@@ -91,18 +99,24 @@ async def make_resources(
     shared_cache: contextlib.ExitStack,
     inline: bool,
 ) -> tuple[ActorResources, Ready]:
-    """Start JAX and the transport, and make what an actor works with.
+    """Start JAX and the transport, and make the objects that an actor needs once it is configured.
 
     Args:
         message: the controller's options.
-        process_rank: this process.
-        store, replica_store: the process's arrays, and its copies of arrays.
+        process_rank: the number of this process, and its rank in its actor.
+        store: the arrays of the process.
+        replica_store: the copies of arrays that the process keeps for restarts.
         workers: threads for long work.
-        spawn: starts an asyncio task that the actor owns, under a name.
-        make_transport, open_devices, note_progress, inline: see `Actor`.
-        may_begin: see `StepResources`.
-        shared_cache: holds the compilation cache that an inline actor shares with the controller; to be
-            closed last.
+        spawn: starts an asyncio task that the actor owns and names it.
+        make_transport: makes the transport of a given name on a given network.
+        open_devices: opens the devices if they compute asynchronously and the transport uses their memory;
+            returns None otherwise.
+        note_progress: records the position of a step in its program; called at every instruction.
+        may_begin: called before each task in an actor of several processes; False stops the step. None in an
+            actor of one process.
+        shared_cache: keeps the compilation cache that an inline actor shares with the controller. The caller
+            closes it when the actor closes.
+        inline: whether the actor runs in the controller's process and shares its JAX.
 
     Returns:
         The resources, and the reply to `message`.
@@ -113,7 +127,7 @@ async def make_resources(
     devices: Devices = await loop.run_in_executor(workers, partial(start_devices, message, inline=inline))
     cuda = await loop.run_in_executor(workers, open_devices, devices.devices, message.transport)
     if cuda is not None:
-        cuda.enter()  # on this thread, and before UCX starts: UCX keeps to the context that it finds
+        cuda.enter()  # before UCX starts on this thread, since UCX keeps the current context
     open_anew = partial(
         open_transports, message.transport, network=network_by(message.address), make_transport=make_transport
     )
@@ -151,26 +165,28 @@ async def make_resources(
 
 
 class CountedStep(Protocol):
-    """A step that counts the tasks that it has begun."""
+    """The interface of a step that counts its tasks that have begun."""
 
     begun: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepResources:
-    """The transport, devices and thread that steps run on.
+    """The transport, devices and thread that steps use.
 
     Args:
         transport: carries the messages of programs.
-        compute: runs tasks off the event loop.
-        pool: gives memory for receives.
-        layouts: layouts on this process's devices.
-        device_lock: held while an executable runs, where several actors share the devices.
-        note_progress: called at every instruction that a step begins or waits at.
-        device: calls back at the end of work on devices whose memory the transport reads and writes; None
-            where arrays lie in host memory, or pass through it.
-        may_begin: called before each task of an actor of several processes, from any thread; False ends the
-            step.
+        compute: the thread that runs tasks off the event loop.
+        pool: the source of receive buffers.
+        layouts: the distributions of arrays over this process's devices.
+        device_lock: a lock to hold while an executable runs, or None. It is needed where several actors share
+            the devices.
+        note_progress: records the position of a step in its program; called at every instruction that a step
+            begins or waits at.
+        device: reports the end of asynchronous work on devices whose memory the transport reads and writes.
+            None where arrays are in host memory or pass through it.
+        may_begin: called before each task in an actor of several processes, from any thread; False stops the
+            step. None in an actor of one process.
     """
 
     transport: Transport
@@ -189,11 +205,11 @@ or None. Must not raise."""
 
 
 class ComputeThread:
-    """A thread that runs jobs one after the other. A finished job wakes the event loop once.
+    """A thread that runs jobs one after the other. Each finished job wakes the event loop once.
 
     Args:
-        name: the thread's name.
-        loop: the event loop that calls the functions which jobs return.
+        name: the name of the thread.
+        loop: the event loop, which calls the function that a job returns.
     """
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop):
@@ -204,11 +220,12 @@ class ComputeThread:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Run `job` after those submitted before it."""
+        """Have the thread run `job` after all jobs that were submitted before."""
         self._jobs.put(job)
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
-        """End the thread after the jobs submitted so far; abandon it if it does not end in time."""
+        """End the thread after the jobs submitted so far. If it does not end within `timeout_s` seconds, it
+        is abandoned."""
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join, timeout_s)
 
@@ -222,6 +239,7 @@ class ComputeThread:
                 self._loop.call_soon_threadsafe(after)
             except RuntimeError:  # the loop has closed: nothing waits for the result any more
                 return
-            del job, after  # they refer to arrays, and the next job may be long in coming
-            # Where the loop shares this thread's core, it sends the results now, and not a time slice later.
+            del job, after  # they refer to arrays, and the next job may come much later
+            # If the event loop shares this thread's core, it can now send the results without waiting for the
+            # end of the thread's time slice.
             os.sched_yield()

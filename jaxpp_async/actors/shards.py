@@ -1,8 +1,9 @@
-"""Work out how an array lies on a process's devices, and move arrays between host memory and these devices.
+"""Compute how an array is distributed over a process's devices, and move arrays between host memory and the
+devices.
 
-Transfers move each distinct shard once, in the order in which the mesh's devices first hold them; replicas
-follow from it. Sender and receiver have meshes of one shape and the same `Aval`, so both derive the same
-list. In an actor of several processes each process sees the shards on its own devices only.
+Transfers move each distinct shard once, in the order of the first device of the mesh that stores it. Sender
+and receiver have meshes of the same shape and the same `Aval`, so both compute the same list of shards. In an
+actor of several processes, each process handles only the shards on its own devices.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ Put: TypeAlias = Callable[[np.ndarray], jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One distinct part of an array that this process holds.
+    """One distinct part (box) of an array that this process stores, possibly on several of its devices.
 
     Args:
-        part: the same part as the whole actor sees it.
-        positions: the devices of this process that hold it, by their index in `Layout.devices`.
+        part: the part, with all devices and processes of the actor that store it.
+        positions: the devices of this process that store it, as indices into `Layout.devices`.
     """
 
     part: Part
@@ -51,32 +52,33 @@ class Shard:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The part of the whole array, as one slice for each axis."""
+        """The box of the whole array that this shard is, as one slice per axis."""
         return self.part.index
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shard's shape."""
+        """The shape of the shard."""
         return self.part.shape
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The distribution of arrays of one aval over a process's devices.
+    """The distribution of arrays of one aval over the devices of one process.
 
     Args:
         aval: the aval.
-        dtype: numpy's dtype for it.
-        sharding: the sharding on the actor's mesh.
-        shards: the distinct shards that the devices hold, in transfer order.
+        dtype: the numpy dtype of the arrays.
+        sharding: the JAX sharding on the actor's mesh.
+        shards: the distinct shards that this process's devices store, in the order of transfer.
         devices: the devices of this process.
-        is_here: no other process holds anything of the array.
-        is_whole: the array is not split.
-        is_plain: the elements lie in a device's memory as in numpy's: a byte or more each, on a CPU.
-        size_bytes: the bytes of the whole array in numpy.
-        is_small: the array is on one device, a CPU, and has few bytes, so that the time of a call to `put`
-            matters.
-        put: puts a host array on the devices; the result may share the host's memory.
+        is_here: whether this process alone has all devices of the actor, and so all of each array.
+        is_whole: whether the array is not split, so that its only part is the whole array.
+        is_plain: whether the elements have the same format in a device's memory as in numpy, with at least
+            one byte each, and the device is a CPU.
+        size_bytes: the size in bytes of the whole array as a numpy array.
+        is_small: whether the array is on a single device that is a CPU and has so few bytes that the cost of
+            calling `put` matters.
+        put: puts a host array on the devices; the result may share the memory of the host array.
     """
 
     aval: Aval
@@ -92,11 +94,15 @@ class Layout:
     put: Put = field(compare=False, repr=False)
 
     def shard_bytes(self, shard: Shard) -> int:
-        """Return the bytes of a shard in numpy."""
+        """Return the size in bytes of a shard as a numpy array."""
         return math.prod(shard.shape) * self.dtype.itemsize
 
     def views(self, memory: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """View the bytes of each shard, flat uint8 arrays, as arrays of the shard's dtype and shape."""
+        """Return arrays of the shards' dtype and shapes that use the given memory.
+
+        Args:
+            memory: one flat uint8 array per distinct shard.
+        """
         return [
             data.view(self.dtype).reshape(shard.shape)
             for data, shard in zip(memory, self.shards, strict=True)
@@ -104,20 +110,28 @@ class Layout:
 
 
 class Layouts:
-    """The layouts of avals on a process's devices; each is worked out once."""
+    """A cache of how arrays of each aval are distributed over a process's devices.
+
+    Args:
+        devices: the devices of the actor, and which of them belong to this process.
+
+    Attributes:
+        of: a function that takes an aval and returns its `Layout`.
+    """
 
     def __init__(self, devices: Devices):
         self.devices = devices
         self.of = lru_cache(maxsize=None)(jax_config.without_transfer_guard(self._layout))
 
     def same(self, one: Aval, other: Aval) -> bool:
-        """Say whether arrays of both avals lie alike, though their specs may be written differently."""
+        """Return whether arrays of both avals are distributed in the same way, even if their specs are
+        written differently."""
         if (one.shape, one.dtype, one.unreduced) != (other.shape, other.dtype, other.unreduced):
             return False
         return self.of(one).sharding.is_equivalent_to(self.of(other).sharding, len(one.shape))
 
     def _layout(self, aval: Aval) -> Layout:
-        """Work out the layout of an aval.
+        """Compute the layout of an aval.
 
         Raises:
             ValueError: the spec does not divide the shape, or names an axis that the mesh does not have.
@@ -134,7 +148,8 @@ class Layouts:
         dtype = numpy_dtype(aval.dtype)
         sharding, is_plain = devices.sharding_of(aval), devices.is_cpu and not aval.dtype.startswith(_PACKED)
         size_bytes = math.prod(aval.shape) * dtype.itemsize
-        # 64-bit types take a setting that costs time, and for large arrays only the time of the copy matters.
+        # 64-bit types need a setting of JAX that costs time. For large arrays only the time of the copy
+        # matters.
         is_small = is_plain and devices.size == 1 and dtype.itemsize <= 4 and size_bytes <= _SMALL_BYTES
         return Layout(
             aval=aval,
@@ -157,11 +172,12 @@ class Layouts:
 
 
 def send_memories(array: jax.Array, layout: Layout) -> list[Memory]:
-    """Find the memory of each distinct shard, to be sent from host memory.
+    """Return the memory of each distinct shard of an array, for sending from host memory.
 
-    A plain array that is not split is sent from where it lies, without a copy and without making a view.
+    An array that is not split and is stored in numpy's format (`Layout.is_plain`) is sent from its own
+    memory, without a copy and without making a view of it. This function waits until the array is computed.
     """
-    array.block_until_ready()  # asking where an array lies does not wait for its values
+    array.block_until_ready()  # asking for an array's address does not wait for its values
     if layout.is_plain and layout.is_whole:
         if len(layout.shards[0].positions) > 1 or not layout.is_here:
             array = array.addressable_data(0)
@@ -170,17 +186,21 @@ def send_memories(array: jax.Array, layout: Layout) -> list[Memory]:
 
 
 def device_memories(array: jax.Array, layout: Layout) -> list[Memory]:
-    """Find the memory of each distinct shard on the device that holds it first, to be sent or received into.
+    """Return the memory of each distinct shard on the first device that stores it, to send it or to receive
+    into it.
 
-    The array should be computed: some of JAX's clients wait here until it is.
+    The array should be computed already: with some JAX clients this call otherwise blocks until it is.
     """
     parts = device_parts(array, layout)
     return [_device_memory(parts[shard.positions[0]]) for shard in layout.shards]
 
 
 def device_parts(array: jax.Array, layout: Layout) -> list[jax.Array]:
-    """List the array's part on each of this process's devices, in their order. They share the array's
-    memory."""
+    """List the single-device arrays on this process's devices of which an array consists, in the order of the
+    devices.
+
+    They share the memory of the array.
+    """
     if len(array.sharding.device_set) == 1:
         return [array]
     by_device = {part.device: part.data for part in array.addressable_shards}
@@ -188,15 +208,16 @@ def device_parts(array: jax.Array, layout: Layout) -> list[jax.Array]:
 
 
 def _device_memory(part: jax.Array) -> Memory:
-    # `nbytes` would be wrong: a device keeps two int4 in a byte.
+    # `nbytes` would be wrong, since a device stores two int4 in a byte.
     size_bytes: int = part.on_device_size_in_bytes()  # pyright: ignore[reportAttributeAccessIssue]
     return Memory(part.unsafe_buffer_pointer(), size_bytes, part, on_device=True)
 
 
 def host_bytes(array: np.ndarray) -> np.ndarray:
-    """Return an array's C-order bytes as a flat uint8 array: a view where the array is contiguous.
+    """Return the bytes of an array in C order as a flat uint8 array, which is a view if the array is
+    contiguous.
 
-    Arrays travel without a dtype, since buffer protocols know neither bfloat16 nor float8.
+    Arrays are sent without a dtype, since the buffer protocol supports neither bfloat16 nor float8.
     """
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
@@ -205,26 +226,34 @@ def host_bytes(array: np.ndarray) -> np.ndarray:
 
 
 def fetch_shards(array: jax.Array, layout: Layout) -> list[np.ndarray]:
-    """Return each distinct shard as a host array. While these are held, JAX does not reuse the array's
-    memory."""
+    """Return each distinct shard of an array that this process stores as a host array.
+
+    As long as these host arrays exist, JAX does not reuse the memory of the array.
+    """
     return [np.asarray(array.addressable_data(shard.positions[0])) for shard in layout.shards]
 
 
 def start_host_copies(array: jax.Array, layout: Layout) -> list[jax.Array]:
-    """Start copies of each distinct shard to host memory.
+    """Start to copy each distinct shard of an array to host memory, and return the copies, which may not be
+    complete yet.
 
-    The array may be donated at once: a device keeps the order of its work, and the event loop does not wait
-    for it.
+    The array may be donated immediately, since a device does its work in order. This function does not block
+    the event loop.
     """
     host = jax.local_devices(backend="cpu")[0]
     return [jax.device_put(array.addressable_data(shard.positions[0]), host) for shard in layout.shards]
 
 
 def join_on_host(shards: Sequence[Any], layout: Layout) -> np.ndarray:
-    """Join an array, all of which is on this process, from its shards on the host; wait for
-    `start_host_copies`.
+    """Join a whole array from its distinct shards in host memory. All parts of the array must be on this
+    process.
 
-    (`numpy.asarray` of a sharded array would cache the result in the array.)
+    If the shards are copies that `start_host_copies` has started, this function waits for them.
+    (`numpy.asarray` of a sharded array would cache the result inside the array.)
+
+    Args:
+        shards: the distinct shards, in the order of `layout.shards`.
+        layout: the distribution of the array over the devices.
     """
     if layout.is_whole:
         return np.asarray(shards[0])
@@ -239,7 +268,12 @@ def join_on_host(shards: Sequence[Any], layout: Layout) -> np.ndarray:
 
 @jax_config.with_exact_types
 def join_shards(shards: Sequence[np.ndarray], layout: Layout) -> jax.Array:
-    """Make an array on the devices from its distinct shards on the host, whose memory it may share."""
+    """Make an array on the devices from its distinct shards in host memory. The array may share their memory.
+
+    Args:
+        shards: the distinct shards, in the order of `layout.shards`.
+        layout: the distribution of the array over the devices.
+    """
     by_position = {
         position: data
         for shard, data in zip(layout.shards, shards, strict=True)
@@ -250,21 +284,29 @@ def join_shards(shards: Sequence[np.ndarray], layout: Layout) -> jax.Array:
 
 
 def join_privately(shards: Sequence[np.ndarray], layout: Layout) -> jax.Array:
-    """Make an array on the devices that shares no memory with its distinct shards on the host."""
+    """Make an array on the devices from its distinct shards in host memory. The array never shares their
+    memory.
+
+    Args:
+        shards: the distinct shards, in the order of `layout.shards`.
+        layout: the distribution of the array over the devices.
+    """
     return ensure_private(join_shards(shards, layout), shards)
 
 
 @jax_config.without_transfer_guard
 def place(host: np.ndarray, layout: Layout) -> jax.Array:
-    """Put a whole host array on the devices. The result shares no memory with `host`: it may be donated, and
-    `host` reused."""
+    """Put a whole host array on the devices, and return the resulting JAX array.
+
+    The result shares no memory with `host`, so the result may be donated and `host` may be overwritten.
+    """
     if host.nbytes <= _SMALL_BYTES and _address(host) % ALIGNMENT == 0:
-        # JAX would use this memory itself (also with may_alias=False), so that the result would need one more
-        # copy.
+        # JAX would use this memory for the result, even with may_alias=False, and one more copy would be
+        # needed.
         host = _misaligned_copy(host)
     if layout.is_small:
         return layout.put(host).block_until_ready()
-    # For an array on devices of several processes JAX would ask all of them whether they put the same.
+    # For an array on devices of several processes, `put` would make JAX check that all put the same value.
     if not layout.is_here:
         return ensure_private(join_shards([host[shard.index] for shard in layout.shards], layout), [host])
     return ensure_private(layout.put(host), [host])
@@ -282,9 +324,10 @@ def _misaligned_copy(host: np.ndarray) -> np.ndarray:
 
 
 def ensure_private(array: jax.Array, memory: Sequence[np.ndarray]) -> jax.Array:
-    """Return `array` itself if it lies outside all of `memory`, else a copy."""
+    """Return an array that shares no memory with the given host memory: `array` itself, or a copy if it uses
+    that memory."""
     if next(iter(array.sharding.device_set)).platform != "cpu":
-        return array  # never in host memory; JAX keeps `memory` alive until it has read it
+        return array  # it is not in host memory; JAX keeps `memory` alive until it has read it
     array.block_until_ready()
     if not any(_lies_in(array, part) for part in memory):
         return array
@@ -294,13 +337,13 @@ def ensure_private(array: jax.Array, memory: Sequence[np.ndarray]) -> jax.Array:
 
 
 def is_ready(array: jax.Array) -> bool:
-    """Say whether an array is computed, without waiting."""
+    """Return whether an array is computed, without waiting."""
     return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @jax_config.with_exact_types
 def duplicate(array: jax.Array) -> jax.Array:
-    """Copy an array, with the same sharding."""
+    """Return a copy of an array with the same sharding and memory of its own."""
     if array.is_fully_addressable:
         return jax.device_put(array, array.sharding, may_alias=False)
     parts = [jax.device_put(part.data, part.device, may_alias=False) for part in array.addressable_shards]
@@ -315,19 +358,21 @@ def aligned_bytes(size_bytes: int) -> np.ndarray:
 
 
 def buffer_addresses(array: jax.Array) -> list[int]:
-    """List the address of each device's part."""
+    """Return the memory address of each part of an array, one per device of this process that stores a
+    part."""
     if len(array.sharding.device_set) == 1:
-        # Asking for the parts would make a second array of the same memory and keep it as long as this one.
+        # Asking for the parts would make a second array of the same memory, which lives as long as this one.
         return [array.unsafe_buffer_pointer()]
     parts: Any = array.addressable_shards
     return [part.data.unsafe_buffer_pointer() for part in parts]
 
 
 def memory_held(arrays: Iterable[jax.Array]) -> tuple[int, int]:
-    """Count the arrays that have memory of their own, and sum its bytes, replicas counted once.
+    """Return the number of arrays that have memory of their own, and the total size of this memory in bytes.
 
-    `jax.live_arrays` also lists the views of one device's part that JAX keeps inside an array once that part
-    was asked for; these views have no memory of their own.
+    Replicas of an array are counted once. `jax.live_arrays` also lists the views of one device's part that
+    JAX keeps inside an array once that part has been requested. These views have no memory of their own and
+    are not counted.
     """
     whole: dict[tuple[int, ...], int] = {}
     for array in arrays:

@@ -1,8 +1,8 @@
-"""Run the steps that are asked of an actor one after the other, and answer each request once.
+"""Run the steps that the controller requests of an actor one after the other, and answer each request once.
 
-A request may come twice, since a restart sends requests again whose replies may have been lost: the step runs
-once, and the second request gets the first one's reply. After a failed step nothing more runs until the
-controller aborts the epoch and begins the next.
+A request may arrive twice, since a restart repeats requests whose replies may have been lost. The step then
+runs once, and the second request gets the same reply as the first. After a failed step no other step runs
+until the controller has aborted the epoch and begun the next one (the mesh's epoch counts its aborts).
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ StepKey = tuple[int, int]
 
 
 class StepQueue:
-    """The steps of one actor.
+    """A queue of the steps that one actor is to run, which also answers their requests.
 
     Args:
-        actor_id: the actor, for error messages.
+        actor_id: the id of the actor, for error messages.
         programs: the loaded programs, by id.
-        prepare: makes the step of a request, with everything that the request names as it is now.
-        on_turn: called before a step starts; an exception that it raises is the step's failure.
-        complete: makes the reply to a step that has finished.
-        send: takes replies.
+        prepare: creates the `StepRun` of a requested step, with the arrays that the request names as they are
+            at that moment.
+        on_turn: called before a step starts; an exception that it raises fails the step.
+        complete: makes the reply to the request of a step that has finished.
+        send: transmits a reply to the controller.
 
     Attributes:
-        epoch: the epoch whose steps may run.
-        current: the step under way, if there is one.
+        epoch: the epoch (the mesh's count of aborts) whose steps may run.
+        current: the step under way, or None.
     """
 
     def __init__(
@@ -59,17 +60,20 @@ class StepQueue:
         self.epoch, self._last_step = 0, -1
         self.current: StepRun | None = None
         self._waiting: deque[StepRun] = deque()
-        self._broken: str | None = None  # why nothing runs until the next epoch
+        self._broken: str | None = None  # the reason why no step runs until the next epoch, if there is one
         self._failed: StepRun | None = None
-        self._refused: list[LoadedProgram] = []  # the programs of steps that were refused since
-        self._requests: dict[StepKey, list[int]] = {}  # of steps that have no reply yet
+        self._refused: list[LoadedProgram] = []  # the programs of steps refused since then
+        self._requests: dict[StepKey, list[int]] = {}  # the request numbers of steps that have no reply yet
         self._replies: OrderedDict[StepKey, m.StepDone | m.Failed] = OrderedDict()
 
     def request(self, message: m.Step) -> None:
-        """Run a step behind those requested before it, or answer with the reply that it had.
+        """Run a step after those that were requested before it. A second request for the same step gets the
+        same reply.
 
         Raises:
-            ProtocolError: the step is of another epoch, or too old. StepAbortedError: an earlier step failed.
+            ProtocolError: the step belongs to another epoch, or it has run already and its reply is no longer
+                kept.
+            StepAbortedError: an earlier step has failed.
         """
         key = (message.epoch, message.step)
         if key in self._replies:
@@ -84,7 +88,7 @@ class StepQueue:
         self._requests[key] = [message.request]
         try:
             run = self._prepare(message, self._on_end)
-        except Exception as error:  # the step cannot start: that is its outcome
+        except Exception as error:  # the step cannot start, which is reported as its failure
             self._reply(message, failed_reply(message.request, error, step=message.step))
             return
         self._waiting.append(run)
@@ -107,7 +111,7 @@ class StepQueue:
             self.current = run = self._waiting.popleft()
             try:
                 self._on_turn(run)
-            except Exception as error:  # the step cannot transfer: that is its outcome
+            except Exception as error:  # the step cannot transfer, which fails it
                 run.fail(error)
                 continue
             run.start()
@@ -128,9 +132,10 @@ class StepQueue:
         if run is self.current:
             self.current = None
         if self._waiting:
-            # Later, since a step of nothing but local instructions can end inside `start`, whose loop goes on
-            # with the next. Scheduled before the reply: behind the reply an actor without a step keeps its
-            # loop awake.
+            # The next step starts later, from the event loop: a step with local instructions only can end
+            # inside `start`, and the loop of `_start_next` then continues with the next step. The call is
+            # scheduled before the reply is sent, because after the reply an actor without a step makes its
+            # event loop look for messages.
             asyncio.get_running_loop().call_soon(self._start_next)
         self._reply(message, reply)
 
@@ -139,25 +144,26 @@ class StepQueue:
         try:
             for request in self._requests.pop(key, ()):
                 self._send(reply if request == reply.request else replace(reply, request=request))
-        finally:  # after sending, since the controller waits for the reply
+        finally:  # done after sending, so that the controller gets the reply sooner
             self._replies[key] = reply
             if len(self._replies) > REPLIES_KEPT:
                 self._replies.popitem(last=False)
 
     def arrays_to_free(self) -> set[m.ArrayId]:
-        """Return the arrays that the steps under way or waiting free at their end."""
+        """Return the ids of the arrays that the steps under way or in the queue will free when they end."""
         runs = [*self._waiting, *([self.current] if self.current is not None else [])]
         return {array_id for run in runs for array_id in run.message.frees_after}
 
     def abort(self, cause: StepAbortedError, epoch: int) -> list[DroppedStep]:
-        """Fail every step under way or waiting, and run none until `resume`.
+        """Fail every step that is under way or in the queue, and run no more steps until `resume`.
 
         Args:
-            cause: why.
-            epoch: the next epoch.
+            cause: the error with which the steps fail.
+            epoch: the next epoch, whose steps may run after `resume`.
 
         Returns:
-            The steps that will not be finished, from the one that failed first on.
+            The steps that will not be finished, in order. A step that had failed before comes first, and
+            steps that were refused after it come last.
         """
         self._broken = str(cause)
         dropped = [self.current] if self.current is not None else []
@@ -172,11 +178,11 @@ class StepQueue:
         return steps
 
     def resume(self) -> None:
-        """Run steps again: the transfers of the aborted ones have ended."""
+        """Let steps run again. Call this when the transfers of the aborted steps have ended."""
         self._failed, self._refused, self._broken = None, [], None
 
     def close(self) -> None:
-        """Drop every step without a reply."""
+        """Drop every step that is under way or in the queue, without sending replies."""
         self._requests.clear()
         self._waiting.clear()
         if self.current is not None:

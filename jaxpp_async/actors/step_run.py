@@ -1,13 +1,15 @@
-"""Run one step of a loaded program: carry out the executor's commands on transport, devices and store.
+"""Run one step of a loaded program: carry out the executor's commands on the transport, the devices and the
+store.
 
-Everything runs on the event loop and never waits, except that long tasks run on the compute thread.
-Completions call back, the executor answers them with commands, and these are carried out at once. A step is
-one object, with neither an asyncio task nor a future for an instruction.
+Everything runs on the event loop without blocking it, except that long tasks run on the compute thread. When
+an operation completes, it calls back. The callback reports this to the executor, which returns the next
+commands, and these are carried out immediately. A step is one object; no instruction needs an asyncio task or
+a future.
 
-`StepRun` is for devices on which a call has computed when it returns; `DeviceStepRun` for devices that
-compute after a call has returned (`StepResources.device`). There a run ends for the executor when the device
-reports its end. Sends then start when the value is there, and memory is freed, or written again, when nothing
-on the device reads it any more: just as on CPUs.
+`StepRun` is for devices that have computed the results when a call returns. `DeviceStepRun` is for devices
+that compute after a call has returned (`StepResources.device`). For the executor, a task on such a device
+ends when the device reports its end. Sends therefore start when the value is available, and memory is freed
+or overwritten when no work on the device reads it any more, as on CPUs.
 """
 
 from __future__ import annotations
@@ -55,7 +57,12 @@ MAX_PASS_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """The error that ended a step early, and the text of the instruction that failed or was under way."""
+    """The reason why a step ended early.
+
+    Args:
+        error: the error.
+        instruction: the text of the instruction that failed or was under way.
+    """
 
     error: ErrorInWords
     instruction: str | None
@@ -65,26 +72,26 @@ StepEnd: TypeAlias = Callable[["StepRun", StepFailure | None], None]
 
 
 class StepRun:
-    """One step under way, on devices on which a call has computed when it returns.
+    """One step under way, on devices that have computed the results of an executable when its call returns.
 
     Args:
-        message: the request.
+        message: the controller's request.
         program: the program to run.
-        resources: the transport, devices and thread to run it on.
-        bound: the store's entry for each step argument that the program binds.
-        results: the store's entry for each result that the program makes.
-        on_end: called once, with the failure if there is one.
+        resources: the transport, the devices and the thread that the step uses.
+        bound: the store's entry for each step argument that the program uses, by the argument's number.
+        results: the store's entry for each step result that the program makes, by the result's number.
+        on_end: called once when the step has ended, with the failure or None.
 
     Attributes:
         ended: whether the step has finished or failed.
-        begun: the number of tasks that have begun, in an actor of several processes.
+        begun: the number of tasks that have begun; counted only in an actor of several processes.
     """
 
     ended, begun = False, 0
     _carrying_out = _drains = False
     _transfers_done = 0
-    _copying = 0  # results that share their buffer, and whose copies are not there yet
-    _on_thread = 0  # runs that the compute thread has and whose end it has not reported
+    _copying = 0  # step results that must be copies, and whose copies are not complete
+    _on_thread = 0  # tasks given to the compute thread whose end it has not reported
     _started_s = _ended_s = _waited_s = _computed_s = 0.0
     _starved_since = 0.0  # 0: the step is not starved
 
@@ -98,8 +105,8 @@ class StepRun:
         on_end: StepEnd,
     ):
         self.message = message
-        # Where actors share devices a task may have to wait for its turn, which the event loop must not. On
-        # devices that compute after the call has returned, no task is over then.
+        # Where actors share devices, a task may have to wait for its turn, and the event loop must not be
+        # blocked. On devices that compute after a call has returned, no task is over when its call returns.
         self._quick = (
             program.quick if resources.device_lock is None and resources.device is None else frozenset()
         )
@@ -116,11 +123,12 @@ class StepRun:
 
     @property
     def transfers(self) -> tuple[frozenset[int], int]:
-        """The instructions whose transfers are under way, and the number of transfers that have ended."""
+        """The indices of the instructions whose transfers are under way, and the number of transfers that
+        have completed."""
         return frozenset(self._pieces_left), self._transfers_done
 
     def stats(self, live_buffers: int) -> StepStats:
-        """Return the statistics of a step that has finished.
+        """Return the statistics of a step that has finished: its times and its peak memory.
 
         Args:
             live_buffers: the number of arrays in the actor's store now.
@@ -135,12 +143,19 @@ class StepRun:
         )
 
     def start(self) -> None:
-        """Begin the step."""
+        """Start the step: assign the available arguments to buffers, and carry out the first commands."""
         self._started_s = time.monotonic()
         self._carry_out(self.executor.start(self._bind_present()))
 
     def fail(self, error: BaseException, instruction: int | None = None) -> None:
-        """End the step early. Transfers under way keep their memory until the transport has ended them."""
+        """End the step early with an error. Transfers under way keep using their memory until the transport
+        has ended them.
+
+        Args:
+            error: the error.
+            instruction: the index of the instruction that failed; None to report the instruction that is
+                under way.
+        """
         if self.ended:
             return
         text = self.executor.position() if instruction is None else self.program.plan.text(instruction)
@@ -157,7 +172,7 @@ class StepRun:
         todo = self._todo
         todo.extend(commands)
         if self._carrying_out:
-            return  # a command that was done at once brought these: the loop below takes them in order
+            return  # a command that completed immediately caused this call: the loop below continues
         self._carrying_out = True
         if self._starved_since and not self.executor.starved:
             self._waited_s += time.monotonic() - self._starved_since
@@ -169,7 +184,7 @@ class StepRun:
                 try:
                     getattr(self, _CARRY_OUT[type(command)])(command)
                 except Exception as error:
-                    # every failure here is the step's, never the event loop's
+                    # every exception fails the step and never reaches the event loop
                     self.fail(error, getattr(command, "instruction", None))
                 if todo and type(command) is Execute:
                     now = time.monotonic()
@@ -184,7 +199,14 @@ class StepRun:
             self._note_waiting()
 
     def _bind_present(self) -> list[BufferKey]:
-        """Bind the arguments that are there, nearly always all of them, without a callback for each."""
+        """Assign the step arguments that are available to their buffers; nearly always these are all
+        arguments.
+
+        This needs no callback for each argument.
+
+        Returns:
+            The keys of the buffers of these arguments.
+        """
         now = self._started_s
         present: list[BufferKey] = []
         twice = _shared_entries(self._bound) if self.program.donates else frozenset()
@@ -217,7 +239,10 @@ class StepRun:
         self._carry_out(self.executor.arrived(command.buffer))
 
     def _has_bound(self, keys: Iterable[BufferKey]) -> None:
-        """Note that buffers are arguments, which a device may still be filling."""
+        """Note that the buffers with these keys are step arguments, which a device may still be computing.
+
+        This does nothing for devices that have computed when a call returns; `DeviceStepRun` overrides it.
+        """
 
     def _receive(self, command: PostRecv) -> None:
         instruction = command.instruction
@@ -242,12 +267,17 @@ class StepRun:
             self._received(command, self._receiving[command.buffer])
 
     def _received(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
-        """Make the array available, once all pieces of a receive are in."""
+        """Make the array of a receive available to the step, once all its data has arrived.
+
+        Args:
+            command: the command that posted the receive.
+            buffer: the memory with the data.
+        """
         key = command.buffer
         if command.private or buffer.array is None:
             try:
                 self._arrays[key] = buffer.received(private_copy=command.private)
-            except Exception as failure:  # no copy could be made: the step's failure, like a failed transfer
+            except Exception as failure:  # no copy could be made, which fails the step
                 self.fail(failure, command.instruction)
                 return
             if command.private:
@@ -263,7 +293,7 @@ class StepRun:
         assert array is not None
         pieces = self._memories(command, array, layout)
         if pieces is None:
-            return  # the command is carried out again when the array is there
+            return  # the command is carried out again when the array is available
         transfers = self.program.transfers[instruction]
         self._pieces_left[instruction] = len(transfers)
         done = partial(self._piece_sent, command)
@@ -276,8 +306,12 @@ class StepRun:
             done(None)
 
     def _memories(self, command: StartSend, array: jax.Array, layout: Layout) -> Sequence[Memory] | None:
-        """Find the memory to send; None if the array is not there yet, and `_send` is called again when it
-        is."""
+        """Return the memory to send for an array.
+
+        Returns:
+            The memory of each distinct shard. None if the array is not computed yet; `_send` is then called
+            again once it is.
+        """
         return send_memories(array, layout)
 
     def _piece_sent(self, command: StartSend, error: Exception | None) -> None:
@@ -285,7 +319,15 @@ class StepRun:
             self._carry_out(self.executor.sent(command.buffer))
 
     def _piece_done(self, command: PostRecv | StartSend, error: Exception | None) -> bool:
-        """Count a piece, and say whether it was the last one of its transfer and none has failed."""
+        """Count one message of a transfer as complete, and fail the step if there is an error.
+
+        Args:
+            command: the command that posted the transfer.
+            error: the error of the message, or None.
+
+        Returns:
+            Whether all messages of the transfer are complete and the step goes on.
+        """
         if self.ended:
             return False
         instruction = command.instruction
@@ -315,16 +357,25 @@ class StepRun:
         if not command.copy:
             entry.resolve(array)
             return
-        copy = duplicate(array)  # begun now, since the next step may be given the array
+        copy = duplicate(array)  # started now, since the next step may consume the array
         self._copying += 1
         self._resources.compute.submit(partial(self._wait_copied, copy, entry))
 
     def _wait_copied(self, copy: jax.Array, entry: StoredArray) -> Callable[[], None] | None:
-        """Wait for a copy, on the compute thread: a large one takes its time, and nothing may read it before
-        it is there."""
+        """Wait until the copy of a step result is complete; called on the compute thread, since a large copy
+        takes long.
+
+        Args:
+            copy: the copy.
+            entry: the store's entry for the step result. It gets the copy only after this wait, since nothing
+                may read the copy earlier.
+
+        Returns:
+            The function to call on the event loop afterwards, or None.
+        """
         try:
             copy.block_until_ready()
-        except Exception as error:  # the step's failure, like a task's
+        except Exception as error:  # this fails the step, like an error of a task
             return partial(self._copied, entry, error)
         return partial(self._copied, entry, copy)
 
@@ -351,8 +402,11 @@ class StepRun:
     # ------------------------------------------------------------ computing
 
     def _execute(self, command: Execute) -> None:
-        """Run a quick task at once, since handing it to a thread and back takes longer; give others to the
-        thread."""
+        """Carry out a `Run` instruction: run a quick task on the event loop's thread, and give any other task
+        to the compute thread.
+
+        Handing a quick task to another thread and back would take longer than the task.
+        """
         if self._on_thread or command.instruction not in self._quick:
             self._on_thread += 1
             self._resources.transport.hurry(False)
@@ -363,7 +417,12 @@ class StepRun:
         self._carry_out(self._ran(command, start_s, end_s))
 
     def _compute(self, command: Execute) -> Callable[[], None] | None:
-        """Run a task, on the compute thread."""
+        """Call the executable of a `Run` instruction and wait for its results; called on the compute thread.
+
+        Returns:
+            The function to call on the event loop afterwards, or None if the step has ended or must not begin
+            more tasks.
+        """
         if self.ended or not self._may_begin():
             return None
         self._note(command.instruction, computing=True)
@@ -383,13 +442,22 @@ class StepRun:
         return may_begin is None or may_begin(self)
 
     def _call(self, command: Execute) -> tuple[float, float]:
-        """Call the executable and wait until it has computed; return when it began and when it ended."""
+        """Call the executable of a `Run` instruction, and wait until it has computed.
+
+        Returns:
+            The times (`time.monotonic`) at which it began and ended.
+        """
         start_s = time.monotonic()
         self._run(command, wait=True)
         return start_s, time.monotonic()
 
     def _run(self, command: Execute, *, wait: bool) -> Sequence[jax.Array]:
-        """Call the executable, and return its results."""
+        """Call the executable of a `Run` instruction, store the results in their buffers, and return them.
+
+        Args:
+            command: the command of the `Run` instruction.
+            wait: whether to return only when the results are computed.
+        """
         task, arrays = self.program.tasks[command.instruction], self._arrays
         arguments = [arrays[key] for key in command.inputs]
         for position in command.donated:
@@ -419,7 +487,11 @@ class StepRun:
         )
 
     def _note_waiting(self) -> None:
-        """Note where the step now waits for other actors, once nothing is left to carry out."""
+        """Record that the step waits for other actors, if it does, and tell the transport to look for
+        messages eagerly.
+
+        This is called when no command is left to carry out.
+        """
         executor = self.executor
         if executor.starved and not self._starved_since:
             self._starved_since = time.monotonic()
@@ -444,22 +516,22 @@ which keeps the step's arrays until the garbage collector finds it."""
 
 
 def _shared_entries(bound: Mapping[int, StoredArray]) -> frozenset[int]:
-    """Return the ids (`id`) of the entries that are bound to more than one argument."""
+    """Return the ids (by `id()`) of the store's entries that are bound to more than one step argument."""
     seen: set[int] = set()
     return frozenset(id(entry) for entry in bound.values() if id(entry) in seen or seen.add(id(entry)))
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRelay:
-    """One transfer whose pieces other processes of the actor need as well: receives each piece, and passes it
-    on.
+    """A receive whose data other processes of the actor need as well. It receives each part (a distinct box
+    of the array) and forwards it to them.
 
     Args:
-        transport: carries the pieces.
-        tag_base: the wire tag of sequence 0 of the step.
-        is_over: says whether the step has ended, so that nothing more is to be passed on.
-        done: called at the end of each receive and of each send. Until all have ended the memory may be read,
-            but neither used again nor given away.
+        transport: carries the parts.
+        tag_base: the wire tag of sequence number 0 of the step; sequence numbers are added to it.
+        is_over: returns whether the step has ended, so that nothing more needs to be forwarded.
+        done: called when a receive or a send has ended, once for each. Until all of them have ended, the
+            memory may be read, but must not be overwritten or returned to the pool.
     """
 
     transport: Transport
@@ -473,12 +545,12 @@ class TransferRelay:
         transfers: Sequence[PieceTransfer],
         relays: Mapping[int, Sequence[PieceTransfer]],
     ) -> None:
-        """Post the receives.
+        """Post the receives of all parts; each part is forwarded once it has arrived.
 
         Args:
-            pieces: the memory of each piece.
-            transfers: the messages that bring the pieces.
-            relays: the messages that pass a piece on, by the index of the piece.
+            pieces: the memory of each part.
+            transfers: the messages that bring the parts.
+            relays: for the index of each part that is forwarded: the messages that forward it.
         """
         for piece, peer, sequence in transfers:
             onward = relays.get(piece, ())
@@ -487,7 +559,14 @@ class TransferRelay:
                 on_end(None)
 
     def _pass_on(self, memory: Memory, onward: Sequence[PieceTransfer], error: Exception | None) -> None:
-        """Pass a piece on that has come; with `error` it will not."""
+        """Forward a received part of the array to other processes, and report to `done` that its receive has
+        ended.
+
+        Args:
+            memory: the memory of the part.
+            onward: the messages that forward the part.
+            error: the error of the receive, or None. If there is one, nothing is forwarded.
+        """
         if error is None and not self.is_over():
             for _, peer, sequence in onward:
                 try:
@@ -500,27 +579,34 @@ class TransferRelay:
 
 
 class DeviceStepRun(StepRun):
-    """One step under way, on devices that compute after a call has returned and report the end of work
+    """One step under way, on devices that compute after a call has returned and report the end of their work
     later."""
 
-    _run_ended_s = 0.0  # when the last run ended
+    _run_ended_s = 0.0  # the time at which the last executable ended
 
     @cached_property
     def _device(self) -> DeviceWork:
         device = self._resources.device
-        assert device is not None  # else the step would be a `StepRun`
+        assert device is not None  # otherwise the step would be a `StepRun`
         return device
 
     @cached_property
     def _unready(self) -> set[BufferKey]:
-        """The arguments that the device may still be filling."""
+        """The keys of the buffers of step arguments that the device may still be computing."""
         return set()
 
     def _has_bound(self, keys: Iterable[BufferKey]) -> None:
         self._unready.update(keys)
 
     def _compute(self, command: Execute) -> Callable[[], None] | None:
-        """Give a run to the device, on the compute thread, without waiting for it."""
+        """Call an executable without waiting for its results, and have the device report when it has computed
+        them.
+
+        This is called on the compute thread.
+
+        Returns:
+            None. If an error occurs, a function that fails the step, to be called on the event loop.
+        """
         if self.ended or not self._may_begin():
             return None
         self._note(command.instruction, computing=True)
@@ -543,23 +629,35 @@ class DeviceStepRun(StepRun):
             return
         if not self._on_thread:
             self._note(command.instruction)
-        # The run may have been called while the one before it still ran.
+        # The executable may have been called while the one before it was still computing.
         start_s, self._run_ended_s = max(called_s, self._run_ended_s), end_s
         self._carry_out(self._ran(command, start_s, end_s))
 
     def _received(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
-        """All pieces are in, each on the first device that holds it: copy them to the others."""
+        """Copy the received data of each part from the first device that stores it to the others, then make
+        the array available.
+
+        Args:
+            command: the command that posted the receive.
+            buffer: the memory with the data.
+        """
         if not buffer.replicas:
             self._received_everywhere(command, buffer)
             return
         go_on = partial(self._received_everywhere, command, buffer)
         try:
             self._device.spread(buffer.replicas, self._unless_failed(command, go_on))
-        except Exception as error:  # the device refused the copy: the step's failure, never the transport's
+        except Exception as error:  # the device refused the copy, which fails the step, not the transport
             self.fail(error, command.instruction)
 
     def _received_everywhere(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
-        """Make the array available, or begin its private copy, once the data is in on every device."""
+        """Make a received array available to the step once all devices have its data; copy it first if it
+        must be private.
+
+        Args:
+            command: the command that posted the receive.
+            buffer: the memory with the data.
+        """
         if command.private:
             self._resources.compute.submit(partial(self._copy_out, command, buffer))
             return
@@ -567,7 +665,14 @@ class DeviceStepRun(StepRun):
         self._carry_out(self.executor.arrived(command.buffer))
 
     def _copy_out(self, command: PostRecv, buffer: ReceiveBuffer) -> Callable[[], None] | None:
-        """Copy an array that is to outlive its receive buffer, on the compute thread."""
+        """Copy a received array that is used longer than its receive buffer, and make the copy available to
+        the step.
+
+        This is called on the compute thread.
+
+        Returns:
+            None. If an error occurs, a function that fails the step, to be called on the event loop.
+        """
         assert buffer.array is not None
 
         def use_copy() -> None:
@@ -577,7 +682,7 @@ class DeviceStepRun(StepRun):
 
         try:
             copy = duplicate(buffer.array)
-        except Exception as error:  # such as too little memory: the step's failure
+        except Exception as error:  # such as too little memory; this fails the step
             return partial(self.fail, error, command.instruction)
         return self._after_copy(copy, command, use_copy)
 
@@ -588,7 +693,13 @@ class DeviceStepRun(StepRun):
         return device_memories(array, layout)
 
     def _wait_to_send(self, command: StartSend, array: jax.Array) -> Callable[[], None] | None:
-        """Send an argument when the device has filled it. Called on the compute thread."""
+        """Have the device report when it has computed a step argument, and then send the argument.
+
+        This is called on the compute thread.
+
+        Returns:
+            None. If an error occurs, a function that fails the step, to be called on the event loop.
+        """
 
         def send() -> None:
             self._unready.discard(command.buffer)
@@ -599,8 +710,17 @@ class DeviceStepRun(StepRun):
     def _after_copy(
         self, array: jax.Array, command: PostRecv | StartSend, go_on: Callable[[], None]
     ) -> Callable[[], None] | None:
-        """Have the device call `go_on` when an array is there; return the step's failure if the device
-        refuses."""
+        """Have the device call `go_on` on the event loop once an array is available.
+
+        Args:
+            array: the array.
+            command: the command for which the array is needed; a failure is reported as that of its
+                instruction.
+            go_on: the function to call once the array is available.
+
+        Returns:
+            None. If the device refuses, a function that fails the step, to be called on the event loop.
+        """
         try:
             self._device.after_copy((array,), self._unless_failed(command, go_on))
         except Exception as error:  # the array failed
@@ -608,7 +728,12 @@ class DeviceStepRun(StepRun):
         return None
 
     def _unless_failed(self, command: PostRecv | StartSend, go_on: Callable[[], None]) -> OnReached:
-        """Return a callback for the device that calls `go_on`, or fails the step if the device failed."""
+        """Return a callback for the device that calls `go_on`, or fails the step if the device has failed.
+
+        Args:
+            command: the command whose instruction a failure is attributed to.
+            go_on: the function to call if the device has not failed.
+        """
 
         def on_reached(_: float, error: Exception | None) -> None:
             if self.ended:

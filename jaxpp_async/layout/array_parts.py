@@ -1,12 +1,12 @@
-"""Work out which part of an array lies on which process of an actor, and which process sends it to which.
+"""Compute how an array is divided among the processes of an actor, and which messages move its parts.
 
-A *part* is one distinct box of an array: an array that is split over an actor's devices has as many parts as
-its spec says, and devices that hold the same part are replicas. The devices of an actor belong to its
-processes, consecutive devices to one process. A *piece* is the bytes of one part in the memory of one
-process; transfers move pieces. Of the processes that hold a part one is its *owner*. The owner alone sends
-the part to other actors and to the controller, and passes it on to the other processes of its actor after it
-has received it. All of this follows from the array's aval and the actor's mesh, so that every process and the
-controller work out the same.
+An actor may have several processes; consecutive devices of its mesh belong to one process. A *part* is one
+distinct box of an array: an array that is split over an actor's devices has as many parts as its spec
+implies, and devices that store the same part are replicas. A *piece* is the bytes of one part in the memory
+of one process; messages carry pieces. One of the processes that store a part is its *owner*. Only the owner
+sends the part to other actors and to the controller, and only the owner receives the part from them; it then
+forwards the part to the other processes of its actor that store it. All of this is computed from the array's
+aval and the actor's mesh, so that every process and the controller compute the same result.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One distinct box of an array.
+    """One distinct box of an array, with the devices and the processes of an actor that store it.
 
     Args:
-        number: its place among all parts, which are in the order in which the actor's devices first hold
-            them.
-        index: the box, as one slice for each axis of the whole array.
-        shape: the box's shape.
-        positions: the devices that hold it, by their place in the mesh's flat order.
-        ranks: the processes that hold it, ascending.
+        number: the index of the part among all parts of the array, which are in the order of the first device
+            that stores each of them.
+        index: the box, as one slice per axis of the whole array.
+        shape: the shape of the box.
+        positions: the devices that store the part, as indices into the actor's mesh in flat order.
+        ranks: the ranks, in ascending order, of the processes that store the part.
     """
 
     number: int
@@ -49,21 +49,29 @@ class Part:
     ranks: tuple[int, ...]
 
     def owner(self, salt: int) -> int:
-        """Return the rank of the process that sends this part.
+        """Return the rank of the part's owner: the process that exchanges the part with other actors and the
+        controller.
 
         Args:
-            salt: a transfer's tag or an array's id, so that different transfers fall to different processes.
+            salt: the tag of a transfer, or the id of an array. It makes different processes the owners in
+                different transfers, which spreads the work.
         """
         return self.ranks[(self.number + salt) % len(self.ranks)]
 
 
 @lru_cache(maxsize=4096)
 def parts_of(aval: Aval, axes: tuple[tuple[str, int], ...], num_processes: int = 1) -> tuple[Part, ...]:
-    """List the distinct parts of an array.
+    """List the distinct parts (boxes) into which the mesh of an actor divides an array.
+
+    Along an unreduced axis every device has a part of its own, since each stores its own summand.
 
     Args:
-        axes: the actor's mesh: (axis name, size), outermost first.
-        num_processes: how many processes the devices belong to; divides the number of devices.
+        aval: the shape, the dtype and the spec of the array.
+        axes: the actor's mesh, as pairs of axis name and size, outermost first.
+        num_processes: the number of processes of the actor, which divides the number of devices.
+
+    Returns:
+        The parts, in the order of the first device that stores each of them.
 
     Raises:
         ValueError: the spec names an axis that the mesh does not have, or does not divide the shape.
@@ -79,8 +87,7 @@ def parts_of(aval: Aval, axes: tuple[tuple[str, int], ...], num_processes: int =
     shape = tuple(n // count for n, count in zip(aval.shape, counts, strict=True))
     devices_each = math.prod(sizes.values()) // num_processes
     holders: dict[tuple[int, ...], list[int]] = {}
-    # Along an unreduced axis each device holds a summand of its own, though it stands for one box of the
-    # array.
+    # Along an unreduced axis each device stores its own summand of the same box of the array.
     keys = [*splits, *((axis,) for axis in aval.unreduced)]
     for position, coordinates in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
         at = dict(zip(sizes, coordinates, strict=True))
@@ -98,7 +105,16 @@ def parts_of(aval: Aval, axes: tuple[tuple[str, int], ...], num_processes: int =
 
 
 def _block(names: tuple[str, ...], at: dict[str, int], sizes: dict[str, int]) -> int:
-    """Return which block along an array's axis, split by these mesh axes, lies at these mesh coordinates."""
+    """Return which block of one axis of an array the device at the given mesh coordinates stores.
+
+    Args:
+        names: the mesh axes that split the array's axis, outermost first.
+        at: the coordinate of the device along each mesh axis.
+        sizes: the size of each mesh axis.
+
+    Returns:
+        The index of the block; 0 if no mesh axis splits the array's axis.
+    """
     block = 0
     for axis in names:
         block = block * sizes[axis] + at[axis]
@@ -110,24 +126,26 @@ def _slice(block: int, length: int, count: int) -> slice:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return numpy's dtype for the name that `Aval` carries, also for those of `ml_dtypes`."""
+    """Return the numpy dtype with the given name, which is that of an `Aval`; types of `ml_dtypes` such as
+    bfloat16 are supported."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 # ---------------------------------------------------------------- transfers between actors
 #
-# Processes of equal rank exchange what their actors exchange. The owner of a part sends it to the process of
-# its own rank in the other actor, which passes it on to the other holders there: so a part crosses between
-# actors once.
+# Data between two actors is sent between their processes of equal rank. The owner of a part sends it to the
+# process of the same rank in the other actor, which forwards it to the other processes of that actor that
+# need it. Each part is thus sent between actors only once.
 
 
 class PieceTransfer(NamedTuple):
-    """One message of a program's transfer.
+    """One message between two processes, which carries one part of an array.
 
     Args:
-        piece: which of the parts that this process holds, by index.
-        peer: the process that the piece goes to, or comes from.
-        sequence: the sequence part of the message's wire tag.
+        piece: the index of the part among the parts that this process stores.
+        peer: the process at the other end, which receives the message or sends it.
+        sequence: the sequence number in the message's wire tag, by which the transport matches a send with
+            its receive.
     """
 
     piece: int
@@ -138,12 +156,18 @@ class PieceTransfer(NamedTuple):
 def plan_sends(
     process_rank: ProcessRank, held: Sequence[Part], tag: Tag, to_actor: ActorId, num_devices: int
 ) -> tuple[PieceTransfer, ...]:
-    """List the messages that a process sends of a `Send`: one for each part that it owns.
+    """List the messages by which one process carries out a `Send` instruction: one for each part that it
+    owns.
+
+    One of the processes of an actor that store a part is its owner, and only the owner sends the part to
+    other actors.
 
     Args:
-        process_rank: the process.
-        held: the parts of the array that the process holds.
-        num_devices: the number of devices of an actor.
+        process_rank: the process, with its actor and its rank in that actor.
+        held: the parts (distinct boxes) of the array that the process stores.
+        tag: the tag of the transfer in the program.
+        to_actor: the actor that receives the array.
+        num_devices: the number of devices of one actor.
     """
     peer = process_rank.counterpart_in(to_actor)
     return tuple(
@@ -156,10 +180,19 @@ def plan_sends(
 def plan_receives(
     process_rank: ProcessRank, held: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
 ) -> tuple[PieceTransfer, ...]:
-    """List the messages that a process receives of a `Recv`: one for each part that it holds.
+    """List the messages by which one process carries out a `Recv` instruction: one for each part that it
+    stores.
 
-    A part that the process owns comes from the other actor, any other part from its owner in the process's
-    own actor. Arguments are those of `plan_sends`.
+    One of the processes of an actor that store a part is its owner. A part that this process owns comes from
+    the process of the same rank in the other actor. Any other part comes from its owner, another process of
+    the receiving actor.
+
+    Args:
+        process_rank: the process, with its actor and its rank in that actor.
+        held: the parts (distinct boxes) of the array that the process stores.
+        tag: the tag of the transfer in the program.
+        from_actor: the actor that sends the array.
+        num_devices: the number of devices of one actor.
     """
     return tuple(
         PieceTransfer(
@@ -177,9 +210,20 @@ def plan_receives(
 def plan_relays(
     process_rank: ProcessRank, held: Sequence[Part], tag: Tag, num_devices: int
 ) -> dict[int, tuple[PieceTransfer, ...]]:
-    """Map each received piece that a process passes on within its actor to the messages that carry it.
+    """List the messages by which one process forwards received parts to the other processes of its actor that
+    need them.
 
-    Arguments are those of `plan_sends`. Pieces that it does not pass on are left out.
+    A process forwards the parts that it owns, since only a part's owner receives the part from another actor.
+
+    Args:
+        process_rank: the process, with its actor and its rank in that actor.
+        held: the parts (distinct boxes) of the array that the process stores.
+        tag: the tag of the transfer in the program.
+        num_devices: the number of devices of one actor.
+
+    Returns:
+        For each part that is forwarded, by its index in `held`: the messages that carry it. Parts that this
+        process does not forward are left out.
     """
     return {
         piece: tuple(
@@ -193,27 +237,40 @@ def plan_relays(
 
 
 def sequence_number(tag: Tag, part: Part, num_devices: int) -> int:
-    """Return the sequence part of the wire tag of one part of a program's transfer.
+    """Return the sequence number for the wire tag of the message that carries one part of a transfer.
 
-    An array has at most as many parts as the actor has devices, so no two messages of a program share a
+    An array has at most as many parts as an actor has devices, so no two messages of a program share a
     number.
+
+    Args:
+        tag: the tag of the transfer in the program.
+        part: the part that the message carries.
+        num_devices: the number of devices of one actor.
     """
     return tag * num_devices + part.number
 
 
 # ---------------------------------------------------------------- the order of transfers
 #
-# Transports without tags need to know beforehand which message is the n-th on a link. Between two processes
-# messages go in the order of the program's transfers. Messages within an actor go in the order in which the
-# actor receives. With that order no process waits for a message that needs the process itself: a program
-# posts its receives in an order (`compiler.lowering`) in which whatever comes before a value was made before
-# anything that reads the value.
+# Transports without tags need to know beforehand which message is the n-th on a link. Messages between two
+# processes of different actors are in the order of the program's transfers. Messages within an actor are in
+# the order in which the actor receives. This order cannot deadlock: a program posts its receives in an order
+# (`compiler.lowering`) in which every value that precedes another one was made before anything that reads the
+# other one.
 
 
 def order_sends(
     process_rank: ProcessRank, held: Sequence[Part], tag: Tag, to_actor: ActorId, num_devices: int
 ) -> Iterator[OrderedMessage]:
-    """Yield the messages of a `Send` with the link that each takes. Arguments are those of `plan_sends`."""
+    """Yield the messages of a `Send` instruction in order, each with the NCCL link that carries it.
+
+    Args:
+        process_rank: the sending process, with its actor and its rank in that actor.
+        held: the parts (distinct boxes) of the array that the process stores.
+        tag: the tag of the transfer in the program.
+        to_actor: the actor that receives the array.
+        num_devices: the number of devices of one actor.
+    """
     transfers = plan_sends(process_rank, held, tag, to_actor, num_devices)
     return _on_links(process_rank, held, transfers, num_devices, sends=True)
 
@@ -221,7 +278,18 @@ def order_sends(
 def order_receives(
     process_rank: ProcessRank, held: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
 ) -> Iterator[OrderedMessage]:
-    """Yield the messages of a `Recv`, then the relays behind it. Arguments are those of `plan_receives`."""
+    """Yield the messages of a `Recv` instruction in order, each with the NCCL link that carries it.
+
+    The messages that the process receives come first. The messages by which it forwards parts within its
+    actor follow.
+
+    Args:
+        process_rank: the receiving process, with its actor and its rank in that actor.
+        held: the parts (distinct boxes) of the array that the process stores.
+        tag: the tag of the transfer in the program.
+        from_actor: the actor that sends the array.
+        num_devices: the number of devices of one actor.
+    """
     transfers = plan_receives(process_rank, held, tag, from_actor, num_devices)
     yield from _on_links(process_rank, held, transfers, num_devices, sends=False)
     for relays in plan_relays(process_rank, held, tag, num_devices).values():
@@ -246,8 +314,17 @@ def _on_links(
 
 
 def _first_device(part: Part, rank: int, devices_each: int) -> int:
-    """Return the first device of a process that holds a part, counted within the process: transports move
-    that one."""
+    """Return the first device of a process that stores a part; transports move the part from or to this
+    device.
+
+    Args:
+        part: the part, which the process must store.
+        rank: the rank of the process in its actor.
+        devices_each: the number of devices of each process.
+
+    Returns:
+        The device's index among the devices of the process.
+    """
     return next(k for k in part.positions if k // devices_each == rank) - rank * devices_each
 
 
@@ -256,11 +333,12 @@ def _first_device(part: Part, rank: int, devices_each: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scattering:
-    """Splits host values among the processes of an actor, for all actors of one mesh.
+    """A description of how values in host memory are split among the processes of an actor; all actors of a
+    mesh share one.
 
     Args:
-        axes: the mesh of an actor: (axis name, size).
-        per_actor: the number of processes of an actor.
+        axes: the mesh of one actor, as pairs of axis name and size, outermost first.
+        per_actor: the number of processes of each actor.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -268,30 +346,46 @@ class Scattering:
 
     @property
     def splits(self) -> bool:
-        """Whether actors have several processes; else the one process has all of every array."""
+        """True if actors have several processes; False if the only process of an actor stores all of every
+        array."""
         return self.per_actor > 1
 
     def process(self, actor: ActorId, rank: int) -> ProcessId:
-        """Return the process of this rank of an actor."""
+        """Return the id of the process that has a given rank in an actor."""
         return process_of(actor, rank, self.per_actor)
 
     def first_of(self, process: ProcessId) -> ProcessId:
-        """Return the first process of the actor that a process belongs to."""
+        """Return the id of the first process (rank 0) of the actor to which a process belongs."""
         return self.process(actor_and_rank(process, self.per_actor)[0], 0)
 
     def parts(self, aval: Aval) -> tuple[Part, ...]:
-        """List the distinct parts of an array."""
+        """List the distinct parts (boxes) into which the mesh of an actor divides an array of this aval."""
         return parts_of(aval, self.axes, self.per_actor)
 
     def owned(self, array_id: ArrayId, aval: Aval) -> dict[int, list[Part]]:
-        """Map the rank of each process that owns parts of an array to these parts."""
+        """Group the parts of an array by their owners, the processes that exchange them with the controller.
+
+        Returns:
+            The parts that each process owns, by the rank of the process. Processes that own no part are left
+            out.
+        """
         found: dict[int, list[Part]] = {}
         for part in self.parts(aval):
             found.setdefault(part.owner(array_id), []).append(part)
         return found
 
     def pieces(self, array_id: ArrayId, aval: Aval, value: Array) -> list[tuple[int, int, Array]]:
-        """Split a value: (rank of the owner, the part's number, a copy of the part's bytes) for each part."""
+        """Split a host value into the parts that the controller sends to the processes of an actor.
+
+        Args:
+            array_id: the id of the array, which decides which process owns which part.
+            aval: the aval of the array.
+            value: the whole value.
+
+        Returns:
+            For each part: the rank of its owner, the number of the part, and a copy of its bytes as a flat
+            uint8 array.
+        """
         return [
             (
                 part.owner(array_id),
@@ -303,21 +397,24 @@ class Scattering:
 
 
 class Gathering:
-    """One fetch of arrays to the controller, which asks processes for pieces and joins their answers.
+    """One fetch of arrays to the controller: determines what to request from each process, and joins the
+    replies.
 
     Args:
-        wanted: actor, array and its aval, one an array.
-        scattering: how the arrays are split.
+        wanted: for each array to fetch: the actor that has it, its id and its aval.
+        scattering: how arrays are split among the processes of an actor.
 
     Attributes:
-        asked: for each process, the arrays to ask it for, each with the aval of what it answers.
+        asked: for each process, the ids of the arrays to request from it, each with the aval of the reply.
+            With several processes per actor a reply is the bytes of the parts that the process owns, a flat
+            uint8 array.
     """
 
     def __init__(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]], scattering: Scattering):
         self._wanted = wanted
         self.asked: dict[ProcessId, list[tuple[ArrayId, Aval]]] = {}
-        # For each process and array asked for: its position in `wanted`, and the parts; None: the array as it
-        # is.
+        # For each process and each array requested from it: the array's position in `wanted`, and the parts
+        # that the reply contains. None instead of parts means that the reply is the array itself.
         self._contents: dict[ProcessId, list[tuple[int, Sequence[Part] | None]]] = {}
         for position, (actor, array_id, aval) in enumerate(wanted):
             owned = scattering.owned(array_id, aval) if scattering.splits else {0: None}
@@ -328,10 +425,10 @@ class Gathering:
                 self._contents.setdefault(process, []).append((position, parts))
 
     def arrays(self, answers: Mapping[ProcessId, Sequence[Array]]) -> list[Array]:
-        """Return the arrays, in the order in which they were wanted.
+        """Join the replies of all processes, and return the arrays in the order in which they were requested.
 
         Args:
-            answers: for each process of `asked`, the arrays that it was asked for, in order.
+            answers: for each process in `asked`: its replies, in the order of its entry in `asked`.
         """
         found: list[list[tuple[Sequence[Part] | None, Array]]] = [[] for _ in self._wanted]
         for process, arrays in answers.items():
@@ -346,15 +443,22 @@ class Gathering:
 
 
 def total_bytes(parts: Sequence[Part], aval: Aval) -> int:
-    """Return the bytes of some parts of an array together."""
+    """Return the total size in bytes of the given parts of an array.
+
+    Args:
+        parts: the parts.
+        aval: the aval of the whole array.
+    """
     return sum(math.prod(part.shape) for part in parts) * numpy_dtype(aval.dtype).itemsize
 
 
 def join_parts(aval: Aval, pieces: Sequence[tuple[Sequence[Part], Array]]) -> Array:
-    """Join an array from the bytes that processes have sent.
+    """Join the parts of an array, which several processes have sent as bytes, into one host array.
 
     Args:
-        pieces: parts, and their bytes one part after the other as a flat uint8 array; together all parts.
+        aval: the aval of the whole array.
+        pieces: for each process: the parts that it sent, and their bytes one part after the other as a flat
+            uint8 array. Together the processes must have sent all parts.
     """
     dtype = numpy_dtype(aval.dtype)
     whole = np.empty(aval.shape, dtype)

@@ -1,7 +1,8 @@
-"""Keep copies of actors' arrays as bytes in host memory, and move these copies between processes.
+"""Keep copies of actors' arrays as bytes in host memory for restarts, and move these copies between
+processes.
 
-A process keeps a copy of its own arrays, and one of another actor's arrays, which outlives that actor if it
-fails.
+A process keeps a copy of its own arrays and a copy of another actor's arrays. The second copy survives if
+that other actor fails.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ Bytes: TypeAlias = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateReplica:
-    """A copy of all arrays of one process, as they were at one time.
+    """A copy in host memory of all arrays of one process at one point of its request stream, kept for
+    restarts.
 
     Args:
-        arrays: id, aval and sizes of each array.
-        shards: the bytes of each distinct shard of each array.
+        arrays: the id, the aval and the shard sizes of each array.
+        shards: for each array, the bytes of each of its distinct shards.
     """
 
     arrays: tuple[ReplicaArray, ...]
@@ -36,12 +38,17 @@ class StateReplica:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of the whole copy."""
+        """The total size of the copy in bytes."""
         return sum(shard.nbytes for shards in self.shards for shard in shards)
 
     def tagged(self, epoch: int) -> list[tuple[Bytes, int]]:
-        """List the shards that have any bytes, each with the wire tag under which it travels in this
-        epoch."""
+        """List the nonempty shards of all arrays in the order of sending, each with its wire tag, by which
+        the transport matches a send with its receive.
+
+        Args:
+            epoch: the mesh's current epoch, which counts the aborts of the whole mesh and is part of every
+                tag.
+        """
         return [
             (shard, make_tag(epoch, COPY_CHANNEL, k % (1 << SEQUENCE_BITS)))
             for k, shard in enumerate(shard for shards in self.shards for shard in shards)
@@ -50,45 +57,68 @@ class StateReplica:
 
 
 class ReplicaStore:
-    """The copies that one process has, its own and those of other processes, by generation and process."""
+    """The copies of arrays that one process keeps in host memory for restarts.
+
+    A copy is found by its generation and by the process whose arrays it has. The generation is a number that
+    the controller increases each time it has all processes copy their arrays.
+    """
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, ProcessId], StateReplica] = {}
 
     def put(self, generation: int, of: ProcessId, copy: StateReplica) -> None:
-        """Keep a copy of a process's arrays."""
+        """Keep a copy of a process's arrays; an earlier copy of the same generation and process is replaced.
+
+        Args:
+            generation: the number of the round of copying to which the copy belongs.
+            of: the process whose arrays were copied.
+            copy: the copy.
+        """
         self._copies[generation, of] = copy
 
     def get(self, generation: int, of: ProcessId) -> StateReplica:
-        """Return a copy of a process's arrays.
+        """Return the copy of a process's arrays of one generation (round of copying).
+
+        Args:
+            generation: the number of the round of copying.
+            of: the process whose arrays were copied.
 
         Raises:
-            ProtocolError: there is no such copy here.
+            ProtocolError: this process does not have the copy.
         """
         if (generation, of) not in self._copies:
             raise ProtocolError(f"copy {generation} of process {of}'s arrays is not here")
         return self._copies[generation, of]
 
     def forget(self, generation: int) -> None:
-        """Drop all copies but those of this generation."""
+        """Drop all copies except those of the given generation (round of copying)."""
         self._copies = {key: copy for key, copy in self._copies.items() if key[0] == generation}
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of host memory that all copies take."""
+        """The total size in bytes of all copies in this store."""
         return sum(copy.size_bytes for copy in self._copies.values())
 
     async def send(self, transport: Transport, message: SendReplica) -> None:
-        """Send a copy to a peer that receives it.
+        """Send a copy of arrays to another process, which must receive it at the same time.
+
+        Args:
+            transport: carries the bytes.
+            message: the controller's request, which names the copy and the receiving process.
 
         Raises:
-            ProtocolError: the copy is not here. TransferError: the link failed.
+            ProtocolError: this process does not have the copy.
+            TransferError: the link failed.
         """
         copy = self.get(message.generation, message.owner)
         await _finish([transport.send(data, message.to, tag) for data, tag in copy.tagged(message.epoch)])
 
     async def receive(self, transport: Transport, message: ReceiveReplica) -> None:
-        """Receive a copy from a peer, and keep it.
+        """Receive a copy of arrays from another process, and keep it in this store.
+
+        Args:
+            transport: carries the bytes.
+            message: the controller's request, which names the copy, its arrays and the sending process.
 
         Raises:
             TransferError: the link failed.
@@ -100,15 +130,17 @@ class ReplicaStore:
 
 
 def holders(hosts: Sequence[Sequence[str]]) -> dict[int, int]:
-    """Choose for each actor another one that holds the copy of its arrays.
+    """Choose for each actor another actor that keeps the copy of its arrays for restarts.
+
+    All actors are shifted by one number, so that each actor keeps one copy. The number is chosen so that as
+    few copies as possible are on the same host as the original, since a host may be lost as a whole.
 
     Args:
-        hosts: for each actor, in order of id, the host of each of its processes, in order of rank; at least
-            two actors.
+        hosts: for each actor, in order of id, the host of each of its processes, in order of rank. There must
+            be at least two actors.
 
     Returns:
-        Actor to holder. Each actor holds one copy; holders are the actors shifted by the number that leaves
-        the fewest pairs on one host, since a host may be lost as a whole.
+        For the id of each actor, the id of the actor that keeps its copy.
     """
     count = len(hosts)
 
@@ -121,8 +153,12 @@ def holders(hosts: Sequence[Sequence[str]]) -> dict[int, int]:
 
 
 async def _finish(transfers: list[asyncio.Future[None]]) -> None:
-    """Wait for every transfer, also when one fails: until then the transport owns the memory."""
+    """Wait until every transfer has ended, also if one fails, and then raise the first error, if there is
+    one.
+
+    The transport uses the memory of a transfer until the transfer has ended.
+    """
     if transfers:
         await asyncio.wait(transfers)
-    while transfers:  # this frame goes with an error, and must not hold the future that has the error
+    while transfers:  # emptied, since an error refers to this frame and would form a cycle with its future
         transfers.pop(0).result()

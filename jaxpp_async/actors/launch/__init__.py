@@ -1,7 +1,7 @@
-"""Keep the old path of `jaxpp_async.launch` importable for one release, with a deprecation warning.
+"""Keep the old import path `jaxpp_async.actors.launch` working for one release, with a deprecation warning.
 
-`jaxpp_async.actors.launch` and the modules below it become the same module objects as those of
-`jaxpp_async.launch`, so that a class is one class under both paths.
+The package and its modules are replaced by the module objects of `jaxpp_async.launch`, so that a class
+imported by either path is the same class.
 """
 
 import importlib
