@@ -1,8 +1,8 @@
-"""Accept the control connections of a mesh's actors, and the connections for their heartbeats.
+"""Accept the control connections that a mesh's actors open, and the connections for their heartbeats.
 
-A peer that cannot prove that it belongs to the mesh is refused and logged, and the mesh goes on. After the
-handshake of a control connection somebody else talks to the actor; the heartbeats of actors that were
-accepted stay here.
+A peer that cannot prove that it belongs to the mesh is refused and logged, and the mesh is not affected.
+After the handshake, a control connection is given to the caller that expects it. Heartbeat connections stay
+with the listener, which passes each heartbeat to `on_beat`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Arrival: TypeAlias = "asyncio.Future[Connection]"
 
 
 class ControlListener:
-    """The listening end of the control connections of one mesh.
+    """A listener that accepts the control and heartbeat connections of one mesh's actor processes.
 
     Args:
-        secret: the mesh's 32 bytes.
-        version: the package's version.
+        secret: the 32 bytes that only processes of this mesh know.
+        version: the version of this package, which peers must have as well.
         max_frame_bytes: the length of the longest frame on each connection.
 
     Attributes:
-        on_beat: called with every heartbeat of an actor whose control connection is open. May be set at any
-            time.
+        on_beat: called with every heartbeat of an actor whose control connection is open, and with the
+            identity of its sender; None: heartbeats are dropped. May be set at any time.
     """
 
     def __init__(self, secret: bytes, *, version: str, max_frame_bytes: int):
@@ -63,7 +63,9 @@ class ControlListener:
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> tuple[str, int]:
-        """Accept connections on a free port of `host`'s interface; gives the host and the port."""
+        """Accept connections on a free port of the interface with the address `host`; return the address and
+        port.
+        """
         loop = asyncio.get_running_loop()
         # Never all descriptors that this process has.
         self._most_unproven = max(1, min(MAX_UNPROVEN, free_descriptors() // 4))
@@ -82,7 +84,9 @@ class ControlListener:
         return name[0], name[1]
 
     def adopt(self, sock: socket.socket) -> None:
-        """Take one end of a socket pair as if it had been accepted."""
+        """Treat one end of a socket pair like a connection that has been accepted; for actors in this
+        process.
+        """
         connection = self._make_connection()
         task = asyncio.get_running_loop().create_task(
             attach_socket(connection, sock), name="attach a control socket"
@@ -91,14 +95,20 @@ class ControlListener:
         task.add_done_callback(self._attaching.discard)
 
     def expect(self, identity: Identity) -> Arrival:
-        """Give the future connection of one actor; `HandshakeError` if that actor has another version."""
+        """Return the future control connection of one incarnation (one life) of an actor process.
+
+        The future raises `HandshakeError` if the process has another version of this package.
+        """
         arrival: Arrival = asyncio.get_running_loop().create_future()
         self._expected[identity] = arrival
         arrival.add_done_callback(lambda _: self._expected.pop(identity, None))
         return arrival
 
     async def aclose(self) -> None:
-        """Stop accepting and drop every handshake under way. Accepted control connections stay open."""
+        """Stop accepting, and close heartbeat connections and those whose handshake has not ended.
+
+        Control connections that have been accepted stay open.
+        """
         self._refusals.flush()
         for listening in self._server.sockets if self._server is not None else ():
             asyncio.get_running_loop().remove_reader(listening)
@@ -163,7 +173,7 @@ class ControlListener:
     # ------------------------------------------------------------ beats
 
     def _accept_heartbeats(self, connection: Connection, identity: Identity) -> None:
-        """Accept a connection for heartbeats if its actor's control connection is open, or refuse it."""
+        """Accept a heartbeat connection, or close it if its process has no open control connection."""
         if not self._is_connected(identity):
             connection.abort()
             self._refusals.write(f"refused a heartbeat connection: {identity} is not here (any more)")
@@ -179,7 +189,10 @@ class ControlListener:
             del self._beating[process_id]
 
     def _on_message(self, connection: Connection, message: Any) -> None:
-        """Take a message that comes before somebody else listens, and every heartbeat."""
+        """Pass on a heartbeat, or fail a control connection whose first message nobody expects yet.
+
+        Once a control connection has been given to its caller, its messages no longer come to this method.
+        """
         identity = connection.wire.identity
         assert identity is not None  # nothing is decoded before
         if identity.channel != "beats":
@@ -194,7 +207,7 @@ class ControlListener:
             self.on_beat(identity, message)
 
     def _is_connected(self, identity: Identity) -> bool:
-        """Whether the control connection of this incarnation of the actor is open."""
+        """Return whether the control connection of this incarnation (one life) of a process is open."""
         control = self._accepted.get(identity.process_id)
         return (
             control is not None
@@ -211,13 +224,14 @@ WINDOW_S = 10.0
 
 
 class RateLimitedLog:
-    """A log of refusals with at most `MOST` lines in `WINDOW_S` seconds; the next line counts the others.
+    """A log of refused connections that writes at most `MOST` lines in `WINDOW_S` seconds.
 
-    Any peer that reaches a port can be refused as often as it likes, and the log must not grow with that.
+    Further lines are only counted, and their number is logged later. A peer that can connect to the port can
+    be refused as often as it likes, and must not be able to fill the log.
 
     Args:
-        log: takes a line.
-        clock: gives a monotonic time in seconds.
+        log: called with each line to write.
+        clock: returns a monotonic time in seconds.
     """
 
     def __init__(self, log: Callable[[str], None], clock: Callable[[], float]):
@@ -225,7 +239,7 @@ class RateLimitedLog:
         self._began_s, self._num_written, self._num_hidden = clock(), 0, 0
 
     def write(self, text: str) -> None:
-        """Log a refusal, or only count it."""
+        """Log a line about a refused connection, or only count it if too many were logged in this period."""
         now_s = self._clock()
         if now_s - self._began_s > WINDOW_S:
             self.flush()
@@ -237,7 +251,7 @@ class RateLimitedLog:
             self._num_hidden += 1
 
     def flush(self) -> None:
-        """Log how many refusals were only counted."""
+        """Log how many refused connections were only counted, if there are any."""
         if self._num_hidden:
             self._log(f"refused {self._num_hidden} more connections")
             self._num_hidden = 0
