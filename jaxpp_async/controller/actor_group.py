@@ -119,7 +119,9 @@ class ActorGroup:
 
     @property
     def host_transfers(self) -> HostTransfers:
-        """The controller's end of the data plane; available once `start` has returned."""
+        """The controller's end of the data plane, which transfers large arrays; available once `start` has
+        returned.
+        """
         assert self._host_transfers is not None  # `start` has made it
         return self._host_transfers
 
@@ -132,8 +134,9 @@ class ActorGroup:
 
     @property
     def has_processes(self) -> bool:
-        """Whether actors run in processes of their own, which send heartbeats, or inline in this process
-        (False).
+        """Whether actors run in processes of their own, which send heartbeats.
+
+        This is False for inline actors, which run in this process.
         """
         return self._launcher.listen_host is not None
 
@@ -283,8 +286,9 @@ class ActorGroup:
         return theirs if is_loopback(self._address[0]) or not is_loopback(theirs) else None
 
     async def connect(self) -> None:
-        """Connect the data plane of every process with all its peers and with the controller, in the current
-        epoch.
+        """Connect the data plane of every process with all its peers and with the controller.
+
+        The connections are for the current epoch, a number that counts aborts of the whole mesh.
 
         Raises:
             RemoteError, TransferError: a connection could not be made.
@@ -324,7 +328,7 @@ class ActorGroup:
 
     def _network(self) -> Network:
         """Choose the local addresses at which the controller's transport listens, so that actors can connect
-        to them.
+        to it.
 
         These are the addresses of the interfaces through which the actors' listening addresses are routed.
         """
@@ -340,14 +344,24 @@ class ActorGroup:
     # ------------------------------------------------------------ going on after a failure
 
     def begin_epoch(self) -> None:
-        """Begin another epoch after an abort of the whole mesh, so that all earlier messages are ignored."""
+        """Begin another epoch, so that all messages from before are ignored.
+
+        An epoch is the time between two aborts of the whole mesh; messages carry its number.
+        """
         self.epoch += 1
         if self._host_transfers is not None:
             self._host_transfers.epoch = self.epoch
 
     def abort(self, process: ProcessId, cause: str) -> PendingRequest:
-        """Tell a process to drop all its work and to enter the current epoch; return the request, to be
-        awaited.
+        """Tell a process to drop all its work and to enter the current epoch, which counts aborts of the
+        mesh.
+
+        Args:
+            process: the process.
+            cause: a text that says what happened, for the errors of the steps that the process drops.
+
+        Returns:
+            The request, which can be awaited.
         """
         return self.links[process].ask(Abort(self._number(), self.epoch, cause), Done)
 

@@ -172,6 +172,8 @@ class Controller:
         Raises:
             LaunchError: an actor did not start; the error has the end of the actor's output.
             HandshakeError: an actor runs other versions of the package or of JAX.
+            MeshError: the devices of the actors cannot be used together, or this process may not open enough
+                file descriptors.
         """
         options = options or ControllerOptions()
         processes = Topology(num_actors, options.actors.processes_per_actor)
@@ -545,7 +547,12 @@ class Controller:
         self._tasks.start("abort after a failure", self._abort_others(error, dead))
 
     async def _abort_others(self, error: ActorError, dead: ProcessId | None) -> None:
-        """Tell the actors that still live to drop all their work, and ignore their replies from now on."""
+        """Tell the actors that still live to drop all their work, and ignore their replies from now on.
+
+        Args:
+            error: the failure that ended the mesh.
+            dead: the process that died, or None.
+        """
         await self._end_recovery()
         actor_group = self._actor_group
         actor_group.begin_epoch()
@@ -579,7 +586,8 @@ class Controller:
     # ------------------------------------------------------------ end
 
     async def aclose(self) -> None:
-        """Stop every actor and release everything, within about ten seconds, whatever the actors do.
+        """Stop every actor and release everything. This ends within about ten seconds, whatever the actors
+        do.
 
         Steps in flight fail with `MeshClosedError`. A failure that ended the mesh is not raised again. A
         second call waits for the first one to end. If a call is cancelled, the actors are killed immediately

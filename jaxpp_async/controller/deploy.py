@@ -1,9 +1,10 @@
 """Load compiled programs onto actors, and connect the NCCL links that their transfers need.
 
-A link is one NCCL communicator, for transfers in one direction between two processes. `Deployment` loads one
-program's parts. `LinkSetup` makes the links before a program's first step, and makes them again in every
-epoch, since an abort ends them; for other transports it does nothing. `LoadedPrograms` remembers which part
-of which program each actor has, and makes the `Load` messages.
+A link is one NCCL communicator, for transfers from a device of one process to a device of another.
+`Deployment` loads one program's parts. `LinkSetup` makes the links before a program's first step, and makes
+them again in every epoch (a number that counts aborts of the whole mesh), since an abort ends them; for other
+transports it does nothing. `LoadedPrograms` remembers which part of which program each actor has, and makes
+the `Load` messages.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from jaxpp_async.transport.registry import kind_of
 
 
 class Deployment:
-    """The loading of programs onto the actors of one mesh.
+    """A loader of programs onto the actors of one mesh.
 
     Args:
         actor_group: the actors' processes.
@@ -124,12 +125,14 @@ class MessageEnd(NamedTuple):
 
 
 def links_of(parts: Mapping[ActorId, ActorProgram], scattering: Scattering) -> list[NcclLink]:
-    """Return the NCCL links that a program's transfers use, in ascending order, after checking both ends of
-    each.
+    """Return the NCCL links that a program's transfers use, after checking that both ends of each link agree.
 
     Args:
-        parts: the program's parts, by actor; all of them.
+        parts: the parts of all actors in the program.
         scattering: how arrays are split over the processes of one actor.
+
+    Returns:
+        The links, in ascending order.
 
     Raises:
         ProtocolError: two processes would transfer different messages, or the same ones in different orders.
@@ -183,7 +186,16 @@ def _check(link: NcclLink, sent: Sequence[MessageEnd], received: Sequence[Messag
 
 
 class LinkSetup:
-    """The NCCL links of one mesh: makes those that programs need, and remembers which exist in this epoch."""
+    """The maker of one mesh's NCCL links, the communicators for transfers from process to process.
+
+    This object makes the links that programs need and remembers which of them exist in the current epoch (a
+    number that counts aborts of the whole mesh): an abort ends all links.
+
+    Args:
+        actor_group: the actors' processes.
+        request_log: gives request numbers, and tells whether a restart is in progress.
+        programs: the loaded programs, whose transfers determine the links.
+    """
 
     def __init__(self, actor_group: ActorGroup, request_log: RequestLog, programs: LoadedPrograms):
         self._actor_group, self._request_log, self._programs = actor_group, request_log, programs
@@ -193,10 +205,10 @@ class LinkSetup:
         self._task: asyncio.Task[None] | None = None
 
     async def link(self, program_id: int) -> None:
-        """Make the links that a program needs and that do not exist yet.
+        """Make the NCCL links that a program needs and that do not exist yet.
 
-        If a restart is under way, this waits until the restart has made them. For transports other than NCCL
-        it does nothing.
+        If a restart is in progress, this waits until the restart has made them. For transports other than
+        NCCL it does nothing.
 
         Args:
             program_id: the program, which `LoadedPrograms` already has.
@@ -219,7 +231,7 @@ class LinkSetup:
                 task.result()
 
     async def link_again(self) -> None:
-        """Make the links of all loaded programs again; for a restart, before it repeats any request.
+        """Make the NCCL links of all loaded programs again, in a restart, before it repeats any request.
 
         Raises:
             ProtocolError, ActorError: under the conditions given at `link`.
@@ -230,12 +242,15 @@ class LinkSetup:
             await self._make(sorted(wanted))
 
     def cancel(self) -> None:
-        """Cancel the making of links that is in progress, if any, so that it sends no further requests."""
+        """Cancel the making of NCCL links that is in progress, if any, so that no more requests are sent."""
         if self._task is not None:
             self._task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel the making of links, and wait until it has stopped. `link` may be called again later."""
+        """Cancel the making of NCCL links that is in progress, if any, and wait until it has stopped.
+
+        `link` may be called again afterwards.
+        """
         await self._tasks.aclose()
 
     def _on_ended(self, _: asyncio.Task[None]) -> None:
@@ -248,11 +263,15 @@ class LinkSetup:
         return self._made.issuperset(links)
 
     async def _make(self, links: Sequence[NcclLink]) -> None:
-        """Make the links that do not exist yet: exchange their NCCL ids once, then connect them in rounds.
+        """Make the NCCL links that do not exist yet: exchange their ids once, then connect the links in
+        rounds.
 
         In each round a process connects at most one of its links, and a round begins when the one before has
-        ended. Otherwise a process whose peer has many links to connect would count the time for all of them
-        against its own link, and give up.
+        ended. Otherwise, if a process's peer first had many other links to connect, the time for these would
+        count against the process's own link, and the process would give up.
+
+        Args:
+            links: the links that are needed.
         """
         if self._has(links):
             return
@@ -366,7 +385,7 @@ class LoadedPrograms:
             program.blobs.clear()
 
     def remove(self, program_id: int) -> None:
-        """Remove a program that could not be loaded."""
+        """Remove a program that could not be loaded from this record."""
         self._programs.pop(program_id, None)
 
     def programs_of(self, actor: ActorId) -> tuple[int, ...]:
@@ -395,12 +414,14 @@ class LoadedPrograms:
         return self._programs[program_id].places
 
     def parts(self, program_id: int) -> dict[ActorId, ActorProgram]:
-        """Return the part of each actor in a program; empty if there is no such program."""
+        """Return each actor's part of a program, by actor; empty if there is no such program."""
         program = self._programs.get(program_id)
         return program.parts if program is not None else {}
 
     def all_parts(self) -> list[dict[ActorId, ActorProgram]]:
-        """Return, for every loaded program in order of id, the part of each actor."""
+        """Return the parts of every loaded program, in order of program id: for each program, each actor's
+        part.
+        """
         return [self.parts(program_id) for program_id in sorted(self._programs)]
 
     def part(self, program_id: int, actor: ActorId) -> ActorProgram | None:

@@ -38,12 +38,15 @@ GRACE_S = 1.0
 class FailurePolicy:
     """The collector of all failures of one mesh's actors, which reports those that are causes.
 
+    A failure that looks like the consequence of another one is reported only if no other failure is noticed
+    within a moment.
+
     Args:
         actor_group: the actors' processes.
         programs: the loaded programs, which give the text of the instruction at which an actor died.
         under_way: the steps that have not ended, by step id.
-        on_failure: called with each failure that counts as a cause, and with the process that died of it, or
-            None.
+        on_failure: called with each failure that counts as a cause, and with the process that has died, or
+            None if the failure is not a death.
         is_recovering: returns whether actors are being replaced.
         mesh_events: gets the events that users read.
         options: the deadlines of the mesh.
@@ -138,10 +141,7 @@ class FailurePolicy:
         self.clocks.record_heartbeat(identity, beat)
 
     def _is_current(self, link: ActorLink) -> bool:
-        """Return whether a link belongs to the current process of its number, whose end would be unexpected.
-
-        This is False once the process has been replaced, or has been told to end.
-        """
+        """Return whether a process should still be running: it was neither replaced nor told to end."""
         return self._actor_group.links.get(link.info.process) is link and not link.is_detached
 
     def _on_message(self, link: ActorLink, message: Any) -> None:
@@ -165,9 +165,14 @@ class FailurePolicy:
             self.suspect(error) if is_echo(link.info, death) else self.report(error, process)
 
     def _on_lost(self, link: ActorLink, error: Exception | None) -> None:
-        """Suspect that a lost connection is the cause of a failure.
+        """Report a lost control connection as a failure, unless a better explanation is noticed within a
+        moment.
 
-        If the process died as well, its death is reported before long and tells more.
+        If the process died as well, the error about its death tells more.
+
+        Args:
+            link: the process.
+            error: the error with which the connection ended, or None.
         """
         if self._is_current(link):
             step = self._step_of(link.info.process)

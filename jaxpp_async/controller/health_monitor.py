@@ -96,7 +96,7 @@ class HealthMonitor:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context manager; while it is entered no step counts as stuck, because actors compile."""
+        """Return a context manager during which no step counts as stuck, because actors compile."""
         self._pauses += 1
         try:
             yield
@@ -299,7 +299,7 @@ class ClockWatch:
         answer.add_done_callback(lambda future: self._note_answer(actor, now, future))
 
     def clock_of(self, actor: ActorId) -> Clock:
-        """Return the clock of the current process of this number; later answers of the process keep it up to
+        """Return the clock of the process whose number is `actor`; later answers of the process keep it up to
         date.
         """
         return self._clocks.clock_of(actor)

@@ -49,9 +49,9 @@ class HostValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ExpectedTransfers:
-    """Transfers with one process that ought to end soon, because both ends have begun them or are about to.
+    """A group of transfers with one process that must end in time, or their link counts as broken.
 
-    If they do not end in time, their link counts as broken.
+    Both ends have begun these transfers or are about to, so nothing else prevents them from ending.
 
     Args:
         process: the process at the other end.
@@ -137,10 +137,11 @@ class HostTransfers:
     def _scatter(
         self, actor: ActorId, values: Iterable[HostValue]
     ) -> tuple[tuple[Put, ...], dict[ProcessId, list[Sending]]]:
-        """Prepare host values for an actor of several processes: split each large one into parts, one per
-        owner.
+        """Prepare host values for an actor of several processes: split each large value into parts, one per
+        message.
 
-        Each part has its own sequence number. Arguments and result are those of `prepare`.
+        Each part goes to one process, under its own sequence number. Arguments and result are those of
+        `prepare`.
         """
         how, puts = self._scattering, list[Put]()
         sendings: dict[ProcessId, list[Sending]] = {}
@@ -197,13 +198,13 @@ class HostTransfers:
         return buffer, self._watched(process, self.transport.recv(buffer, process, self._tag(sequence)))
 
     def expect(self, process: ProcessId, transfers: Iterable[Transfer], size_bytes: int) -> None:
-        """Watch transfers with a process from now on: if they do not end in time, report their link as
+        """Start to watch transfers with a process: if they do not end in time, their link is reported as
         broken.
 
         Args:
             process: the process at the other end.
             transfers: the futures of the transfers.
-            size_bytes: the number of bytes of all of them; each 50 MB prolong the deadline by a second.
+            size_bytes: the number of bytes of all of them; each 50 MB add a second to the time allowed.
         """
         pending = tuple(transfer for transfer in transfers if not transfer.done())
         if pending:
@@ -270,8 +271,8 @@ class HostTransfers:
 class PendingFetch(PendingRequest):
     """A request for arrays of one process, which ends when the reply and all large arrays have arrived.
 
-    If a transfer fails, the request stays open, since the mesh learns immediately or a moment later why it
-    failed, and then fails the request itself. If the future is cancelled, the transfers continue: their
+    If a transfer fails, the request stays open: once the mesh knows why the transfer failed, which may take a
+    moment, it ends the request with that error. If the future is cancelled, the transfers continue: their
     memory belongs to the transport until they end.
 
     Args:
@@ -290,7 +291,9 @@ class PendingFetch(PendingRequest):
         self._reply: Fetched | None = None
 
     def start(self) -> None:
-        """Post the receives of the large arrays; called each time that the request has been sent."""
+        """Post the receives of the large arrays. This must be called each time that the request has been
+        sent.
+        """
         for position, aval in enumerate(self._avals):
             if aval.size_bytes > INLINE_BYTES:
                 arriving = self._transfers.receive(self._process, aval.size_bytes, self._sequences[position])

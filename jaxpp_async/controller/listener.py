@@ -84,8 +84,9 @@ class ControlListener:
         return name[0], name[1]
 
     def adopt(self, sock: socket.socket) -> None:
-        """Treat one end of a socket pair like a connection that has been accepted; for actors in this
-        process.
+        """Treat one end of a socket pair like an accepted connection.
+
+        The other end belongs to an inline actor, which runs in this process.
         """
         connection = self._make_connection()
         task = asyncio.get_running_loop().create_task(
@@ -173,7 +174,10 @@ class ControlListener:
     # ------------------------------------------------------------ beats
 
     def _accept_heartbeats(self, connection: Connection, identity: Identity) -> None:
-        """Accept a heartbeat connection, or close it if its process has no open control connection."""
+        """Accept a heartbeat connection, or close it if its process has no open control connection.
+
+        A new heartbeat connection replaces an earlier one of the same process.
+        """
         if not self._is_connected(identity):
             connection.abort()
             self._refusals.write(f"refused a heartbeat connection: {identity} is not here (any more)")
@@ -189,9 +193,10 @@ class ControlListener:
             del self._beating[process_id]
 
     def _on_message(self, connection: Connection, message: Any) -> None:
-        """Pass on a heartbeat, or fail a control connection whose first message nobody expects yet.
+        """Pass a heartbeat to `on_beat`; fail a control connection that sends a message too early.
 
-        Once a control connection has been given to its caller, its messages no longer come to this method.
+        A control connection may send messages once it has been given to the caller that expects it, who then
+        receives them instead of this method.
         """
         identity = connection.wire.identity
         assert identity is not None  # nothing is decoded before
@@ -239,7 +244,7 @@ class RateLimitedLog:
         self._began_s, self._num_written, self._num_hidden = clock(), 0, 0
 
     def write(self, text: str) -> None:
-        """Log a line about a refused connection, or only count it if too many were logged in this period."""
+        """Log a line about a refused connection, or only count it if this period has had `MOST` lines."""
         now_s = self._clock()
         if now_s - self._began_s > WINDOW_S:
             self.flush()

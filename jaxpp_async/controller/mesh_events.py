@@ -1,7 +1,7 @@
-"""Report what happens to the actors of a mesh, as events that its user can read and in the log.
+"""Report what happens to the actors of a mesh, in the log and as events that its user can read.
 
-Reporting an event never makes the operation fail that it is about. `staged` finds the peers to which arrays
-in device memory are copied through host memory.
+A report never fails the operation that it is about. `staged` finds the peers to which arrays in device memory
+are copied through host memory.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class MeshEvents:
         self._emit("started", text, **location(info), devices=info.devices)
 
     def connected(self, info: ActorInfo, routes: Mapping[ProcessId, tuple[str, ...]]) -> None:
-        """Warn if arrays on GPUs have to go through host memory on their way from a process to some of its
+        """Warn the user if a process's arrays on GPUs have to go through host memory on their way to some
         peers.
 
-        Otherwise no event is reported.
+        Otherwise nothing is reported.
 
         Args:
             info: the process, which has just been connected with its peers.

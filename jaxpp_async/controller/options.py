@@ -24,10 +24,13 @@ BACKUP_EVERY = 10
 
 @dataclass(frozen=True, slots=True)
 class ActorConfig:
-    """The configuration that every actor of a mesh gets; `messages.Configure` describes the other fields.
+    """The configuration that every actor of a mesh gets.
+
+    Fields that are not listed here are described at `messages.Configure`.
 
     Args:
-        env, defaults: environment variables for the actors; `LaunchSpec` has the difference between the two.
+        env, defaults: environment variables for the actors. Those in `defaults` apply only where neither the
+            host's environment nor `env` has them.
         processes_per_actor: the number of processes of each actor.
     """
 
@@ -104,5 +107,5 @@ class ControllerOptions:
 
     @property
     def restarts(self) -> bool:
-        """Whether lost actors are replaced, so that whatever a replacement needs has to be kept."""
+        """Whether lost actors are replaced. If so, everything that a replacement needs has to be kept."""
         return self.max_restarts > 0

@@ -107,7 +107,7 @@ class Recovery:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a restart is in progress, during which requests are held back."""
+        """Whether a restart is in progress, during which requests are remembered but not sent."""
         return self._task is not None
 
     def can_recover_from(self, error: ActorError) -> bool:
@@ -260,7 +260,7 @@ class Recovery:
         Args:
             living: the actors whose processes still run.
             lost: the actors to replace.
-            cause: the first line of the failure, for the actors' logs.
+            cause: the first line of the failure, for the errors of the steps that the living actors drop.
         """
         processes = self._actor_group.processes
         replacing = {processes.process(actor, 0): self._replace(actor) for actor in lost}
@@ -271,8 +271,12 @@ class Recovery:
     async def _settle(self, process: ProcessId, cause: str) -> None:
         """Have a process that still runs drop its work and make a new end of the data plane.
 
+        Args:
+            process: the process.
+            cause: a text that says what happened, for the errors of the steps that the process drops.
+
         Raises:
-            ActorUnresponsiveError: the process failed to, or did not answer in time.
+            ActorUnresponsiveError: the process could not do so, or did not answer in time.
         """
         try:
             async with awake_timeout(ABORT_S):
@@ -322,7 +326,11 @@ class Budget:
     _times: deque[float] = field(default_factory=deque)
 
     def take(self, now: float) -> bool:
-        """Count one restart at the time `now` in seconds; return False, uncounted, if none is left."""
+        """Count one restart and return True, or return False if no restart is left within the limit.
+
+        Args:
+            now: the time in seconds.
+        """
         while self._times and now - self._times[0] > self.window_s:
             self._times.popleft()
         if len(self._times) >= self.limit:

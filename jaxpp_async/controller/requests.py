@@ -4,8 +4,8 @@ Reading order: `PendingRequest` and `StepHandle` receive replies. `ActorLink` is
 its open requests. `RequestLog` sends requests to all processes and sends them again in a restart. `FreeList`
 collects arrays that are to be freed.
 
-No request needs an asyncio task or an additional pass of the event loop: the replies themselves end its
-`StepHandle` or `PendingRequest`.
+A request needs no asyncio task and no additional pass of the event loop: the arrival of a step's last reply
+ends its `StepHandle`.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class StepHandle:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a caller will see the step's error. This is so until the step has ended, as every step has
-        a caller.
+        """Whether a caller will see an error of this step. Every step has a caller, so this holds until it
+        ends.
         """
         return not self._done
 
@@ -179,12 +179,11 @@ class StepHandle:
         return self._done
 
     async def wait_sent(self) -> None:
-        """Wait until the step's host values have been sent, so that their arrays may be changed, or the step
-        has failed.
+        """Wait until the step's host values have been sent, so that their arrays may be changed.
 
-        The transfers of a failed step may continue for long, since UCX releases memory only when all
-        transfers that use it have ended. The transfers keep their memory alive, and the receiving actors
-        ignore the data.
+        This also returns when the step has failed. Transfers of a failed step may continue for long, since
+        UCX releases memory only when all transfers that use it have ended. The transfers keep their memory
+        alive, and the receiving actors ignore the data.
         """
         waiting = sum(not send.done() for send in self.sends)
         if not waiting or self.error is not None:
@@ -313,7 +312,7 @@ class ActorLink:
         self._dropped: set[int] = set()
 
     def request(self, message: Request, reply_handler: ReplyHandler, encoded: bytes | None = None) -> None:
-        """Send a request immediately, and have its reply passed to `reply_handler`.
+        """Send a request immediately, and pass its reply to `reply_handler` when it arrives.
 
         Args:
             message: the request.
@@ -409,7 +408,7 @@ class ActorLink:
 
 
 def _ignore_late_reply(message: Any) -> None:
-    """Do nothing with a message of a process that is detached."""
+    """Ignore a message of a process of which no replies are expected any more."""
 
 
 # ---------------------------------------------------------------- request log
@@ -572,7 +571,7 @@ class RequestLog:
     def mark(self) -> int:
         """A new number that separates the requests made so far from those to come.
 
-        Each access returns another number; `unanswered` and `forget_before` take it.
+        Each access gives another number, which can be passed to `unanswered` and `forget_before`.
         """
         return next(self._serials)
 
@@ -642,18 +641,18 @@ class RequestLog:
     # ------------------------------------------------------------ restarts
 
     def hold_back(self) -> None:
-        """Hold back requests at the beginning of a restart: only remember them, until `replay` sends them."""
+        """Stop sending requests, because a restart begins; only remember them until `replay` sends them."""
         self._is_open.clear()
         for link in self._links.values():
             link.drop_reply_handlers()
 
     def replay(self, epoch: int) -> int:
-        """Send all requests that a restart has to repeat, in their old order; later ones are sent immediately
-        again.
+        """Send again all requests that a restart has to repeat, in their old order, and end the restart.
 
-        A request that was answered before is also sent again if it changes which arrays its actor has. Its
-        handler has ended, so it ignores the second reply, and also a second failure: if arrays cannot be
-        stored or read again, the requests that use them fail, if there are any.
+        From then on, new requests are sent as soon as they are posted. A request that was answered before is
+        also sent again if it changes which arrays its actor has. Its handler has ended, so it ignores the
+        second reply, and also a second failure: if arrays cannot be stored or read again, the requests that
+        use them fail, if there are any.
 
         Args:
             epoch: the epoch in which the steps run from now on; it counts aborts of the whole mesh.
@@ -720,7 +719,7 @@ class RequestLog:
 
 
 class FreeList:
-    """A list of arrays that are no longer needed, from which the next request to their actor takes its frees.
+    """A list of arrays that are no longer needed, each of which is freed by the next request to its actor.
 
     `add` takes no lock, because garbage collection may call it on any thread at any point, even during
     `take`.
@@ -734,7 +733,9 @@ class FreeList:
         self._pending.append((actor, array_id))
 
     def take(self) -> dict[ActorId, tuple[ArrayId, ...]]:
-        """Remove all arrays from the list, and return their ids by actor. The caller must have them freed."""
+        """Remove all arrays from the list, and return their ids by actor for the caller to send with
+        requests.
+        """
         if not self._pending:
             return {}
         frees: dict[ActorId, list[ArrayId]] = defaultdict(list)

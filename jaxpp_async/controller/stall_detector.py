@@ -43,7 +43,7 @@ class Stall:
 
 @dataclass(slots=True)
 class _Standstill:
-    """The position at which an actor has been since some time, and its additional patience.
+    """A record of the position at which an actor makes no progress, and since when.
 
     Args:
         at: the step's id and the position.
@@ -73,8 +73,9 @@ class StallDetector:
         self._standstills: dict[ActorId, _Standstill] = {}
 
     def restart(self) -> None:
-        """Forget since when actors have made no progress; needed after an abort, a restart or a pause for
-        compiling.
+        """Forget since when actors have made no progress.
+
+        This is needed after an abort, a restart or the loading of a program, during which no step progresses.
         """
         self._standstills.clear()
 
@@ -114,8 +115,8 @@ class StallDetector:
         reports: Mapping[ActorId, Reported | None],
         silent: Collection[ActorId] = (),
     ) -> StallDiagnosis | None:
-        """Return why a group of actors is stuck, after all actors with unfinished steps were asked; None if
-        it is not.
+        """Return why a group of actors is stuck, or None if it is not, from the reports of all unfinished
+        actors.
 
         Args:
             now: the time in seconds.
@@ -178,7 +179,7 @@ class StallDetector:
     def _may_wait_for(
         self, actor: ActorId, positions: Mapping[ActorId, Position | None], unfinished: Mapping[ActorId, int]
     ) -> set[ActorId]:
-        """Return an actor and all actors that it may be waiting for, directly or by way of others.
+        """Return an actor together with all actors that it may be waiting for, directly or by way of others.
 
         Actors that have finished their steps are left out, since they wait for nobody.
         """
@@ -191,10 +192,14 @@ class StallDetector:
         return found
 
     def _peers(self, actor: ActorId, at: Position | None) -> set[ActorId]:
-        """Return the actors for whose data or receives an actor may be waiting at a position.
+        """Return the actors whose data or receives an actor may be waiting for at a position in its program.
 
-        The result may have more actors than the actor really waits for, since its open transfers are not
-        known.
+        The result may include actors for which it does not wait, since it is not known which transfers are
+        open.
+
+        Args:
+            actor: the actor.
+            at: its position, or None if not known; the result is then empty.
         """
         part = self._program_of(at.program_id, actor) if at is not None else None
         if at is None or part is None or at.instruction > len(part.instructions):
@@ -236,7 +241,7 @@ _MOST_WAITS, _MOST_LINES = 4, 32  # most lines about one actor, and in one list
 
 @dataclass(frozen=True, slots=True)
 class ActorWait:
-    """A transfer without which an actor cannot continue a step.
+    """A wait of an actor: the transfer without which it cannot continue a step.
 
     Args:
         actor: the actor that waits.
@@ -275,14 +280,14 @@ class StallDiagnosis:
 
     Args:
         step: the id of the oldest step that an actor of the chain has not finished.
-        cause: the kind of the cause; if there are several causes, of the surest one.
+        cause: the kind of the cause; if there are several causes, the kind of the surest one.
         culprit: a clause that describes the cause.
         actor: the actor to blame, which for a lost transfer is its receiver; None: the controller.
         instruction: the text of the instruction at which that actor is, or None if it reported none.
         lost: the transfer that was lost, if the cause is `"lost"`; otherwise None.
-        chain: the actors that wait, each after an actor that waits for it.
-        waits: one line of text for each actor's transfer that is waited for.
-        places: where in its program each actor with an unfinished step is, as far as it reported that.
+        chain: the actors that the search visited, from the first one along the transfers that each waits for.
+        waits: lines of text that say which actor waits for which transfer.
+        places: for each actor with an unfinished step, a text that says where in its program it is.
     """
 
     step: StepId
@@ -347,9 +352,10 @@ class _Examination:
         self._waits: list[ActorWait] = []
 
     def follow(self, first: ActorId) -> StallDiagnosis | None:
-        """Search from `first`, an actor that waits, and return the reason.
+        """Search from `first`, an actor that waits, and return why it cannot continue.
 
-        The result is None if one of the actors that are waited for executes a task, so that nobody is stuck.
+        The result is None if one of the actors that are waited for executes a task, since then nobody is
+        stuck.
         """
         self._chain.append(first)
         for actor in self._chain:  # grows meanwhile

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class Startup:
-    """The means to start actor processes of one mesh, with errors that tell which stage failed and why.
+    """A starter of one mesh's actor processes, whose errors tell which stage failed and why.
 
     Args:
         launcher: starts the processes.
@@ -58,8 +58,8 @@ class Startup:
         on_progress: called with a line of text when a process is ready.
 
     Attributes:
-        handles: the handle of each process by process number, of its latest successor if it was replaced.
-            Callers use it to stop the processes.
+        handles: the handle of each process by process number, for callers that have to stop the processes. A
+            replaced process has the handle of its latest successor.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Startup:
 
         Args:
             process_rank: the process.
-            wanted: a future that the process should bring about.
+            wanted: a future that depends on the process, such as its connection or its reply.
             unconnected: text to append to the error if the process could not connect to the controller.
 
         Raises:
@@ -232,7 +232,13 @@ def _connection_remedy(controller: tuple[str, int] | None) -> str:
 
 
 def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connection) -> ActorLink:
-    """Return the controller's end of a process that has just connected, in state `"starting"`."""
+    """Return the `ActorLink` of a process that has just connected, with the state `"starting"`.
+
+    Args:
+        process_rank: the process.
+        handle: the handle to the process, from its launcher.
+        connection: its control connection, whose messages are passed to the link from now on.
+    """
     info = ActorInfo(
         process_rank.actor, handle.host, handle.pid, (), "starting", process_rank.rank, process_rank.size
     )
@@ -243,9 +249,9 @@ def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connec
 
 
 def _has_answer(wanted: asyncio.Future[Any]) -> bool:
-    """Return whether a future has ended in another way than by cancellation or by a `LaunchError`.
+    """Return whether a future has a result, or an error other than a cancellation or a `LaunchError`.
 
-    Both of these may be consequences of the process's death, which then explains more.
+    A cancellation or `LaunchError` may be a consequence of the process's death, which then explains more.
     """
     return wanted.done() and not wanted.cancelled() and not isinstance(wanted.exception(), LaunchError)
 
@@ -265,8 +271,7 @@ def _on_closed(link: ActorLink, error: Exception | None) -> None:
 
 
 def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> None:
-    """Check that an actor has the controller's versions of JAX, since the controller exports programs for
-    these.
+    """Check that an actor has the same versions of jax and jaxlib as the controller, which exports programs.
 
     Args:
         actor: the process.
@@ -527,6 +532,6 @@ def _grouped(pairs: Iterable[tuple]) -> Mapping:
 
 
 def _names(who: Sequence[str]) -> str:
-    """Return the first four names, joined by commas, and how many there are besides."""
+    """Return a text with the first four names and the number of the others."""
     shown = ", ".join(who[:4])
     return shown if len(who) <= 4 else f"{shown} and {len(who) - 4} more"

@@ -46,7 +46,7 @@ MAX_REMEMBERED_BYTES = 1 << 30
 
 
 class StateReplication:
-    """The copies of one mesh's state (all arrays of its actors), for restarts.
+    """The maker of regular copies of one mesh's state (all arrays of its actors), which restarts need.
 
     Each process's arrays are copied to its own host memory and to that of another actor. With a single actor,
     the controller stores the second copy. A transfer of copies may take `progress_s` seconds, and a second
@@ -94,12 +94,11 @@ class StateReplication:
             self.take()
 
     def take(self) -> asyncio.Task[None]:
-        """Start a copy of the state as it is after all requests made so far; later requests do not wait for
+        """Start a copy of the state as it is after all requests made so far. Later requests do not wait for
         it.
 
         Returns:
-            A task that ends when the copy is complete or could not be made; it raises no error for the
-            latter.
+            A task that ends when the copy is complete or has failed; it logs or reports a failure itself.
         """
         self._steps_since = 0
         generation, mark = next(self._generations), self._request_log.mark
@@ -140,14 +139,15 @@ class StateReplication:
         await self._tasks.aclose()
 
     async def roll_back(self, lost: Collection[ActorId]) -> None:
-        """Restore the arrays of all actors from the last complete copy; without a copy, have actors drop all
-        arrays.
+        """Restore the arrays of all actors from the last complete copy.
+
+        If there is no copy yet, all actors drop their arrays.
 
         Args:
             lost: the actors that have been replaced, whose new processes have no arrays and no copies.
 
         Raises:
-            StateLostError: an actor was lost together with the actor that held its copy.
+            StateLostError: an actor was lost together with the actor that stored its second copy.
             TransferError: a copy does not arrive.
             ActorUnresponsiveError: actors did not restore their arrays in time.
         """
@@ -212,7 +212,7 @@ class StateReplication:
     # ------------------------------------------------------------ moving copies
 
     async def _hand_over(self, generation: int, arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]]) -> None:
-        """Send each process's copy of its arrays to the process that is to hold a second copy.
+        """Send each process's copy of its arrays to its holder, the process that stores the second copy.
 
         Args:
             generation: the number of the copy.
@@ -222,7 +222,8 @@ class StateReplication:
         await self._move(generation, arrays, routes)
 
     async def _bring_back(self, generation: int, lost: Collection[ActorId]) -> None:
-        """Send the copies of the lost actors' arrays from their holders to the new processes of those actors.
+        """Send the lost actors' arrays from the holders (processes with the second copies) to the new
+        processes.
 
         Args:
             generation: the number of the copy.

@@ -27,9 +27,9 @@ class TimeShares:
     Args:
         actor: the actor.
         compute_s: time spent in tasks.
-        wait_s: time without a task because the next task's inputs had not been made yet, by another actor or
-            by the controller that provides the step's arguments.
-        transfer_s: time without a task because the next task's inputs had been sent but had not arrived;
+        wait_s: time without a task because an input of the next task had not been made yet, by another actor
+            or by whatever makes the step's arguments.
+        transfer_s: time without a task because an input of the next task had been sent but had not arrived;
             after the last task, the time until the last transfer ended.
         dispatch_s: time without a task although all inputs of the next one had arrived.
         idle_s: time before the actor began the step and after its last instruction.
@@ -85,8 +85,8 @@ def _find_arrival(
 ) -> tuple[float, float]:
     """Return when the last input of a task to arrive was sent by another actor, and when it arrived.
 
-    Both times are in seconds since the step's start. They are minus infinity if the task reads nothing that
-    another actor or the controller sent. An argument from the controller counts as sent when it arrived.
+    Both times are in seconds since the step's start. They are minus infinity if the task reads neither
+    received data nor an argument of the step. For an argument, both are the time when it arrived.
 
     Args:
         run: the task.
@@ -112,19 +112,19 @@ class StepBreakdown:
     The items add up to `total_s`. None is negative, except by as much as the clocks of two hosts may differ.
 
     Args:
-        queue_s: the time from when the controller sent the step until the first actor began it. This includes
-            the message's way to the actor, and earlier steps that were still running.
+        queue_s: the time from when the controller sent the step until the first actor began it, in which the
+            message travelled to the actor and earlier steps may still have been running.
         compute_s: the time of all tasks divided by the number of actors: the length of the step if no actor
             ever waited.
         imbalance_s: how much longer the tasks of the busiest actor take than that average.
-        schedule_s: what the order of the tasks adds, because tasks wait for tasks of other actors: the
+        schedule_s: how much the order of the tasks adds, because tasks wait for tasks of other actors: the
             bubble.
-        transfer_s: what transfers add, because data takes time from the start of its send until it has
+        transfer_s: how much transfers add, because data takes time from the start of its send until it has
             arrived.
-        start_s: what is added because some actors began the step later than the first one, or got arguments
-            late.
-        dispatch_s: the rest of the time between the first actor's beginning and the last one's end, in which
-            tasks or transfers could have begun but had not.
+        start_s: how much is added because some actors began the step later than the first one, or got
+            arguments late.
+        dispatch_s: the rest of the time between the start of the first actor and the end of the last one, in
+            which all data was available but the next instruction had not begun.
         reply_s: the time from the end of the last instruction until the controller had all replies.
     """
 
@@ -157,8 +157,8 @@ class StepBreakdown:
 
     @property
     def efficiency(self) -> float:
-        """The ratio of `bound_s` to `span_s`. It is 1 for a step that loses no time besides the schedule's
-        own bubble.
+        """The ratio of `bound_s` to `span_s`: 1 for a step that loses no time except in its schedule's
+        bubble.
         """
         return self.bound_s / self.span_s if self.span_s > 0 else 1.0
 
@@ -248,12 +248,13 @@ class StepReplay:
     def _ready(
         self, key: tuple[ActorId, int], ready: dict[tuple[ActorId, int], float], moves: bool, starts: bool
     ) -> float | None:
-        """Return when the result of an instruction is available in the simulation, or None if that is not
-        known yet.
+        """Return when the result of an instruction is available in the simulation, in seconds.
+
+        The result is None if that is not known yet.
 
         Args:
             key: the actor and the index of the instruction in its program.
-            ready: the times that are known so far, in seconds, to which this adds those of receives.
+            ready: the times that are known so far; this method adds those of receives.
             moves, starts: the arguments of `length_s`.
         """
         if key in ready:

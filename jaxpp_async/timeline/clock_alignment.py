@@ -52,8 +52,8 @@ def align_step(
 ) -> ClockAlignment:
     """Return the offsets of the actors' clocks from the controller's, from all that is known of one step.
 
-    If transfers contradict the other bounds, first the estimates are dropped and then the transfers: the
-    step's own bounds always hold.
+    If the bounds from transfers contradict the estimates of the offsets, the estimates are ignored. If they
+    also contradict the step's own bounds, the transfers are ignored instead.
 
     Args:
         recorded: what is known of each actor's part in the step.
@@ -120,7 +120,7 @@ def _find_leads(
 
     Args:
         programs: the program of each actor.
-        stamps: for each actor, the begin and end of each instruction, in seconds of the actor's own clock.
+        stamps: for each actor, the start and end of each instruction, in seconds of the actor's own clock.
     """
     sent: dict[TransferKey, float] = {}
     there: dict[TransferKey, float] = {}
@@ -154,13 +154,14 @@ def _shorten(most: list[list[float]], a: int, b: int, lead_s: float) -> None:
 
 
 def _step_bounds(r: Recorded, stamps: Sequence[tuple[float, float]], origin_s: float) -> Bounds:
-    """Return the least and the most by which an actor's clock can be ahead, as far as the step itself shows.
+    """Return the least and the most, in seconds, by which an actor's clock can be ahead of the controller's.
 
-    The actor began the step after the controller sent it, and finished before the controller had the reply.
+    This uses the step itself: the actor began it after the controller sent it, and finished before the
+    controller had the reply.
 
     Args:
         r: what is known of the actor's part in the step.
-        stamps: the begin and end of each instruction, in seconds of the actor's own clock.
+        stamps: the start and end of each instruction, in seconds of the actor's own clock.
         origin_s: when the controller sent the step, in seconds of its clock.
     """
     between = stamp_range(stamps)

@@ -1,7 +1,7 @@
 """Turn one actor's program and the time stamps of its instructions into events, which say what happened when.
 
-This module does not align clocks: the caller gives the time, on the actor's own clock, that is the zero of
-the events' times.
+This module does not align clocks. The caller gives the zero of the events' times, as a time of the clock that
+the stamps were taken with.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ class TimelineEvent:
         kind: `"run"`, `"send"`, `"recv"`, `"input"`, `"output"` or `"delete"`.
         label: a name for users: for a task such as `"fwd(stage 0, mb 3)"`, for a transfer the name of the
             task or argument that made the value.
-        start_s, end_s: the begin and end of the instruction. For a run, of the call of its task; for a send,
-            until its buffer can be used again; for a receive, from when there was memory for the data until
-            the data had arrived; for an input, from when the argument was asked for until it had arrived; for
-            an output or delete, both are the moment when it happened.
+        start_s, end_s: the start and end of the instruction. For a run, the start and end of its task; for a
+            send, the end is when its buffer can be used again; for a receive, the start is when there was
+            memory for the data and the end is when the data had arrived; for an input, the start is when the
+            argument was asked for and the end is when it had arrived; for an output or delete, both are the
+            moment when it happened.
         size_bytes: the size of the value that is sent, received, bound, returned or freed; 0 for a run.
         peer: the other actor of a transfer; None for other kinds.
         tag: the tag of a transfer, which identifies it together with the two actors; None for other kinds.
@@ -80,7 +81,7 @@ class TimelineEvent:
 
     @property
     def duration_s(self) -> float:
-        """The seconds from the instruction's begin to its end."""
+        """The seconds from the start of the instruction to its end."""
         return self.end_s - self.start_s
 
 

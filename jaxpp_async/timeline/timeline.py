@@ -72,17 +72,22 @@ class Timeline:
 
     @property
     def begin_s(self) -> float:
-        """The time at which the first actor began the step, which may be late because of an earlier step."""
+        """The time at which the first actor began the step, in seconds since the step's start.
+
+        This is later than the start if the actors were still running an earlier step.
+        """
         return min((a.begin_s for a in self.actors if a.events), default=0.0)
 
     @property
     def end_s(self) -> float:
-        """The time at which the last actor's last instruction ended."""
+        """The time at which the last actor's last instruction ended, in seconds since the step's start."""
         return max((a.end_s for a in self.actors if a.events), default=0.0)
 
     @cached_value
     def shares(self) -> tuple[TimeShares, ...]:
-        """The shares of each actor's time between `begin_s` and `end_s`, such as computing and waiting."""
+        """The shares of each actor's time between `begin_s` and `end_s` that it spent computing, waiting and
+        so on.
+        """
         received: dict[ActorId, dict[int, TimelineTransfer]] = defaultdict(dict)
         for t in self.transfers:
             received[t.receive.actor][t.receive.instruction] = t
@@ -90,7 +95,7 @@ class Timeline:
 
     @cached_value
     def bill(self) -> StepBreakdown:
-        """The causes that the step's time was spent on, and why it took longer than its tasks."""
+        """The breakdown of the step's whole time into causes, such as computing, transfers and the bubble."""
         return break_down_step(self.actors, self.transfers, self.duration_s)
 
     @cached_value
@@ -181,8 +186,8 @@ _ITEMS = (
 
 
 def _shares_table(rows: Sequence[TimeShares]) -> str:
-    """Return a table of each actor's shares of time, as percentages of the time from the first begin to the
-    last end.
+    """Return a table of each actor's shares of time, in percent of the time from the first start to the last
+    end.
     """
     span_s = rows[0].duration_s if rows else 0.0
     header = (f"of {_time(span_s)}", "computing", "waiting", "transfers", "dispatch", "idle")
@@ -311,15 +316,18 @@ def _names(timelines: Sequence[Timeline]) -> dict[int, str]:
 
 
 def _add_actors(tracks: _Tracks, timeline: Timeline) -> dict[_Key, _Slice]:
-    """Add a slice to the trace for each task, send and receive of a step, and return them by actor and
-    instruction.
+    """Add a slice to the trace for each task, send and receive of a step.
+
+    Returns:
+        The slices by actor and instruction.
     """
     sent_s = {(t.receive.actor, t.receive.instruction): t.send.start_s for t in timeline.transfers}
     slices: dict[_Key, _Slice] = {}
 
     def shown_from(event: TimelineEvent) -> float:
-        """Return when the slice of an event begins; for a receive not before its send, since it is posted
-        long before.
+        """Return when the slice of an event starts.
+
+        The slice of a receive starts with its send, because a receive is posted long before.
         """
         sent = sent_s.get((event.actor, event.instruction), event.start_s)
         return min(max(event.start_s, sent), event.end_s)
@@ -400,14 +408,15 @@ class _Tracks:
     def add(
         self, pid: int, kind: str, name: str, start_s: float, end_s: float, details: dict[str, Any]
     ) -> _Slice:
-        """Add a slice and return it. It goes to the first thread of its process and kind that is free at its
-        start.
+        """Add a slice to the trace and return it.
+
+        The slice is put on the first thread of its process and kind that is free at its start.
 
         Args:
             pid: the number of the process.
             kind: the kind of thread, one of `_KINDS`.
             name: the text on the slice.
-            start_s, end_s: the begin and end of the slice, in seconds since `origin_s`.
+            start_s, end_s: the start and end of the slice, in seconds since `origin_s`.
             details: what viewers show when the slice is selected.
         """
         start_us, end_us = (round((self.origin_s - self.first_s + t) * 1e6, 3) for t in (start_s, end_s))
@@ -423,8 +432,8 @@ class _Tracks:
     def arrow(self, name: str, start: _Slice, end: _Slice) -> None:
         """Add an arrow from the start of one slice to the end of another.
 
-        Both ends are placed inside of their slices, because viewers find the slice of an arrow's end by its
-        time.
+        Both ends of the arrow are placed within their slices in time, because viewers attach an end to the
+        slice in which it lies.
         """
         self._num_arrows += 1
         common = {"cat": "transfers", "name": name, "id": self._num_arrows}
