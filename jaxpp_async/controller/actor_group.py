@@ -282,7 +282,7 @@ class ActorGroup:
         if self._address is None:
             return None
         theirs, _ = link.connection.ends
-        # An actor of this machine may have connected by its loopback, while others connect from elsewhere.
+        # An actor on this machine may have connected through loopback, which other hosts cannot use.
         return theirs if is_loopback(self._address[0]) or not is_loopback(theirs) else None
 
     async def connect(self) -> None:
@@ -334,8 +334,8 @@ class ActorGroup:
         """
         hosts = {host for link in self.links.values() for host in hosts_of(link.address)}
         if not hosts and self._address is not None:
-            # Nobody listens on an address (shared memory, or another fabric): take the control connections'
-            # way.
+            # No actor's transport has an IP address (it is shared memory, or another fabric): use the
+            # interfaces of the control connections.
             ends = {link.connection.ends for link in self.links.values()}
             hosts = {theirs for theirs, _ in ends if not is_loopback(theirs)}
         ways = [address_towards(host) for host in sorted(hosts)]
@@ -408,9 +408,8 @@ class ActorGroup:
     async def remove(self, actor: ActorId) -> None:
         """Kill the processes of an actor that still run, and close their control connections."""
         handles: dict[int, ActorHandle] = {}
-        for process in reversed(
-            self.processes.processes_of(actor)
-        ):  # the others end loudly when they miss the first
+        # From the last to the first, since JAX aborts the other processes of an actor if the first one ends.
+        for process in reversed(self.processes.processes_of(actor)):
             if process in self.links:
                 self._drop(self.links[process])
             if process in self.handles:
@@ -431,7 +430,7 @@ class ActorGroup:
         """
         for link in self.links.values():
             link.detach()
-        # The others end loudly when they miss the first of an actor's processes, which therefore goes last.
+        # JAX aborts the other processes of an actor if its first one ends, which therefore ends last.
         others = [process for process in self.handles if self.processes.rank_of(process) > 0]
         firsts = [process for process in self.handles if process not in others]
         if not (await self._ask_to_end(others) and await self._ask_to_end(firsts)):

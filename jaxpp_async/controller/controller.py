@@ -186,14 +186,14 @@ class Controller:
             for link in actor_group.links.values():
                 self._failure_policy.watch(link)
             await actor_group.connect()
-            # Only where it takes no core away from an actor.
+            # Spin only if that takes no core away from an actor.
             if actor_group.has_processes and has_spare_core(
                 link.info.host for link in actor_group.links.values()
             ):
                 self._loop_spin = LoopSpin(self._loop, lambda: len(self._under_way) > 0)
             self._is_started = True
         except BaseException as error:
-            # Also after a cancellation: nothing that was started may be left, whatever ended the launch.
+            # This includes cancellations: whatever ended the launch, no process may be left behind.
             if isinstance(error, ActorError):
                 self._cause_raised, self.cause = True, error
             ending = self._loop.create_task(self._kill_everything(), name="end a launch that failed")
@@ -335,7 +335,7 @@ class Controller:
                 )
         try:
             self.request_log.post(*posts)
-        except MeshError:  # it cannot be encoded: nothing of it was sent
+        except MeshError:  # a message cannot be encoded: nothing was sent
             self._frees.give_back(freed)
             raise
         if kind == "step":
@@ -345,7 +345,7 @@ class Controller:
         self._under_way[step] = handle
         handle.when_done(partial(self._under_way.pop, step, None))
         if frees:
-            self._frees.give_back(frees)  # of actors without a part in this step
+            self._frees.give_back(frees)  # those of actors that have no part in this step
         if frees_before:
             running = dict(places)
             self._frees.give_back({a: ids for a, ids in frees_before.items() if a not in running})
@@ -541,7 +541,7 @@ class Controller:
             )
         if isinstance(error, ActorUnresponsiveError) and error.actor is not None:
             for process in self.processes.processes_of(error.actor):
-                self._actor_group.handles[process].kill()  # it would hold up the end
+                self._actor_group.handles[process].kill()  # closing would wait for it
         step = min((s for s in self._under_way if error.step in (None, step_number(s))), default=None)
         self._cause_raised |= self.request_log.fail_all(error, step)
         self._tasks.start("abort after a failure", self._abort_others(error, dead))
@@ -562,9 +562,8 @@ class Controller:
                 actor_group.abort(process, str(error))
         try:
             await actor_group.host_transfers.transport.abort()
-        except (
-            TransferError
-        ) as held:  # nobody gets this error: the mesh has its own, and this process works on
+        except TransferError as held:
+            # The error is only logged, since the mesh has failed for another reason and this process goes on.
             _LOG.warning("after the mesh failed: %s (docs/failures.md, Memory)", held)
 
     def _check_usable(self) -> None:

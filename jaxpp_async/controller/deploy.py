@@ -83,7 +83,7 @@ class Deployment:
                 }
                 loaded = await all_of(loading, "load")
                 await self._linking.link(program_id)
-        except BaseException:  # also a cancellation: nobody will run it
+        except BaseException:  # including cancellation: nobody will run the program
             self._programs.remove(program_id)
             raise
         self._programs.note_loaded(program_id)
@@ -99,7 +99,7 @@ class Deployment:
             await self._request_log.drain(process)
             return await call
         except (ActorError, MeshError):
-            # Nobody knows which executables the actor has: send them again.
+            # It is unknown which executables the actor has, so they will be sent again.
             known -= set(message.blobs)
             raise
 
@@ -259,7 +259,7 @@ class LinkSetup:
     def _has(self, links: Sequence[NcclLink]) -> bool:
         if self._epoch != self._actor_group.epoch:
             self._epoch = self._actor_group.epoch
-            self._made.clear()  # an abort has ended them
+            self._made.clear()  # the abort before this epoch ended them
         return self._made.issuperset(links)
 
     async def _make(self, links: Sequence[NcclLink]) -> None:
@@ -370,7 +370,7 @@ class LoadedPrograms:
         texts = {actor: str(parts[actor]) for actor in order}
         used = {actor: dict(keys.get(actor, {})) for actor in order}
         places = tuple((actor, tuple(self._processes.processes_of(actor))) for actor in order)
-        # Tests of the control plane load plain text instead of programs.
+        # Tests of the control plane load texts that are not `ActorProgram`s.
         in_order = {a: part for a in order if isinstance(part := parts[a], ActorProgram)}
         self._programs[program_id] = _Program(places, in_order, texts, used, dict(blobs), dict(names))
 

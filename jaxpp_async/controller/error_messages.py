@@ -88,7 +88,7 @@ def remote_error(actor: ActorInfo, failed: Failed, *, ends_mesh: bool = False) -
         where += f", {step_text(failed.step)}"
     if failed.instruction is not None:
         where += f", {_short(failed.instruction)}"
-    # The first line alone tells the cause, since a log or a progress bar may show no more.
+    # The first line must tell the cause by itself, since a log or a progress bar may show only that.
     text = f"{where}: {failed.exception_type}: {failed.message}"
     if failed.instruction is not None and _short(failed.instruction) != failed.instruction:
         text += f"\n  at {failed.instruction}"
@@ -211,7 +211,7 @@ def describe_end(returncode: int, tail: Sequence[str] = ()) -> str:
             name = signal.Signals(-returncode).name
         except ValueError:
             name = f"signal {-returncode}"
-        if name == "SIGKILL":  # the kernel kills a process so when memory is short
+        if name == "SIGKILL":  # the kernel sends this when memory runs out
             hint = " (possibly out of memory)"
         return f"was killed by {name}{hint}"
     reason = EXIT_REASONS.get(returncode)

@@ -293,7 +293,7 @@ class ClockWatch:
             return
         try:
             answer = self._ask(actor)
-        except ActorError:  # the mesh is over, or the actor is
+        except ActorError:  # the mesh or the actor has ended
             return
         self._asked[actor] = now
         answer.add_done_callback(lambda future: self._note_answer(actor, now, future))
@@ -306,7 +306,7 @@ class ClockWatch:
 
     def _note_answer(self, actor: ActorId, sent_s: float, answer: asyncio.Future[Reported]) -> None:
         if self._asked.get(actor) != sent_s:
-            return  # its predecessor was asked
+            return  # the question was for this process's predecessor
         del self._asked[actor]
         if answer.cancelled() or answer.exception() is not None or (there_s := answer.result().now_s) is None:
             return

@@ -225,7 +225,7 @@ class HostTransfers:
         self._expected = [e for e in self._expected if not e.done and e.epoch == self.epoch]
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self._expected else None
         for late in self._expected:
-            # They share the link, so each may take as long as all of them.
+            # The transfers with one process share the link, so each may take as long as all together.
             total = sum(e.size_bytes for e in self._expected if e.process == late.process)
             if now - late.since > self._patience_s + total / SLOW_BYTES_PER_S:
                 self._report_late(late, now - late.since)
@@ -244,7 +244,8 @@ class HostTransfers:
         """Reserve `count` consecutive sequence numbers for transfers with a process, and return the first
         one.
         """
-        process = self._scattering.first_of(process)  # an actor's processes use them among themselves, too
+        # All processes of an actor share one sequence, since they also pass parts on to each other under it.
+        process = self._scattering.first_of(process)
         first = self._sequences[process] + 1
         if first + count >= 1 << SEQUENCE_BITS:
             first = 0
@@ -320,7 +321,7 @@ class PendingFetch(PendingRequest):
         """End the request with an error, and cancel its receives."""
         super().fail(error)
         for receive in self._receives:
-            receive.cancel()  # nothing will be sent
+            receive.cancel()  # the process will not send the data
 
     @property
     def _receives(self) -> list[Transfer]:
@@ -393,5 +394,5 @@ def _from_bytes(
     if len(data) != expected:
         raise ProtocolError(f"fetched {len(data)} bytes, expected {expected} for {dtype}{list(shape)}")
     if isinstance(data, bytes):
-        return np.frombuffer(bytearray(data), dtype=kind).reshape(shape)  # bytearray: users may write to it
+        return np.frombuffer(bytearray(data), dtype=kind).reshape(shape)  # writable
     return data.view(kind).reshape(shape)

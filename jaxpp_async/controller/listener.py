@@ -54,7 +54,7 @@ class ControlListener:
         self._secret, self._version, self._max_frame_bytes = secret, version, max_frame_bytes
         self.on_beat: Callable[[Identity, Beat], None] | None = None
         self._expected: dict[Identity, Arrival] = {}
-        self._accepted: dict[int, Connection] = {}  # each actor's control connection, the newest
+        self._accepted: dict[int, Connection] = {}  # the latest control connection, by process
         self._beating: dict[int, Connection] = {}
         self._unproven: dict[Connection, None] = {}  # in order of arrival
         self._refusals = RateLimitedLog(lambda text: _LOG.warning("%s", text), time.monotonic)
@@ -67,9 +67,9 @@ class ControlListener:
         port.
         """
         loop = asyncio.get_running_loop()
-        # Never all descriptors that this process has.
+        # Leave most of this process's file descriptors for other uses.
         self._most_unproven = max(1, min(MAX_UNPROVEN, free_descriptors() // 4))
-        # Not serving yet: asyncio would lose the listening socket if this were cancelled at its last wait.
+        # Serving starts below: if this call did it, a cancellation could make asyncio lose the open socket.
         self._server = await loop.create_server(
             self._make_connection,
             host,
@@ -114,8 +114,8 @@ class ControlListener:
         for listening in self._server.sockets if self._server is not None else ():
             asyncio.get_running_loop().remove_reader(listening)
         try:
-            # A connection that came a moment ago gets its transport first: it could not be closed without
-            # one, and closing the server would lose it with its socket open (python/cpython#109564).
+            # A connection that was accepted a moment ago must get its transport first. Without one it cannot
+            # be closed, and closing the server would leave its socket open (python/cpython#109564).
             await asyncio.gather(asyncio.sleep(0), *self._attaching)
         finally:
             if self._server is not None:
@@ -167,7 +167,7 @@ class ControlListener:
             )
         connection.abort()
         self._refusals.write(f"refused a control connection: {error}")
-        # Only a proven peer may end a launch: anyone can open a socket.
+        # Only a peer that has proven its identity may end a launch, since anyone can open a socket.
         if isinstance(error, HandshakeError) and arrival is not None and not arrival.done():
             arrival.set_exception(error)
 
@@ -199,11 +199,12 @@ class ControlListener:
         receives them instead of this method.
         """
         identity = connection.wire.identity
-        assert identity is not None  # nothing is decoded before
+        assert identity is not None  # no message is decoded before the handshake has set it
         if identity.channel != "beats":
             connection.fail(ProtocolError(f"unexpected {type(message).__name__}"))
             return
-        self._on_opened(connection, connection.opened)  # the first beat may come in one piece with the proof
+        # The first heartbeat may arrive together with the end of the handshake.
+        self._on_opened(connection, connection.opened)
         if (
             self.on_beat is not None
             and self._beating.get(identity.process_id) is connection

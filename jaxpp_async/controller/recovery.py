@@ -99,8 +99,8 @@ class Recovery:
         self._tasks = OwnedTasks()
         self._task: asyncio.Task[None] | None = None
         self._lost: set[ActorId] = set()
-        # Until a new epoch has begun, a transfer that fails belongs to the failure that is being recovered
-        # from.
+        # Until the restart has begun a new epoch, a failed transfer is a consequence of the failure that it
+        # recovers from.
         self._is_new_epoch = False
         self._replaced: set[ActorId] = set()
         self._failed_starts = 0
@@ -120,7 +120,7 @@ class Recovery:
         if isinstance(error, RemoteError):
             return error.exception_type.rpartition(".")[2] in ("TransferError", "StepAbortedError")
         if isinstance(error, ProtocolError) and error.instruction is not None:
-            return False  # a transfer of the wrong size would come again
+            return False  # a transfer with the wrong size would have it again
         return isinstance(
             error, ActorDiedError | ActorUnresponsiveError | TransferError | ProtocolError | LaunchError
         )
@@ -136,7 +136,7 @@ class Recovery:
         )
         if self.is_under_way and is_known:
             return
-        # Actors of one host die together: that is one restart, not one for each.
+        # Actors on one host may die together, which counts as one restart.
         is_an_end = isinstance(error, ActorDiedError | ActorUnresponsiveError)
         is_same_restart = self.is_under_way and is_an_end and error.actor not in self._replaced
         self._begin_attempt(error, counts=not is_same_restart)
@@ -158,8 +158,8 @@ class Recovery:
         where = {"actor": error.actor, "host": error.host, "step": error.step}
         _LOG.warning("restarting because of a failure: %s", error, extra=where)
         self._request_log.hold_back()
-        # These two send requests that a restart does not repeat. A request of theirs from here on would fail
-        # with the abort, as a failure of its own.
+        # These two send requests that a restart does not repeat. If they sent one now, the abort would fail
+        # it, and that would count as another failure.
         self.replication.cancel()
         self._linking.cancel()
         for actor in self._actor_group.actors:
@@ -198,12 +198,12 @@ class Recovery:
             self._end(abandoned(cause, f"{error}; the last failure was: {first}", StateLostError, **where))
         except ActorError as error:
             if isinstance(error, TransferError | RemoteError):
-                await asyncio.sleep(GRACE_S)  # a death that explains it starts over, and ends this attempt
+                # If a death explains the error, its report begins a new attempt and cancels this one.
+                await asyncio.sleep(GRACE_S)
             if isinstance(error, LaunchError):
                 self._failed_starts += 1
-                await asyncio.sleep(
-                    min(2**self._failed_starts, MAX_PAUSE_S)
-                )  # a host may be starting up again
+                # A host may need time to start again.
+                await asyncio.sleep(min(2**self._failed_starts, MAX_PAUSE_S))
             if self._task is me:
                 counts = not isinstance(error, LaunchError) or self._failed_starts > FREE_STARTS
                 if self.can_recover_from(error):
@@ -211,10 +211,10 @@ class Recovery:
                 else:
                     self._end(error)
         except MeshError as error:
-            # The successors have other devices, or another NCCL: the next ones would as well.
+            # The new processes have other devices or another NCCL, and so would those of a further attempt.
             self._end(abandoned(cause, f"lost actors could not be replaced: {error}", LaunchError))
         except Exception as error:
-            # A defect, or a launcher's own error: the mesh must not hang in the middle of a restart.
+            # This is a bug or a launcher's own error. The mesh must not hang in the middle of a restart.
             _LOG.exception("a restart failed")
             self._end(abandoned(cause, f"the restart failed: {error!r}; its cause: {cause}", ActorDiedError))
 

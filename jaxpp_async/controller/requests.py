@@ -161,9 +161,8 @@ class StepHandle:
             Exception: the step's error, if it failed.
         """
         if self.error is not None:
-            raise self.error.with_traceback(
-                self._traceback
-            )  # the same one each time: every await would add to it
+            # The original traceback is restored, since otherwise every await would add to it.
+            raise self.error.with_traceback(self._traceback)
         return self._stats
 
     @property
@@ -275,9 +274,8 @@ class StepHandle:
     def _call(self, callback: Callable[[], object]) -> None:
         try:
             callback()
-        except (
-            Exception
-        ) as error:  # of the caller's code: everyone else who waits must still learn of the step's end
+        except Exception as error:
+            # An error in a caller's callback must not keep the step's end from all others who wait for it.
             what = f"a callback at the end of {step_text(self.step)} failed"
             asyncio.get_running_loop().call_exception_handler({"message": what, "exception": error})
 
@@ -388,8 +386,8 @@ class ActorLink:
             return None
         reply_handler = self.reply_handlers.get(failed.request)
         if not isinstance(reply_handler, PendingRequest) or is_consequence(failed):
-            # It concerns the mesh. A handler stays: the mesh's failure or a reply after a restart will reach
-            # it.
+            # The failure concerns the mesh. The handler stays registered until the mesh's failure or, after a
+            # restart, a reply ends its request.
             return failed
         del self.reply_handlers[failed.request]
         reply_handler.fail(remote_error(self.info, failed))
@@ -484,7 +482,7 @@ class RequestLog:
     ):
         self._links, self._check_usable, self._remembers = links, check_usable, options.restarts
         self._numbers, self._serials = itertools.count(), itertools.count()
-        # Also handlers whose reply has come and that wait for the data behind it.
+        # These include handlers that have their reply and wait for the data that follows it.
         self._open: set[ReplyHandler] = set()
         self._encoder = Encoder(options.max_frame_bytes)
         self._sent: list[SentRequest] = []
@@ -505,8 +503,7 @@ class RequestLog:
         Raises:
             MeshError: one of the requests cannot be encoded. None of them is sent or remembered then.
         """
-        # Encode first: a request that is remembered and cannot be encoded would end every restart from then
-        # on.
+        # Encode first: if a request that cannot be encoded were remembered, every later restart would fail.
         encoded = [self._encoder.encode(post.message) for post in posts]
         is_open = self._is_open.is_set()
         for post, data in zip(posts, encoded, strict=True):
@@ -615,7 +612,8 @@ class RequestLog:
         sent.serial = next(self._serials)
         self._sent.append(sent)
         self._size_bytes += sent.size_bytes
-        if len(self._sent) > self._prune_at:  # a remembered fetch keeps the arrays that it fetched alive
+        # Requests that are not needed use memory: for example, a fetch keeps the fetched arrays alive.
+        if len(self._sent) > self._prune_at:
             self._keep(self._needed())
             self._prune_at = 2 * len(self._sent) + _PRUNE_AFTER
 
@@ -666,7 +664,7 @@ class RequestLog:
         self._is_open.set()
         again = set()
         for sent in self._sent:
-            sent.serial = next(self._serials)  # behind every mark so far
+            sent.serial = next(self._serials)  # after every mark so far
             changed: dict[str, Any] = {"request": self.number()}
             if isinstance(sent.message, Step):
                 changed["epoch"] = epoch
@@ -711,7 +709,7 @@ class RequestLog:
             reply_handlers.update(link.reply_handlers.values())
             link.reply_handlers.clear()
         self._keep([])
-        self._is_open.set()  # nothing is sent any more, and nobody is to wait for that
+        self._is_open.set()  # nobody may wait for a restart any more
         return reply_handlers
 
 
@@ -739,7 +737,7 @@ class FreeList:
         if not self._pending:
             return {}
         frees: dict[ActorId, list[ArrayId]] = defaultdict(list)
-        with contextlib.suppress(IndexError):  # empty
+        with contextlib.suppress(IndexError):  # the list is empty
             while True:
                 actor, array_id = self._pending.popleft()
                 frees[actor].append(array_id)

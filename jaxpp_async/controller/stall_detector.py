@@ -204,7 +204,7 @@ class StallDetector:
         part = self._program_of(at.program_id, actor) if at is not None else None
         if at is None or part is None or at.instruction > len(part.instructions):
             return set()
-        wanted: set[int] | None = None  # at the end of the program: every buffer
+        wanted: set[int] | None = None  # None at the end of the program: every buffer
         if at.instruction < len(part.instructions):
             run = part.instructions[at.instruction]
             wanted = set(run.inputs) if isinstance(run, Run) else set()
@@ -236,7 +236,7 @@ answer, that has not begun the step, that waits for the controller, that waits f
 actors."""
 
 _CAUSES: tuple[Cause, ...] = ("lost", "deaf", "idle", "controller", "none", "cycle")
-_MOST_WAITS, _MOST_LINES = 4, 32  # most lines about one actor, and in one list
+_MOST_WAITS, _MOST_LINES = 4, 32  # the most lines about one actor, and in one list
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +347,7 @@ class _Examination:
         program_of: ProgramOf,
     ):
         self._unfinished, self._reports, self._program_of = unfinished, reports, program_of
-        self._causes: dict[Cause, tuple[ActorId, ActorWait | None]] = {}  # the first of each kind
+        self._causes: dict[Cause, tuple[ActorId, ActorWait | None]] = {}  # the first cause found of each kind
         self._chain: list[ActorId] = []
         self._waits: list[ActorWait] = []
 
@@ -358,7 +358,7 @@ class _Examination:
         stuck.
         """
         self._chain.append(first)
-        for actor in self._chain:  # grows meanwhile
+        for actor in self._chain:  # `_follow_waits` appends to the chain
             reported = self._reports.get(actor)
             if reported is not None and reported.running:
                 return None

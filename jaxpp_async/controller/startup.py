@@ -211,7 +211,7 @@ def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
         return plain(text.replace(f"{error.exception_type}: ", "", 1))
     where = location(actor)
     if error.exception_type.rpartition(".")[2] == LaunchError.__name__:
-        # Its text says what failed, and its traceback says where.
+        # The text of the error says what failed, and its traceback says where.
         return LaunchError(str(error).replace(f"{error.exception_type}: ", "", 1), **where)
     return LaunchError(f"could not start JAX and the transport on {error}", **where)
 
@@ -258,7 +258,7 @@ def _has_answer(wanted: asyncio.Future[Any]) -> bool:
 
 def _on_message(link: ActorLink, message: Any) -> None:
     failed = link.handle_reply(message)
-    if failed is not None:  # the actor itself failed: all its requests get the reason
+    if failed is not None:  # the actor itself failed: all its requests fail with the reason
         for reply_handler in link.reply_handlers.values():
             reply_handler.fail(remote_error(link.info, failed))
 
@@ -378,14 +378,14 @@ async def wait_uninterrupted(task: asyncio.Task[None], on_cancel: Callable[[], N
 
 # ---------------------------------------------------------------- agreement of devices
 #
-# Checked once all actors have come up, before anything is compiled. Each host has by then checked what it can
-# see alone (a GPU is missing, or its memory is set aside twice by actors that were started together); the
-# checks here need all.
+# These checks run once all actors have started, before anything is compiled. By then each host has checked
+# what it can see alone (such as a missing GPU, or GPU memory that is allocated twice by actors that were
+# started together). The checks in this section need the facts of all hosts.
 
 MOST = 1.0
 """The most to which shares of one GPU's memory may add up."""
 
-_SLACK = 1e-6  # thirds are written as .333333
+_SLACK = 1e-6  # a third may have been written as .333333
 
 _UNIQUE = ("GPU-", "MIG-")
 """Beginnings of names that no two GPUs in the world share."""

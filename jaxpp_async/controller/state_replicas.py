@@ -68,9 +68,8 @@ class StateReplication:
     ):
         self._actor_group, self._request_log, self._on_error = actor_group, request_log, on_error
         self._every, self._patience_s = options.backup_every, options.progress_s
-        self._steps_since = (
-            self._every - 1
-        )  # the first copy soon: until then all that was ever put is remembered
+        # The first copy is made after one step, since until then all host values are remembered.
+        self._steps_since = self._every - 1
         self._generations = itertools.count()
         self._generation: int | None = None
         self._contents: Mapping[ProcessId, tuple[ReplicaArray, ...]] = {}
@@ -121,7 +120,7 @@ class StateReplication:
         while self._request_log.needs_files:
             await self._request_log.wait_open()
             if self._request_log.has_snapshot:
-                await asyncio.sleep(_SAVE_POLL_S)  # a save is under way: there is no event for its end
+                await asyncio.sleep(_SAVE_POLL_S)  # the end of a save has no event to wait for
             elif attempts < _SECURE_ATTEMPTS:
                 attempts += 1
                 await asyncio.wait([self._task or self.take()])
@@ -155,8 +154,8 @@ class StateReplication:
         if generation is not None:
             await self._ask_each(everyone, lambda: DropReplicas(self._request_log.number(), generation))
             await self._bring_back(generation, lost)
-            # The copies that the lost actors held for others; until they are there again, one more loss would
-            # be one too many.
+            # Restore the second copies that the lost actors stored for others. Until that is done, the loss
+            # of one more actor could lose its state.
             gone = self._actor_group.processes.processes_of_all(lost)
             orphans = {p: self._contents[p] for p in everyone if self._holder_of(p) in gone}
             await self._hand_over(generation, orphans)
@@ -178,11 +177,11 @@ class StateReplication:
             await self._complete(generation, mark, asked)
         except TransferError as error:
             self._on_error(error)
-        except RemoteError as error:  # such as too little memory; the copy before it still stands
+        except RemoteError as error:  # such as too little memory; the previous copy is still valid
             _LOG.warning(
                 "no copy of the state could be taken, the next is tried in %d steps: %s", self._every, error
             )
-        except ActorError:  # the mesh has ended, and says why to whoever asks it for something
+        except ActorError:  # the mesh has ended, and later calls raise the reason
             _LOG.debug("copy %d of the state was not finished", generation)
 
     async def _complete(self, generation: int, mark: int, asked: Mapping[ProcessId, PendingRequest]) -> None:

@@ -60,7 +60,7 @@ def divide_time(
     """
     by_instruction = {e.instruction: e for e in timeline.events}
     compute_s = wait_s = transfer_s = dispatch_s = 0.0
-    free_s = timeline.begin_s  # since when it computes nothing
+    free_s = timeline.begin_s  # the end of the last task so far
     for run in timeline.runs:
         start_s = max(run.start_s, free_s)
         made_s, there_s = _find_arrival(run, by_instruction, transfers)

@@ -86,7 +86,7 @@ def align_clocks(
     actors = sorted(bounds)
     index = {actor: k for k, actor in enumerate(actors, 1)}
     size = len(actors) + 1
-    # [a][b]: b is ahead of a by
+    # most[a][b]: the most by which clock b is ahead of clock a; index 0 is the controller
     most = [[0.0 if a == b else math.inf for b in range(size)] for a in range(size)]
     for actor, (low_s, high_s) in bounds.items():
         most[0][index[actor]], most[index[actor]][0] = high_s, -low_s
@@ -98,7 +98,7 @@ def align_clocks(
         return None
     known = [row[:] for row in most]
     offsets = [0.0] * size
-    for k in range(1, size):  # one after the other, each in the middle of what those before leave it
+    for k in range(1, size):  # the middle of the interval that earlier choices leave for it
         offsets[k] = (most[0][k] - most[k][0]) / 2
         _shorten(most, 0, k, offsets[k])
         _shorten(most, k, 0, -offsets[k])
@@ -168,7 +168,7 @@ def _step_bounds(r: Recorded, stamps: Sequence[tuple[float, float]], origin_s: f
     if r.error_s == 0.0 or between is None:
         return r.offset_s, r.offset_s
     low_s, high_s = between[1] - r.heard_s, between[0] - origin_s
-    return min(low_s, high_s), max(low_s, high_s)  # in order, unless a clock ran away within the step
+    return min(low_s, high_s), max(low_s, high_s)  # they are in order unless a clock drifted within the step
 
 
 def _estimated_bounds(r: Recorded, step: Bounds) -> Bounds:

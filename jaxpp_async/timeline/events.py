@@ -195,7 +195,7 @@ def read_events(
     """
     if len(stamps) != len(program.instructions):
         raise ValueError(f"{len(stamps)} pairs of stamps for {len(program.instructions)} instructions")
-    made_by: dict[BufferId, int] = {}  # the instruction that made what a slot holds just now
+    made_by: dict[BufferId, int] = {}  # the last instruction so far that wrote each buffer
     texts = format_instructions(program)
     events: list[TimelineEvent] = []
     for index, (instruction, moments) in enumerate(zip(program.instructions, stamps, strict=True)):
@@ -251,7 +251,7 @@ def transfer_labels(programs: Sequence[ActorProgram]) -> dict[TransferKey, str]:
             return maker.label
         if isinstance(maker, Input):
             return f"arg {maker.arg}"
-        if isinstance(maker, Recv) and hops:  # passed on
+        if isinstance(maker, Recv) and hops:  # the actor received the value and passed it on
             return name((maker.from_actor, key[0], maker.tag), hops - 1)
         return "?"
 

@@ -333,7 +333,7 @@ def _add_actors(tracks: _Tracks, timeline: Timeline) -> dict[_Key, _Slice]:
         return min(max(event.start_s, sent), event.end_s)
 
     for actor in timeline.actors:
-        # In order of time: a thread is taken again as soon as it is free.
+        # In order of time, because `_Tracks.add` reuses a thread as soon as it is free.
         for event in sorted(actor.events, key=lambda e: (shown_from(e), e.instruction)):
             kind = {"run": "tasks", "send": "sends", "recv": "receives"}.get(event.kind)
             if kind is not None:
@@ -348,7 +348,7 @@ def _add_actors(tracks: _Tracks, timeline: Timeline) -> dict[_Key, _Slice]:
 def _add_transfers(tracks: _Tracks, timeline: Timeline, slices: Mapping[_Key, _Slice]) -> None:
     for transfer in timeline.transfers:
         send, receive = transfer.send, transfer.receive
-        if transfer.duration_s >= 0:  # else clocks are off, and an arrow into the past says less than none
+        if transfer.duration_s >= 0:  # otherwise the clocks are wrong: draw no arrow into the past
             tracks.arrow(
                 send.label, slices[send.actor, send.instruction], slices[receive.actor, receive.instruction]
             )
@@ -437,7 +437,7 @@ class _Tracks:
         """
         self._num_arrows += 1
         common = {"cat": "transfers", "name": name, "id": self._num_arrows}
-        # still inside when viewers cut it off
+        # still within the slice if viewers truncate it
         arrives_us = round(max(end.start_us, end.end_us - 2 * _LEAST_US), 3)
         self.events.append({"ph": "s", "pid": start.pid, "tid": start.tid, "ts": start.start_us, **common})
         self.events.append({"ph": "f", "bp": "e", "pid": end.pid, "tid": end.tid, "ts": arrives_us, **common})
@@ -447,7 +447,7 @@ class _Tracks:
         for tid in threads:
             if self._free_from_us[tid] <= at_us:
                 return tid
-        tid = self.first_tid + len(self._free_from_us)  # of the whole trace: some viewers go by it alone
+        tid = self.first_tid + len(self._free_from_us)  # unique in the trace, as some viewers require
         name, order = (
             kind + (f" {len(threads) + 1}" if threads else ""),
             _KINDS.index(kind) * 1000 + len(threads),
