@@ -308,10 +308,13 @@ class ActorGroup:
             self._on_routes(self.links[process].info, connected.routes)
 
     async def _admit(self, addresses: Mapping[ProcessId, bytes]) -> None:
-        """Have every process allow connections from all others, before any of them connects.
+        """Have every process admit connections from all others, before any of them connects.
 
-        Transports that are open to a network do not answer addresses that they have not been told to admit.
-        If all addresses are of this machine, nothing is sent.
+        Transports that listen on a network do not answer peers that they have not been told to admit. If all
+        addresses are of this machine, nothing is sent.
+
+        Args:
+            addresses: the data-plane address of every process and of the controller.
         """
         if not leave_machine(host for address in addresses.values() for host in hosts_of(address)):
             return

@@ -477,15 +477,23 @@ class Controller:
     # ------------------------------------------------------------ saves
 
     async def secure(self) -> None:
-        """With `max_restarts`: wait until a restart would not have to read again the files that arrays came
-        from.
+        """Wait until a restart would not need the files from which arrays were read, so that they may be
+        deleted.
+
+        Without `max_restarts` there are no restarts, so this returns immediately.
+
+        Raises:
+            MeshClosedError: the mesh is closed or has failed.
         """
         if self._recovery is not None:
             await self._recovery.replication.secure()
         self._check_usable()
 
     def before_save(self) -> None:
-        """With `max_restarts`: start a copy of the state if one is due, as none can start during a save."""
+        """Start a copy of the actors' state if one is due, since none can start during the save that follows.
+
+        Without `max_restarts` there are no such copies, so this does nothing.
+        """
         if self._recovery is not None:
             self._recovery.replication.take_if_due()
 

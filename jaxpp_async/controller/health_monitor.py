@@ -229,10 +229,10 @@ class HealthMonitor:
 
 
 def _hindmost(processes: Sequence[ProcessId], reports_of: Mapping[ProcessId, Reported | None]) -> ProcessId:
-    """Return the process of an actor that its other processes may be waiting for in a common computation.
+    """Choose the process whose report counts for its actor in the search for the reason of a stall.
 
-    That is one that did not answer, or else the one whose reported position is furthest behind. Its report
-    then counts for the whole actor.
+    That is a process that did not answer, or else the one whose reported position is furthest behind: the
+    others may be waiting for it, in a task that they compute together.
 
     Args:
         processes: the processes of one actor.

@@ -306,7 +306,7 @@ class PendingFetch(PendingRequest):
         self._arriving, self._reply = {}, None
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:
-        """Record the reply, which has the small arrays and announces the transfers of the large ones."""
+        """Record the reply, which contains the small arrays; the large ones arrive in transfers of their own."""
         if not isinstance(reply, Fetched) or len(reply.arrays) != len(self._avals):
             self.fail(
                 ProtocolError(f"{link.info} answered a fetch of {len(self._avals)} arrays with another reply")

@@ -56,7 +56,7 @@ class PendingRequest:
 
     Args:
         expected: the type of the reply.
-        awaited: whether a caller will see an error of this request.
+        awaited: whether a caller will await this request, and so see an error that ends it.
 
     Attributes:
         future: the future reply. If it is cancelled, the request continues on the actor.
@@ -72,7 +72,7 @@ class PendingRequest:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a caller will see an error with which this request ends."""
+        """Whether this request is open and a caller awaits it, and so will see an error that ends it."""
         return self._awaited and not self.future.done()
 
     @property
@@ -167,8 +167,8 @@ class StepHandle:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a caller will see an error of this step. Every step has a caller, so this holds until it
-        ends.
+        """Whether a caller will see an error that ends this step. Every step has a caller, so this is True
+        until the end.
         """
         return not self._done
 
@@ -329,7 +329,7 @@ class ActorLink:
         Args:
             message: the request.
             expected: the type of the reply.
-            awaited: whether a caller will see an error of the mesh through this request.
+            awaited: whether a caller will await the request, and so see an error of the mesh that ends it.
         """
         pending = PendingRequest(expected, awaited=awaited)
         self.request(message, pending)
@@ -400,7 +400,9 @@ class ActorLink:
         self.connection.on_closed = None
 
     def drop_reply_handlers(self) -> None:
-        """Forget the open requests, and ignore their replies when they arrive."""
+        """Forget the open requests, because a restart begins, and ignore the replies to them that still
+        arrive.
+        """
         self._dropped.update(self.reply_handlers)
         self.reply_handlers.clear()
 
@@ -528,7 +530,8 @@ class RequestLog:
             process: the process to send to.
             make: makes the request from its request number.
             expected: the type of the reply.
-            awaited: whether a caller will see a failure of the mesh through this request.
+            awaited: whether a caller will await the future, and so see an error of the mesh that ends the
+                request.
 
         Returns:
             A future of the reply. It raises `RemoteError` if the request failed on the actor, and
@@ -683,6 +686,10 @@ class RequestLog:
 
         Requests, and the step with the id `step`, end with the error itself. All other steps end with a
         `StepAbortedError` whose cause is the error.
+
+        Args:
+            error: the failure of the mesh.
+            step: the id of the step that failed, or None.
 
         Returns:
             Whether a caller will see the error itself.

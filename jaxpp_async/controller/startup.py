@@ -490,11 +490,10 @@ def _gpu_twice_in_actor(members: Sequence[ProcessDevices]) -> str | None:
 
 
 def _gpu_of_neighbours(members: Sequence[ProcessDevices]) -> str | None:
-    """Return an error text if two actors with consecutive ids share a GPU and NCCL does not allow that, or
-    None.
+    """Return an error text if two actors with consecutive ids share a GPU though NCCL does not allow that.
 
     Such neighbours send to each other. Whether other actors send to each other depends on the program, so for
-    those the error comes when their link is made.
+    those the error comes when their link is made. The result is None if there is no such pair.
     """
     by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus if member.nccl)
     for gpu, sharing in by_gpu.items():

@@ -114,7 +114,7 @@ class StateReplication:
         """Wait until a complete copy has all arrays that were read from files, so that the files may be
         deleted.
 
-        If that fails repeatedly, this logs a warning and returns.
+        If several attempts fail, this logs a warning and returns.
         """
         attempts = 0
         while self._request_log.needs_files:
@@ -146,7 +146,7 @@ class StateReplication:
             lost: the actors that have been replaced, whose new processes have no arrays and no copies.
 
         Raises:
-            StateLostError: an actor was lost together with the actor that stored its second copy.
+            StateLostError: an actor was lost together with the actor that held its second copy.
             TransferError: a copy does not arrive.
             ActorUnresponsiveError: actors did not restore their arrays in time.
         """
@@ -221,15 +221,14 @@ class StateReplication:
         await self._move(generation, arrays, routes)
 
     async def _bring_back(self, generation: int, lost: Collection[ActorId]) -> None:
-        """Send the lost actors' arrays from the holders (processes with the second copies) to the new
-        processes.
+        """Send the lost actors' arrays from the processes that hold their second copies to the new processes.
 
         Args:
             generation: the number of the copy.
             lost: the actors that have been replaced.
 
         Raises:
-            StateLostError: an actor was lost together with the actor that held its copy.
+            StateLostError: an actor was lost together with the actor that held its second copy.
         """
         processes = self._actor_group.processes
         for process in processes.processes_of_all(lost):

@@ -27,8 +27,8 @@ class TimeShares:
     Args:
         actor: the actor.
         compute_s: time spent in tasks.
-        wait_s: time without a task because an input of the next task had not been made yet, by another actor
-            or by whatever makes the step's arguments.
+        wait_s: time without a task because the next task's inputs did not exist yet: another actor had not
+            made and sent one, or an argument of the step was not available.
         transfer_s: time without a task because an input of the next task had been sent but had not arrived;
             after the last task, the time until the last transfer ended.
         dispatch_s: time without a task although all inputs of the next one had arrived.

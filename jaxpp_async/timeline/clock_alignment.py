@@ -59,7 +59,7 @@ def align_step(
         recorded: what is known of each actor's part in the step.
         programs: the program of each of these actors.
         stamps: for each of these actors, the time stamps of its instructions as `read_stamps` returns them.
-        origin_s: when the controller sent the step, in seconds of its clock.
+        origin_s: when the controller sent the step, in seconds of the controller's clock.
     """
     if all(r.error_s == 0.0 for r in recorded.values()):
         return ClockAlignment({a: r.offset_s for a, r in recorded.items()}, dict.fromkeys(recorded, 0.0), 0.0)
@@ -115,8 +115,8 @@ def _find_leads(
 ) -> dict[tuple[ActorId, ActorId], float]:
     """Return for pairs (a, b) of actors the most, in seconds, by which b's clock can be ahead of a's.
 
-    This follows from transfers. If a sent data when its clock showed s, and b had the data when its own clock
-    showed t, then b's clock is ahead of a's by at most t - s.
+    This follows from transfers. If actor a sent data when its clock showed s, and actor b had received the
+    data when b's clock showed t, then b's clock is ahead of a's by at most t - s.
 
     Args:
         programs: the program of each actor.
@@ -162,7 +162,7 @@ def _step_bounds(r: Recorded, stamps: Sequence[tuple[float, float]], origin_s: f
     Args:
         r: what is known of the actor's part in the step.
         stamps: the start and end of each instruction, in seconds of the actor's own clock.
-        origin_s: when the controller sent the step, in seconds of its clock.
+        origin_s: when the controller sent the step, in seconds of the controller's clock.
     """
     between = stamp_range(stamps)
     if r.error_s == 0.0 or between is None:

@@ -150,7 +150,7 @@ def make_timeline(step: int, name: str, origin_s: float, recorded: Mapping[Actor
     Args:
         step: the number of the step.
         name: the name of the step function.
-        origin_s: when the controller sent the step, in seconds of its clock.
+        origin_s: when the controller sent the step, in seconds of the controller's clock.
         recorded: what the controller recorded of each actor's part.
 
     Raises:
