@@ -306,7 +306,7 @@ class PendingFetch(PendingRequest):
         self._arriving, self._reply = {}, None
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:
-        """Record the reply, which contains the small arrays; the large ones arrive in transfers of their own."""
+        """Record the reply, which contains the small arrays; the large ones arrive in separate transfers."""
         if not isinstance(reply, Fetched) or len(reply.arrays) != len(self._avals):
             self.fail(
                 ProtocolError(f"{link.info} answered a fetch of {len(self._avals)} arrays with another reply")
