@@ -1,7 +1,8 @@
-"""Start actor processes up to connected, configured actors, check their devices, and wait for their ends.
+"""Start actor processes until they are connected and configured, check their devices, and wait for their
+ends.
 
-`Startup` starts the actors of one mesh, and later the successors of lost ones. All actors come up in
-parallel. The first that fails ends the launch, and the caller stops whatever has started.
+`Startup` starts the processes of one mesh's actors, and later those that replace lost ones. All actors start
+in parallel. The first failure ends the launch, and the caller stops the processes that have been started.
 """
 
 from __future__ import annotations
@@ -48,16 +49,17 @@ T = TypeVar("T")
 
 
 class Startup:
-    """The start of one mesh's actors.
+    """A starter of one mesh's actor processes, whose errors tell which stage failed and why.
 
     Args:
-        launcher: starts them.
+        launcher: starts the processes.
         listener: accepts their control connections.
-        timeout_s: how long each stage of a start may take.
+        timeout_s: the limit in seconds for each stage of a start.
         on_progress: called with a line of text when a process is ready.
 
     Attributes:
-        handles: the process that was started last under each number, for whoever has to stop them.
+        handles: the handle of each process by process number, for callers that have to stop the processes. A
+            replaced process has the handle of its latest successor.
     """
 
     def __init__(
@@ -73,11 +75,14 @@ class Startup:
         self.handles: dict[ProcessId, ActorHandle] = {}
 
     async def start(self, spec: LaunchSpec) -> ActorLink:
-        """Start one process and wait for its connection.
+        """Start one process, wait until it has connected, and return its link.
+
+        Args:
+            spec: describes the process to start.
 
         Raises:
-            LaunchError: it did not start, died, or did not connect in time.
-            HandshakeError: it runs another version.
+            LaunchError: the process did not start, died, or did not connect in time.
+            HandshakeError: the process runs another version of this package.
         """
         arrival = self._listener.expect(Identity(spec.process_id, spec.incarnation))
         process_rank, remedy = spec.process_rank, _connection_remedy(spec.controller)
@@ -93,10 +98,11 @@ class Startup:
         return make_link(process_rank, handle, connection)
 
     async def reserve(self, link: ActorLink, message: Reserve) -> int:
-        """Have a process find a free port for those that join it.
+        """Have a process find a free port, at which the other processes of its actor can join it; return the
+        port.
 
         Raises:
-            LaunchError: it could not, died or took too long.
+            LaunchError: the process found none, died or did not answer in time.
         """
         reserved: Reserved = await self._call(
             link, message, Reserved, "connected but did not find a free port"
@@ -104,14 +110,14 @@ class Startup:
         return reserved.port
 
     async def configure(self, link: ActorLink, message: Configure) -> Ready:
-        """Start JAX and the transport in one process.
+        """Have one process start JAX and its transport, and return its reply, which describes its devices.
 
-        Returns:
-            Its devices and hardware.
+        The link gets the process's devices and its address on the data plane.
 
         Raises:
-            LaunchError: it failed, died or took too long. HandshakeError: its JAX is another version.
-            InstallError, MeshError: it lacks a package, or devices.
+            LaunchError: the process failed, died or did not answer in time.
+            HandshakeError: the process has another version of JAX.
+            InstallError, MeshError: the process lacks a package, or devices.
         """
         ready: Ready = await self._call(
             link, message, Ready, "connected but did not start JAX and the transport"
@@ -123,7 +129,18 @@ class Startup:
         return ready
 
     async def _call(self, link: ActorLink, message: Request, expected: type, late: str) -> Any:
-        """Call a process that is not watched yet; `late` says for an error what it has not done in time."""
+        """Send a request to a process that is still being started, and return its reply.
+
+        Args:
+            link: the process.
+            message: the request.
+            expected: the type of the reply.
+            late: a clause for the error about a missed deadline, which says what the process did not do.
+
+        Raises:
+            LaunchError: the process died or did not answer in time.
+            JaxppAsyncError: the request failed; see `unready_error`.
+        """
         process_rank = ProcessRank(link.info.process, link.info.size)
         task = asyncio.get_running_loop().create_task(
             link.call(message, expected), name=f"configure {process_rank}"
@@ -141,10 +158,15 @@ class Startup:
     async def _unless_dead(
         self, process_rank: ProcessRank, wanted: asyncio.Future[T], unconnected: str = ""
     ) -> T:
-        """Wait for `wanted`, or raise `LaunchError` if the process dies first.
+        """Wait for `wanted` and return its result, or raise an error if the process dies before.
 
         Args:
-            unconnected: text to append if the process could not connect to the controller.
+            process_rank: the process.
+            wanted: a future that depends on the process, such as its connection or its reply.
+            unconnected: text to append to the error if the process could not connect to the controller.
+
+        Raises:
+            LaunchError: the process died before `wanted` was done.
         """
         handle = self.handles[process_rank.process]
         dead = asyncio.get_running_loop().create_task(
@@ -174,10 +196,14 @@ class Startup:
 
 
 def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
-    """Make the error for an actor that could not be configured; without a traceback where users can help.
+    """Return the error for an actor that could not be configured.
+
+    If the user can mend the cause, such as a missing package, the error has the actor's text without a
+    traceback.
 
     Args:
-        error: the actor's answer, with its traceback.
+        actor: the process.
+        error: the failure that the process reported, with its traceback.
     """
     text, _, _ = str(error).partition("\n\nTraceback on the actor")
     plain = _PLAIN.get(error.exception_type.rpartition(".")[2])
@@ -185,13 +211,18 @@ def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
         return plain(text.replace(f"{error.exception_type}: ", "", 1))
     where = location(actor)
     if error.exception_type.rpartition(".")[2] == LaunchError.__name__:
-        # Its text says what failed, and its traceback says where.
+        # The text of the error says what failed, and its traceback says where.
         return LaunchError(str(error).replace(f"{error.exception_type}: ", "", 1), **where)
     return LaunchError(f"could not start JAX and the transport on {error}", **where)
 
 
 def _connection_remedy(controller: tuple[str, int] | None) -> str:
-    """Say what to check when an actor on another host was started but never connected; empty on this host."""
+    """Return what to check when an actor on another host was started but did not connect.
+
+    Args:
+        controller: the host and port to which actors connect. If it is a loopback address or None, the result
+            is empty.
+    """
     if controller is None or controller[0].startswith("127."):
         return ""
     return (
@@ -201,7 +232,13 @@ def _connection_remedy(controller: tuple[str, int] | None) -> str:
 
 
 def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connection) -> ActorLink:
-    """Make the controller's end of a process that has just connected."""
+    """Return the `ActorLink` of a process that has just connected, with the state `"starting"`.
+
+    Args:
+        process_rank: the process.
+        handle: the handle to the process, from its launcher.
+        connection: its control connection, whose messages are passed to the link from now on.
+    """
     info = ActorInfo(
         process_rank.actor, handle.host, handle.pid, (), "starting", process_rank.rank, process_rank.size
     )
@@ -212,13 +249,16 @@ def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connec
 
 
 def _has_answer(wanted: asyncio.Future[Any]) -> bool:
-    """Whether it succeeded, or failed for a reason other than the actor's death."""
+    """Return whether a future has a result, or an error other than a cancellation or a `LaunchError`.
+
+    A cancellation or `LaunchError` may be a consequence of the process's death, which then explains more.
+    """
     return wanted.done() and not wanted.cancelled() and not isinstance(wanted.exception(), LaunchError)
 
 
 def _on_message(link: ActorLink, message: Any) -> None:
     failed = link.handle_reply(message)
-    if failed is not None:  # the actor itself failed: all its requests get the reason
+    if failed is not None:  # the actor itself failed: all its requests fail with the reason
         for reply_handler in link.reply_handlers.values():
             reply_handler.fail(remote_error(link.info, failed))
 
@@ -231,10 +271,14 @@ def _on_closed(link: ActorLink, error: Exception | None) -> None:
 
 
 def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> None:
-    """Check that an actor runs the controller's JAX, for which the controller exports programs.
+    """Check that an actor has the same versions of jax and jaxlib as the controller, which exports programs.
+
+    Args:
+        actor: the process.
+        versions: the version of each library that the process reported.
 
     Raises:
-        HandshakeError: it runs another one.
+        HandshakeError: the actor has another version.
     """
     for name in _VERSIONED:
         theirs = versions.get(name)
@@ -247,11 +291,13 @@ def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> Non
 
 
 async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) -> dict[int, T]:
-    """Run a coroutine for each actor, or process, at once. The first error ends the others and is raised.
+    """Run coroutines concurrently, and return their results by actor or process number.
+
+    The first error cancels the others and is raised.
 
     Args:
-        coroutines: by number of the actor or process; results have the same keys.
-        what: names the asyncio tasks.
+        coroutines: the coroutines by number of their actor or process.
+        what: a phrase that names the asyncio tasks, for debugging.
     """
     loop = asyncio.get_running_loop()
     tasks = {number: loop.create_task(c, name=f"{what} {number}") for number, c in coroutines.items()}
@@ -272,7 +318,7 @@ async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) ->
 
 
 async def wait_all_dead(handles: Mapping[ActorId, ActorHandle], timeout_s: float) -> bool:
-    """Wait until every actor has ended; False if one has not in time."""
+    """Wait until every process has ended; return False if one of them has not within `timeout_s` seconds."""
     loop = asyncio.get_running_loop()
     waits = [
         loop.create_task(handle.wait_dead(), name=f"wait for the end of actor {actor}")
@@ -289,7 +335,15 @@ async def wait_all_dead(handles: Mapping[ActorId, ActorHandle], timeout_s: float
 
 
 async def run_bounded(work: Coroutine[Any, Any, None], timeout_s: float, complaint: str) -> None:
-    """Wait for `work` for at most `timeout_s` seconds, and log any error: closing a mesh must go on."""
+    """Await `work` for at most `timeout_s` seconds, and log any error instead of raising it.
+
+    This is for closing a mesh, which must continue when a part of it fails.
+
+    Args:
+        work: the coroutine.
+        timeout_s: the limit in seconds.
+        complaint: the beginning of the log line in case of an error.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             await work
@@ -298,15 +352,17 @@ async def run_bounded(work: Coroutine[Any, Any, None], timeout_s: float, complai
 
 
 async def wait_uninterrupted(task: asyncio.Task[None], on_cancel: Callable[[], None]) -> None:
-    """Wait for a task of bounded length to end, even if the caller is cancelled, once or several times.
+    """Wait until a task of bounded length has ended, even if the caller is cancelled, once or several times.
 
     A close that stopped half way would leave processes and sockets that nobody owns any more.
 
     Args:
-        on_cancel: called when the caller is cancelled, to make the rest short.
+        task: the task.
+        on_cancel: called whenever the caller is cancelled, to shorten the rest of the task.
 
     Raises:
-        CancelledError: the caller was cancelled meanwhile. Whatever `task` raises.
+        CancelledError: the caller was cancelled meanwhile.
+        BaseException: the error of the task, if the caller was not cancelled.
     """
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -322,14 +378,14 @@ async def wait_uninterrupted(task: asyncio.Task[None], on_cancel: Callable[[], N
 
 # ---------------------------------------------------------------- agreement of devices
 #
-# Checked once all actors have come up, before anything is compiled. Each host has by then checked what it can
-# see alone (a GPU is missing, or its memory is set aside twice by actors that were started together); the
-# checks here need all.
+# These checks run once all actors have started, before anything is compiled. By then each host has checked
+# what it can see alone (such as a missing GPU, or GPU memory that is allocated twice by actors that were
+# started together). The checks in this section need the facts of all hosts.
 
 MOST = 1.0
 """The most to which shares of one GPU's memory may add up."""
 
-_SLACK = 1e-6  # thirds are written as .333333
+_SLACK = 1e-6  # a third may have been written as .333333
 
 _UNIQUE = ("GPU-", "MIG-")
 """Beginnings of names that no two GPUs in the world share."""
@@ -337,16 +393,16 @@ _UNIQUE = ("GPU-", "MIG-")
 
 @dataclass(frozen=True, slots=True)
 class ProcessDevices:
-    """The devices of one process.
+    """The devices of one process, for checks of all processes together.
 
     Args:
         who: the process's name in errors, such as `"actor 1 (host n2, pid 7)"`.
-        actor: the actor that it belongs to.
-        host: the machine on which it runs.
-        cuda: version of the CUDA that JAX is for, such as `"13.0"`; empty without GPUs.
-        gpus: UUIDs of its GPUs, or whatever tells the GPUs of a machine apart; empty: not known.
-        memory_fraction: the fraction of each GPU's memory that it sets aside; 0: none beforehand.
-        nccl: version of the NCCL that programs transfer over; empty with other transports.
+        actor: the id of the actor that the process belongs to.
+        host: the name of the machine on which the process runs.
+        cuda: the version of CUDA for which its JAX was built, such as `"13.0"`; empty without GPUs.
+        gpus: the UUIDs of its GPUs, or other names that are unique on its host; empty if not known.
+        memory_fraction: the fraction of each GPU's memory that the process allocates in advance; 0: none.
+        nccl: the version of the NCCL that programs use for transfers; empty with other transports.
         nccl_shares: whether this NCCL allows two ranks on one GPU.
     """
 
@@ -361,19 +417,25 @@ class ProcessDevices:
 
     @property
     def named_gpus(self) -> list[str]:
-        """Names of its GPUs, of which equal ones mean the same GPU.
+        """The names of the process's GPUs, chosen so that equal names of two processes mean the same GPU.
 
-        A UUID stands alone, since one machine may be known by several names; other names get their host."""
+        A UUID is used alone, because one machine may be known by several host names. To any other name the
+        host's name is added.
+        """
         return [gpu if gpu.startswith(_UNIQUE) else f"{gpu} of host {self.host}" for gpu in self.gpus]
 
 
 def check_agreement(members: Sequence[ProcessDevices]) -> None:
-    """Check that the processes of a mesh can work together.
+    """Check that the processes of a mesh can work together with the devices and libraries that they have.
+
+    Args:
+        members: the devices of every process of the mesh.
 
     Raises:
-        MeshError: they cannot: JAXs for different CUDAs, NCCLs of different versions, a GPU that two
-            processes of one actor have, one GPU of two actors between which NCCL refuses to send, or one
-            whose memory is set aside more than once. Names the processes, and says what to do.
+        MeshError: the processes cannot work together, for one of these reasons: their JAXs are for different
+            CUDAs; their NCCLs have different versions; two processes of one actor have the same GPU; two
+            actors share a GPU and NCCL refuses to send between them; or more than the whole memory of a GPU
+            is allocated in advance. The error names the processes and says what to do.
     """
     for why in (
         _cuda_conflict(members),
@@ -398,7 +460,10 @@ def _cuda_conflict(members: Sequence[ProcessDevices]) -> str | None:
 
 
 def _nccl_conflict(members: Sequence[ProcessDevices]) -> str | None:
-    """Find different NCCLs: both ends of a communicator need the same version."""
+    """Return an error text if processes have different versions of NCCL, or None.
+
+    Both ends of a communicator need the same version.
+    """
     by_nccl = _grouped((member.nccl, member.who) for member in members if member.nccl)
     if len(by_nccl) < 2:
         return None
@@ -410,7 +475,10 @@ def _nccl_conflict(members: Sequence[ProcessDevices]) -> str | None:
 
 
 def _gpu_twice_in_actor(members: Sequence[ProcessDevices]) -> str | None:
-    """Find a GPU that is two devices of one actor: XLA's collectives run between different GPUs."""
+    """Return an error text if one GPU serves as two devices of the same actor, or None.
+
+    XLA's collectives run between different GPUs only.
+    """
     by_gpu = _grouped(((gpu, member.actor), member.who) for member in members for gpu in member.named_gpus)
     for (gpu, actor), who in by_gpu.items():
         if len(who) > 1:
@@ -422,9 +490,10 @@ def _gpu_twice_in_actor(members: Sequence[ProcessDevices]) -> str | None:
 
 
 def _gpu_of_neighbours(members: Sequence[ProcessDevices]) -> str | None:
-    """Find actors that follow each other on one GPU: they send to each other, which NCCL may refuse.
+    """Return an error text if two actors with consecutive ids share a GPU though NCCL does not allow that.
 
-    Whether other actors send to each other depends on the program, so their links report it later.
+    Such neighbours send to each other. Whether other actors send to each other depends on the program, so for
+    those the error comes when their link is made. The result is None if there is no such pair.
     """
     by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus if member.nccl)
     for gpu, sharing in by_gpu.items():
@@ -462,6 +531,6 @@ def _grouped(pairs: Iterable[tuple]) -> Mapping:
 
 
 def _names(who: Sequence[str]) -> str:
-    """Join the first names, and say how many there are besides."""
+    """Return a text with the first four names and the number of the others."""
     shown = ", ".join(who[:4])
     return shown if len(who) <= 4 else f"{shown} and {len(who) - 4} more"
