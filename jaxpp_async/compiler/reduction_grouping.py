@@ -1,8 +1,9 @@
-"""Regroup sums over values of several actors, so that each actor joins its own values and sends one partial
-result.
+"""Regroup reductions over values of several actors, so that each actor reduces its own values and sends one
+partial result.
 
-The pass rewrites trees of one associative operation (sums, products, maxima, ...) over small values in a
-placed outer step, and reductions of values that were stacked for it, as in `jnp.all(jnp.array([...]))`.
+The pass works on the operations outside the microbatch loops, once they are placed. It rewrites trees of one
+associative operation (sums, products, maxima and others) over small values, and reductions of values that
+were stacked for this purpose, as in `jnp.all(jnp.array([...]))`.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from jaxpp_async.program.instructions import ActorId
 
 @dataclass(frozen=True, eq=False)
 class GroupingInputs:
-    """The placed outer step whose reductions are regrouped.
+    """The input of `regroup_reductions`: the part of a step outside its loops, and where its values are.
 
     Args:
-        step: the outer step.
-        types: of every value id.
-        single: positions of the operations that run on one actor.
-        producer: value id to the position of the operation that makes it.
-        users: value id to the positions of the operations that read it.
-        where: returns a value's actors.
+        step: the step as it looks from outside its loops.
+        types: the type of each value; types of newly created values are added to it.
+        single: the positions of the operations that run on exactly one actor.
+        producer: the id of each value that an operation makes, with the position of that operation.
+        users: the id of each value, with the positions of the operations that read it.
+        where: a function that takes a value's id and returns the actors that have the value.
     """
 
     step: OuterStep
@@ -50,7 +51,7 @@ class GroupingInputs:
 
 
 def regroup_reductions(inputs: GroupingInputs) -> OuterStep | None:
-    """Return the step with its sums regrouped; None if it has none."""
+    """Return the step with its reductions regrouped by actor, or None if there is nothing to regroup."""
     kept = {r for r in inputs.step.outputs if isinstance(r, int)}
     kept.update(v for needs in inputs.step.loop_needs.values() for v in needs)
     replacements: dict[int, list[Op]] = {}
@@ -65,7 +66,12 @@ def regroup_reductions(inputs: GroupingInputs) -> OuterStep | None:
 
 
 def _find_trees(inputs: GroupingInputs, kept: set[int]) -> dict[int, tuple[set[int], list[int]]]:
-    """Find maximal trees of one associative operation over small values that live on several actors."""
+    """Find the maximal trees of one associative operation over small values of several actors.
+
+    Returns:
+        The position of the operation at the root of each tree, with the positions of all operations of the
+        tree and the ids of the values at its leaves.
+    """
     inside: set[int] = set()
     found = {}
     for i in sorted(inputs.single, reverse=True):
@@ -126,8 +132,12 @@ def _join_by_actor(inputs: GroupingInputs, root: int, leaves: list[int]) -> list
 
 
 def _find_stacked(inputs: GroupingInputs, kept: set[int]) -> dict[int, int]:
-    """Find reductions to a scalar of small values that were concatenated for it. Maps the reduction's
-    position to the concatenation's."""
+    """Find the reductions to a scalar whose operand is a concatenation, made for it, of small values of
+    several actors.
+
+    Returns:
+        The position of each such reduction, with the position of its concatenation.
+    """
     found = {}
     for i in sorted(inputs.single):
         op = inputs.op(i)
