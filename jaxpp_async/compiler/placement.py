@@ -168,9 +168,8 @@ class _Placer:
         self.at: dict[int, Set[ActorId]] = dict(loop_home)
         # Values whose actors do not depend on which actors read them.
         self.settled = {o for i in self.single for o in self.ops[i].outputs} | loop_home.keys()
-        self.joining: list[
-            int
-        ] = []  # operations that can be expanded and read large values of several actors
+        # Operations that can be expanded and read large values of several actors.
+        self.joining: list[int] = []
         self.output_homes: list[Actors] = []
         self.handed_back: dict[int, int] = {}
         self._decide()
