@@ -15,25 +15,25 @@ Actors: TypeAlias = frozenset[ActorId]
 
 @dataclass(frozen=True, eq=False)
 class OuterStep:
-    """The input of placement: a step whose microbatch loops are cut into tasks, each loop as one opaque item.
+    """The input of placement: a step as it looks from outside its microbatch loops, each an opaque item.
 
     Args:
         inputs: the ids of the step's inputs (argument leaves, then captured arrays).
         items: the operations outside the loops and the loops themselves, in program order.
         outputs: the ids (or constants) of the step's results.
-        loop_needs: for each loop (by its position in `items`), the id of each value that it reads from
-            outside, with the actors that need that value.
-        loop_makes: for each loop (by its position in `items`), the id of each value that it leaves for
-            operations outside, with the actor that makes that value.
-        continues: the position of a result, with the position of the input that it continues (the new and
-            the old leaf of a state).
+        loop_needs: for each loop (by its position in `items`), a map from the id of each value that it reads
+            from outside to the actors that need that value.
+        loop_makes: for each loop (by its position in `items`), a map from the id of each value that it leaves
+            for operations outside to the actor that makes that value.
+        continues: a map from the position of a result to the position of the input that it continues (the new
+            and the old leaf of a state).
         num_actors: the number of actors in the mesh.
-        result_homes: the position of a result, with the actors that must hold it, for results where the
-            caller asks for that. Placement chooses the actors of the other results.
+        result_homes: a map from the position of a result to the actors that must hold it, for the results
+            where the caller asks for that. Placement chooses the actors of the other results.
         num_results: the number of leading `outputs` that are the user's results; the others are values that
             `jax.debug.print` shows. None if all of them are the user's.
-        untouched: the position of a result that is an input as it came, with the id of that input. Only
-            inputs that are exactly one result appear.
+        untouched: a map from the position of a result that is an unchanged input to the id of that input.
+            Only inputs that are returned as exactly one result appear.
     """
 
     inputs: tuple[int, ...]
@@ -62,7 +62,8 @@ def replaced(step: OuterStep, others: Mapping[int, Sequence[Op]], removed: Colle
 
     Args:
         step: the step; what it says about its loops is kept, under their new positions.
-        others: the position in `items` of each operation to replace, with the operations to put there.
+        others: a map from the position in `items` of each operation to replace to the operations to put
+            there.
         removed: the positions in `items` of the operations to remove.
     """
     items: list[Op | Loop] = []

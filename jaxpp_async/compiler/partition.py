@@ -68,8 +68,8 @@ class StagedLoop:
 
     @property
     def boundaries(self) -> list[str]:
-        """A text for each stage but the last that describes the marker at its end: the marker's `file:line`,
-        then its name if the user gave one."""
+        """Texts for messages that describe the marker at the end of each stage but the last: the marker's
+        `file:line`, then its name if the user gave one."""
         lines = [op.line for op in self.loop.body.ops if isinstance(op, Op) and op.name == MARKER]
         named = zip(lines, self.stage_names, strict=True)
         return [line if name is None else f"{line} {name!r}" for line, name in named]
@@ -124,7 +124,7 @@ def partition(loop: Loop, types: Types) -> StagedLoop:
 
 
 def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, StageTask]:
-    """Return every task of a loop, with its own operations and the light operations that it repeats."""
+    """Return every task of a loop, with its own operations and the light (cheap) ones that it repeats."""
     members: dict[TaskKey, list[int]] = defaultdict(list)
     light: dict[int, Op] = {}
     for i, op in enumerate(stages.ops):
@@ -156,8 +156,8 @@ def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, Stage
 
 
 def _behind_markers(stages: StageAssignment, position: int) -> Op:
-    """Return a copy of the operation at `position` that reads the marked values instead of the markers'
-    results."""
+    """Return a copy of an operation that reads the values that stage markers were given, instead of the
+    markers' results."""
     op = stages.ops[position]
     return renamed(op, stages.alias.keys(), stages.resolve)
 

@@ -67,15 +67,15 @@ class StepRequest:
         argument_names: the names of the parameters of `fn`.
         static_argnums: the numbers of the static arguments.
         donated: the numbers of the arguments that the step may overwrite.
-        in_specs: takes the traced step, and returns the spec that the user gave, or None, for each argument
-            leaf.
-        out_specs: takes the traced step, and returns the spec that the user gave, or None, for each result
-            leaf.
+        in_specs: a function that takes the traced step and returns, for each argument leaf, the sharding spec
+            that the user gave, or None.
+        out_specs: a function that takes the traced step and returns, for each result leaf, the sharding spec
+            that the user gave, or None.
         num_actors: the number of actors in the mesh.
         target: the mesh and platform that executables are lowered for.
         schedule: the schedule that replaces the schedule of every loop; None keeps those written in the step.
-        result_homes: the position of a result leaf, with the actors that must hold it when the step ends.
-            Placement chooses the actors of the other leaves.
+        result_homes: a map from the position of a result leaf to the actors that must hold it when the step
+            ends. Placement chooses the actors of leaves that are not in it.
         exports: a cache of executables that are lowered already; those of this step are added to it.
     """
 
@@ -103,11 +103,12 @@ class CompilePlan:
         specs: the sharding of each value id.
         programs: one program per actor.
         passes: the printed result of each pass, by the name of the pass.
-        continues: the position of a result leaf, with that of the argument leaf that it continues (the new
-            and the old leaf of a state).
+        continues: a map from the position of a result leaf to that of the argument leaf that it continues
+            (the new and the old leaf of a state).
         settled: the positions of argument leaves that the step accepts both weakly and strongly typed.
         any_sharding: the positions of unused argument leaves that the step accepts in any sharding. An unused
-            leaf that is returned as a result is left out if the user gave a spec for either.
+            leaf that is returned as a result is left out if the user gave a spec for the argument or for the
+            result.
     """
 
     traced: Traced
@@ -132,7 +133,7 @@ class Compiled(CompilePlan):
 
 
 def _ignore_pass(_: str) -> None:
-    """Do nothing; the default of the callbacks that are called at the end of each pass."""
+    """Do nothing; this is the default of the callback that is called at the end of each pass."""
 
 
 @contextlib.contextmanager
@@ -319,8 +320,8 @@ def _separate_results(
 
     Args:
         traced: the traced step.
-        in_specs: the spec that the user gave, or None, for each argument leaf.
-        out_specs: the spec that the user gave, or None, for each result leaf.
+        in_specs: for each argument leaf, the sharding spec that the user gave, or None.
+        out_specs: for each result leaf, the sharding spec that the user gave, or None.
     """
     asked = {v: _strip_spec(s) for v, s in zip(traced.flat.inputs, in_specs, strict=False) if s is not None}
     ops, outputs = list(traced.flat.ops), list(traced.flat.outputs)
@@ -338,7 +339,7 @@ def _separate_results(
 
 
 def _strip_spec(spec: Sequence[Any]) -> PartitionSpec:
-    """Return a spec without its trailing Nones, so that specs of the same meaning compare equal."""
+    """Return a sharding spec without its trailing Nones, so that specs of the same meaning compare equal."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()

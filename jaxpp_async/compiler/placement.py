@@ -28,8 +28,8 @@ from jaxpp_async.program.instructions import ActorId
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The result of `place`: where each operation outside a step's loops runs, and who holds inputs and
-    results.
+    """The result of `place`: the actors that run each operation outside a step's loops, and those that hold
+    the step's inputs and results.
 
     Args:
         items: the operations outside the loops, and the loops; conds are split and sums regrouped.
@@ -37,14 +37,14 @@ class Placement:
         levels: the level of each operation on each of its actors, by (position in `items`, actor). One level
             is one task on each actor; levels count from 0.
         loop_levels: the level of each loop, by its position in `items`.
-        input_homes: the id of each input, with the actors that hold it when the step starts; no actors if the
-            step does not use it.
+        input_homes: a map from the id of each input to the actors that hold it when the step starts; no
+            actors if the step does not use it.
         output_homes: for each result, the actors that hold it when the step ends; no actors if the result is
             in `handed_back`.
         num_levels: the number of levels.
         asked: the positions of the results for which the caller chose the actors.
-        handed_back: the position of each result that is an otherwise unused input, with the id of that input.
-            The caller gets the input's array back as the result, on whichever actors it is.
+        handed_back: a map from the position of each result that is an otherwise unused input to the id of
+            that input. The caller gets the input's array back as the result, on whichever actors hold it.
     """
 
     items: tuple[Op | Loop, ...]
@@ -202,7 +202,7 @@ class _Placer:
         return ops
 
     def _owned_ops(self) -> set[int]:
-        """Return the positions of the free operations that make a floating-point result of the step.
+        """Return the positions of the operations that depend on no loop and make a floating-point result.
 
         Each of them runs on one actor, which sends its value to the others, so that all copies are equal.
         """
@@ -247,9 +247,9 @@ class _Placer:
         return not (self.large.isdisjoint(op.reads) and self.large.isdisjoint(op.outputs))
 
     def _need(self, value: int, actors: Iterable[ActorId]) -> None:
-        """Record that `value` is used on `actors`.
+        """Record that a value is used on some actors, and put what it is computed from there too.
 
-        Inputs and free operations that it is computed from are put on these actors too.
+        Inputs are then also held by these actors. Free operations, which depend on no loop, also run on them.
         """
         stack = [(value, set(actors))]
         while stack:
@@ -273,8 +273,11 @@ class _Placer:
     # ---- operations on one actor
 
     def _guess_free_ops(self) -> None:
-        """Record in `at` likely actors for the free operations that nobody needs yet: those that have most
-        bytes of their operands."""
+        """Record likely actors of free operations (which depend on no loop) that no actor needs yet.
+
+        These are the actors that have most bytes of an operation's operands. `at` records them for the
+        operation's results.
+        """
         for i in sorted(self.free):
             if not self.free[i]:
                 held = self._weights(self.ops[i].reads)
@@ -299,8 +302,8 @@ class _Placer:
 
         Args:
             position: the position of the operation.
-            threshold: a number of bytes. A bound operation that reads or makes a large value is left
-                undecided if no actor has more bytes of its operands.
+            threshold: a number of bytes. An operation that depends on a loop and reads or makes a large value
+                is left undecided if no actor has more bytes of its operands than this.
 
         Returns:
             Whether an actor was chosen; False if the operation was left undecided.
@@ -327,7 +330,7 @@ class _Placer:
         return self.at.get(value, frozenset())
 
     def _run_on(self, position: int) -> Set[ActorId]:
-        """Return the actors on which an operation is known so far to run."""
+        """Return the actors that were chosen so far to run an operation; empty if there are none yet."""
         return self.free[position] if position in self.free else self.chosen.get(position, frozenset())
 
     def _choose_by_users(self, position: int) -> None:
@@ -416,8 +419,8 @@ def _find_levels(
     Args:
         step: the step as it looks from outside its loops.
         actors: the actors that run each operation, by its position.
-        producer: the id of each value that an operation makes, with the position of that operation.
-        users: the id of each value, with the positions of the operations that read it.
+        producer: a map from the id of each value to the position of the operation that makes it.
+        users: a map from the id of each value to the positions of the operations that read it.
 
     Returns:
         The level of each operation by (position, actor), the level of each loop by position, and the number
@@ -437,7 +440,7 @@ def _earliest(
     last_loop = -1
 
     def available(value: int, actor: ActorId) -> int:
-        """Return the first level at which an operation on `actor` can read `value`."""
+        """Return the first level at which an operation that runs on `actor` can read `value`."""
         i = producer.get(value)
         if i is None:
             return made_in.get(value, -1) + 1

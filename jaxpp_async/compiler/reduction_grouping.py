@@ -29,8 +29,8 @@ class GroupingInputs:
         step: the step as it looks from outside its loops.
         types: the type of each value; types of newly created values are added to it.
         single: the positions of the operations that run on exactly one actor.
-        producer: the id of each value that an operation makes, with the position of that operation.
-        users: the id of each value, with the positions of the operations that read it.
+        producer: a map from the id of each value to the position of the operation that makes it.
+        users: a map from the id of each value to the positions of the operations that read it.
         where: a function that takes a value's id and returns the actors that have the value.
     """
 
@@ -51,7 +51,8 @@ class GroupingInputs:
 
 
 def regroup_reductions(inputs: GroupingInputs) -> OuterStep | None:
-    """Return the step with its reductions regrouped by actor, or None if there is nothing to regroup."""
+    """Return the step with reductions regrouped so that each actor first reduces its own values, or None if
+    there is nothing to regroup."""
     kept = {r for r in inputs.step.outputs if isinstance(r, int)}
     kept.update(v for needs in inputs.step.loop_needs.values() for v in needs)
     replacements: dict[int, list[Op]] = {}
@@ -68,9 +69,14 @@ def regroup_reductions(inputs: GroupingInputs) -> OuterStep | None:
 def _find_trees(inputs: GroupingInputs, kept: set[int]) -> dict[int, tuple[set[int], list[int]]]:
     """Find the maximal trees of one associative operation over small values of several actors.
 
+    Args:
+        inputs: the placed step.
+        kept: the ids of values that loops need or that are results of the step, so that they cannot be inside
+            a tree.
+
     Returns:
-        The position of the operation at the root of each tree, with the positions of all operations of the
-        tree and the ids of the values at its leaves.
+        A map from the position of the operation at the root of each tree to the positions of all operations
+        of the tree and the ids of the values at its leaves.
     """
     inside: set[int] = set()
     found = {}
@@ -132,11 +138,14 @@ def _join_by_actor(inputs: GroupingInputs, root: int, leaves: list[int]) -> list
 
 
 def _find_stacked(inputs: GroupingInputs, kept: set[int]) -> dict[int, int]:
-    """Find the reductions to a scalar whose operand is a concatenation, made for it, of small values of
-    several actors.
+    """Find the reductions to a scalar of small values of several actors that were concatenated only for this.
+
+    Args:
+        inputs: the placed step.
+        kept: the ids of values that loops need or that are results of the step, so that they have to stay.
 
     Returns:
-        The position of each such reduction, with the position of its concatenation.
+        A map from the position of each such reduction to the position of its concatenation.
     """
     found = {}
     for i in sorted(inputs.single):

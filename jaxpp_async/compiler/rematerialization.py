@@ -43,15 +43,15 @@ class RecomputePlan:
 
     Args:
         ops: copies of operations of the earlier executable, in program order; their results have new ids.
-        new_ids: the id of each recomputed value in the earlier executable, with the id of its copy in the
-            later one.
+        new_ids: a map from the id of each recomputed value in the earlier executable to the id of its copy in
+            the later one.
     """
 
     ops: tuple[Op, ...]
     new_ids: dict[int, int]
 
     def prepend_to(self, ops: Iterable[Op]) -> tuple[Op, ...]:
-        """Return the recomputing operations, followed by copies of `ops` that read the recomputed values."""
+        """Return the operations to run again, followed by copies of `ops` that read the recomputed values."""
         return (*self.ops, *self.read_recomputed(ops))
 
     def read_recomputed(self, ops: Iterable[Op]) -> Iterable[Op]:

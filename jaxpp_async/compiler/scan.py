@@ -99,9 +99,17 @@ def unroll(flattener: Flattener, eqn: Any, inputs: Sequence[Ref], ops: list, whe
 
 
 def _element(flattener: Flattener, stack: Ref, i: int, element: ValueType, ops: list, line: str) -> Ref:
-    """Return the i-th element of a value that is stacked over layers.
+    """Return the i-th element of a value that is stacked over the iterations of a scan.
 
     If the elements are not known, append an operation to `ops` that reads the element from the stack.
+
+    Args:
+        flattener: the tracer, which knows the elements of some stacks.
+        stack: the stacked value.
+        i: the index of the element.
+        element: the type of the element.
+        ops: the list of operations to append to.
+        line: the `file:line` in the user's code.
     """
     if isinstance(stack, int) and stack in flattener.stacks:
         return flattener.stacks[stack][i]
@@ -213,10 +221,10 @@ def _half_scan(
         op: the scan that is split.
         ops: the operations of its body that this half runs.
         results: the positions of the scan's results that this half makes.
-        takes: the id of each value of the body that this half reads from the other half, with the id of the
-            stack of that value over all iterations.
-        gives: the id of each value of the body that this half makes for the other half, with the id of the
-            stack of that value over all iterations.
+        takes: a map from the id of each value of the body that this half reads from the other half to the id
+            of the stack of that value over all iterations.
+        gives: a map from the id of each value of the body that this half makes for the other half to the id
+            of the stack of that value over all iterations.
     """
     carried = [k for k in results if k < scan.num_carry]
     ys = [k for k in results if k >= scan.num_carry]

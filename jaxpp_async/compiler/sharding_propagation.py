@@ -44,10 +44,11 @@ def propagate(
         target: the mesh of each actor's devices, and their platform.
         in_specs: the spec that the user gave for each argument leaf; one that is None is inferred.
         out_specs: the spec that the user gave for each result leaf; one that is None is inferred.
-        continues: the position of a result leaf, with that of the argument leaf whose sharding it gets.
+        continues: a map from the position of a result leaf to that of the argument leaf whose sharding it
+            gets.
 
     Returns:
-        The spec of each value, by id; empty if actors have no mesh.
+        The spec of each value, by id; empty if actors have one device and no mesh.
 
     Raises:
         ShardingError: a result is unreduced: each device still has only a part of a sum.

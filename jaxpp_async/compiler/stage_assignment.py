@@ -24,7 +24,7 @@ FORWARD, BACKWARD, LIGHTWEIGHT, MARK = "forward", "backward", "light", "mark"
 
 
 class StageAssignment:
-    """The stage and direction of each operation of a loop's body, computed when this is constructed.
+    """The stage and direction of each operation of a loop's body, which the constructor computes.
 
     Operations are identified by their position in the body. Markers are the operations that `pipeline_yield`
     leaves at the end of each stage: a `MARKER` for the values themselves, and a `MARKER_SIDE` for their
@@ -38,9 +38,9 @@ class StageAssignment:
         kind: for each operation, one of `FORWARD`, `BACKWARD`, `LIGHTWEIGHT` (a cheap operation that tasks
             repeat) and `MARK` (a marker of the forward).
         stage: the stage of each operation; None for light operations.
-        alias: the id of each result of a marker or of an operation in `reused`, with the value to read
-            instead of it.
-        held_in: the id of each value, with the stages that make or use the value in the forward pass.
+        alias: a map from the id of each result of a marker or of an operation in `reused` to the value to
+            read instead of it.
+        held_in: a map from the id of each value to the stages that make or use the value in the forward pass.
         num_uses: how often each value is read or returned, directly or as a marker's result.
         reused: the positions of operations that are not run, since an earlier stage already made the same
             results.
@@ -76,7 +76,7 @@ class StageAssignment:
             self.held_in = self._find_holders()
 
     def _aliases(self) -> dict[int, Ref]:
-        """Return the id of each result of a marker, with the value that the marker was given for it."""
+        """Return a map from the id of each stage marker's result to the value that the marker was given."""
         alias: dict[int, Ref] = {}
         for op in self.ops:
             if op.name == MARKER:
@@ -86,19 +86,29 @@ class StageAssignment:
         return alias
 
     def _count_uses(self) -> Counter[int]:
-        """Return how often each value is read or returned, directly or as a marker's result."""
+        """Return how often each value is read or returned by the loop's body, directly or as a marker's
+        result."""
         reads = [r for op in self.ops if op.name not in (MARKER, MARKER_SIDE) for r in op.reads]
         reads += [r for r in self.body.outputs if isinstance(r, int)]
         return Counter([self.root(r) if r in self.alias else r for r in reads])
 
     def resolve(self, ref: Ref) -> Ref:
-        """Return the value or constant that an operand stands for, which differs if a marker returned it."""
+        """Follow an operand back through the stage markers that returned it, and return what they were given.
+
+        Return an operand that no marker returned as it is.
+        """
         while isinstance(ref, int) and ref in self.alias:
             ref = self.alias[ref]
         return ref
 
     def _boundary_of(self, position: int) -> int:
-        """Return the number of the stage boundary that a marker of tangents or cotangents belongs to."""
+        """Return the number of the stage boundary that a marker of tangents or cotangents belongs to.
+
+        Boundary 0 is between stages 0 and 1.
+
+        Args:
+            position: the position of the marker.
+        """
         op = self.ops[position]
         token = op.inputs[0]
         source = self.producer.get(token) if isinstance(token, int) else None
@@ -112,7 +122,7 @@ class StageAssignment:
     # ---- forward, backward or light
 
     def _classify(self) -> None:
-        """Set the kind of each operation in `kind`: forward, backward, light or marker."""
+        """Set the kind of each operation in `kind`: forward, backward, light (cheap to repeat) or marker."""
         ancestors = self._marker_ancestors()
         computed: set[int] = set()  # values that are neither roots nor light
         backward: set[int] = set()
@@ -151,8 +161,8 @@ class StageAssignment:
                 computed.update(op.outputs)
 
     def _marker_ancestors(self) -> dict[int, int]:
-        """Return the position of each operation that a stage marker depends on, with the first stage whose
-        marker does."""
+        """Return a map from the position of each operation that a stage marker depends on to the first stage
+        that ends with such a marker."""
         found: dict[int, int] = {}
         for k, position in enumerate(self.markers):
             stack = list(self.ops[position].reads)
@@ -201,17 +211,17 @@ class StageAssignment:
         return max((s for s in stages if s is not None), default=None)
 
     def _stage_beside_weights(self, op: Op, holders: dict[int, set[int]], limit: int, otherwise: int) -> int:
-        """Return a stage for an operation that reduces a weight to a smaller value, such as the sum of a
-        penalty.
+        """Return a stage that uses the weight that an operation reduces to a smaller value (a penalty's sum).
 
         Args:
             op: the operation.
-            holders: the id of each value, with the stages that make or use it in the forward.
+            holders: a map from the id of each value to the stages that make or use it in the forward.
             limit: the last stage that may be returned.
-            otherwise: the stage to return if no stage up to `limit` uses a weight that `op` reads.
+            otherwise: the stage to return if no stage up to `limit` uses such a weight.
 
         Returns:
-            The last stage up to `limit` that uses a larger loop-invariant input of `op`.
+            The last stage up to `limit` that uses a loop invariant that is larger than the result of `op` and
+            that `op` reads.
         """
         made = sum(self.types[o].aval.size_bytes for o in op.outputs if o >= 0)
         roots = {r for v in op.reads for r in self._roots(v) if r in self.invariants}
@@ -220,7 +230,10 @@ class StageAssignment:
         return max((s for s in held if s <= limit), default=otherwise)
 
     def _roots(self, value: int) -> set[int]:
-        """Return the ids of the loop body's inputs from which light operations make `value`."""
+        """Return the ids of the inputs of the loop's body from which light (cheap) operations make `value`.
+
+        These are only `value` itself if it is such an input.
+        """
         found: set[int] = set()
         stack = [value]
         while stack:
@@ -238,7 +251,7 @@ class StageAssignment:
                 yield p
 
     def _users(self, value: int) -> list[int]:
-        """Return the positions of the operations that use a value, directly or through light operations."""
+        """Return the positions of the operations that use a value, directly or through light (cheap) ones."""
         found = []
         for u in self.users.get(value, ()):
             if self.kind[u] == LIGHTWEIGHT:
@@ -289,7 +302,7 @@ class StageAssignment:
 
         Args:
             op: the backward operation.
-            holders: the id of each value, with the stages that make or use it in the forward.
+            holders: a map from the id of each value to the stages that make or use it in the forward.
             limit: the last stage that may be returned.
 
         Returns:
@@ -337,15 +350,16 @@ class StageAssignment:
         return last if first is None else first
 
     def root(self, value: int) -> int:
-        """Return the id of the value that `value` stands for, which differs if a marker returned `value`.
+        """Follow a value back through the stage markers that returned it, and return the id of what they were
+        given.
 
-        If it stands for a constant, return `value` itself.
+        Return `value` itself if no marker returned it, or if the markers were given a constant.
         """
         resolved = self.resolve(value)
         return resolved if isinstance(resolved, int) else value
 
     def _find_holders(self) -> dict[int, set[int]]:
-        """Return the id of each value, with the stages that make or use the value in the forward pass."""
+        """Return a map from the id of each value to the stages that make or use the value in the forward."""
         holders: dict[int, set[int]] = defaultdict(set)
         for i, op in enumerate(self.ops):
             if self.kind[i] != FORWARD:
@@ -375,9 +389,9 @@ class StageAssignment:
     def _find_reused(self) -> set[int]:
         """Return the positions of operations that need not run, since they repeat one of an earlier stage.
 
-        A checkpoint repeats operations of the forward in the backward. If the operation repeated is of an
-        earlier stage, its results were already sent to the repeating stage, through a skip connection. The
-        results of the repetition become aliases of these in `alias`.
+        A checkpoint repeats operations of the forward in the backward. If the original is in an earlier stage
+        than its repetition, the stage of the repetition already has the original's results, which a skip
+        connection sent there. `alias` then maps the results of the repetition to these.
         """
         if not any("repeats" in op.params for op in self.ops):
             return set()

@@ -57,8 +57,8 @@ class PlacedStep:
         parts: for each loop, by position in the traced operations, and for each of its results, the IR ids
             of the final accumulators from which the result is made.
         value_ids: the IR id of every value of the graph; values of the same id have the same sharding.
-        same_sharding: the IR id of each accumulator inside a recipe, with the IR id of its final value, whose
-            sharding it must have.
+        same_sharding: a map from the IR id of each accumulator inside a recipe to the IR id of its final
+            value, whose sharding it must have.
         output_ids: the IR id of every result leaf.
         num_indices: the number of microbatch indices among the graph's inputs.
         types: the type of every IR id.
@@ -93,11 +93,11 @@ def build_task_graph(
         traced: the traced step.
         loops: the scheduled loops, by position in `traced.flat.ops`.
         num_actors: the number of actors in the mesh.
-        continues: the position of a result leaf, with that of the argument leaf that it continues (the new
-            and the old leaf of a state).
+        continues: a map from the position of a result leaf to that of the argument leaf that it continues
+            (the new and the old leaf of a state).
         donated: for each argument leaf, whether the step may overwrite it.
-        result_homes: the position of a result leaf, with the actors that must hold it when the step ends.
-            Placement chooses the actors of the other leaves.
+        result_homes: a map from the position of a result leaf to the actors that must hold it when the step
+            ends. Placement chooses the actors of leaves that are not in it.
     """
     return _StepBuilder(traced, loops, num_actors, continues, donated, result_homes).build()
 
@@ -140,7 +140,7 @@ class _StepBuilder:
         )
 
     def _add_nodes(self, placement: Placement) -> None:
-        """Add all nodes to the graph, level by level (see `placement`).
+        """Add all nodes to the graph, level by level; data is sent to other actors only between levels.
 
         Within a level, the nodes outside the loops come first, one per actor, then the nodes of the loops.
         """
@@ -194,7 +194,7 @@ class _StepBuilder:
         )
 
     def _untouched(self, outputs: Sequence[int]) -> dict[int, int]:
-        """Return the position of each result that is an unchanged argument, with the IR id of the argument.
+        """Return a map from the position of each result that is an unchanged argument to the argument's id.
 
         An argument that is several results is left out, since it has to be copied.
         """
@@ -206,7 +206,8 @@ class _StepBuilder:
         }
 
     def _loop_needs(self, scheduled: ScheduledLoop) -> dict[int, Actors]:
-        """Return the id of each value that a loop reads from outside, with the actors that read it."""
+        """Return a map from the id of each value outside a loop that the loop reads to the actors that read
+        it."""
         staged = scheduled.staged
         loop = staged.loop
         invariants, batch, _ = loop.body_inputs()
@@ -219,14 +220,14 @@ class _StepBuilder:
         return {v: frozenset(a) for v, a in needs.items()}
 
     def _loop_results(self, position: int) -> tuple[dict[int, ActorId], list[Op]]:
-        """Return the actors of a loop's final accumulators, and the operations that make its results of them.
+        """Make ids for a loop's final accumulators, and the operations that compute its results from them.
 
         Args:
             position: the position of the loop in the traced operations.
 
         Returns:
-            The id of each final accumulator, with the actor that has it, and the operations to run after the
-            loop.
+            A map from the id of each final accumulator to the actor that has it, and the operations to run
+            after the loop.
         """
         scheduled = self.loops[position]
         loop = scheduled.staged.loop
@@ -273,8 +274,8 @@ class _StepBuilder:
 
         Args:
             epilogue: the operations to run after the loop, over ids of the loop's body.
-            names: the id outside the loop of each value of the body that is known; ids of the results of the
-                operations are added to it.
+            names: a map from values of the loop's body to the values outside the loop that replace them;
+                entries for the results of the operations are added to it.
         """
         ops = []
         for op in epilogue.ops:
@@ -383,10 +384,17 @@ class _StepBuilder:
         self.draft.nodes.append(Node(label, actor, recipe, sources, tuple(results), donatable))
 
     def _outer_donations(self, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[int, ...]:
-        """Return the positions of the inputs of an executable outside the loops that are worth donating.
+        """Choose the inputs of an executable outside the loops that are worth donating.
 
         Each of them can give its buffer to a result of equal type: the result that continues it, if there is
         one, else any other.
+
+        Args:
+            inputs: the ids of the executable's inputs.
+            outputs: the ids of the executable's results.
+
+        Returns:
+            The positions of the chosen inputs.
         """
         indices = set(self.draft.index_ids)
         free = {v: p for p, v in enumerate(inputs) if v not in self.kept and v not in indices}
@@ -405,7 +413,7 @@ class _StepBuilder:
 
     @cached_property
     def kept(self) -> set[int]:
-        """The IR ids of the arguments that are not donated and of the captured arrays."""
+        """The ids of the inputs that the step may not overwrite: captured arrays and arguments not donated."""
         inputs = self.traced.flat.inputs
         return {v for v, d in zip(inputs, self.donated, strict=False) if not d} | set(
             inputs[len(self.donated) :]
@@ -413,7 +421,10 @@ class _StepBuilder:
 
     @cached_property
     def continued(self) -> dict[int, int]:
-        """The IR id of each result that continues an argument, with the IR id of that argument."""
+        """A map from the id of each result that continues an argument to the id of that argument.
+
+        Such a result is the new leaf of a state, and the argument the old one.
+        """
         refs = self.outer.outputs
         return {
             r: self.traced.flat.inputs[arg]

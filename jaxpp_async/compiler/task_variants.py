@@ -112,13 +112,13 @@ def schedule_loop(staged: StagedLoop, tasks: Sequence[Sequence[Task]], types: Ty
 def _fuse_last_stage(
     staged: StagedLoop, tasks: Sequence[Sequence[Task]], variants: _Variants
 ) -> dict[Task, TaskKey | None]:
-    """Find where the last stage's forward and the backward of the same microbatch can run as one fused task.
+    """Find the forwards of the last stage that can be fused with the backward of the same microbatch.
 
-    This is possible where the backward is the next task of the actor that has something to compute.
+    They can if the backward follows on the actor, with no task in between that has something to compute.
 
     Returns:
-        For each such pair, the forward task with None, since it does not run by itself, and the backward task
-        with the key of the fused variant.
+        A map with two entries for each such pair: the forward task maps to None, since it does not run
+        separately, and the backward task maps to the key of the fused variant (form of a task).
     """
     last = staged.num_stages - 1
     found: dict[Task, TaskKey | None] = {}
@@ -148,15 +148,23 @@ class _Variants:
         self._rank = {v: rank for rank, v in enumerate(self._readers)}
 
     def find(self, key: TaskKey) -> StageTask | None:
-        """Return the computation of the variant `key`, or None if it has nothing to compute."""
+        """Return the computation of a variant (form of a task), or None if it has nothing to compute.
+
+        Args:
+            key: the kind and stage of the variant.
+        """
         if key not in self._made:
             self._make(*key)
         return self._made[key]
 
     def name(self, key: TaskKey) -> TaskKey:
-        """Return the key to use for a variant, which is that of the whole backward if it computes all of it.
+        """Return the key to store a variant (form of a task) under, so that equal variants are stored once.
 
-        This is so for one half of a split backward if the other half has nothing to compute.
+        If one half of a split backward has nothing to compute, the other half gets the key of the whole
+        backward. All other keys are returned unchanged.
+
+        Args:
+            key: the kind and stage of the variant.
         """
         ty, stage = key
         if ty in ("bwd_input", "bwd_weight"):
@@ -168,7 +176,12 @@ class _Variants:
         return key
 
     def variant(self, key: TaskKey) -> Variant:
-        """Return the variant `key`, with the values that it needs from other tasks and makes for them."""
+        """Return a variant (form of a task), with the values that it needs from other tasks and makes for
+        them.
+
+        Args:
+            key: the kind and stage of the variant.
+        """
         task = self.find(key)
         assert task is not None
         return Variant(task, tuple(self.staged.takes(task)), tuple(self._makes(task)))
@@ -186,8 +199,10 @@ class _Variants:
             self._made[ty, stage] = None
 
     def _makes(self, task: StageTask) -> list[int]:
-        """Return the ids of the values that a variant makes for other tasks, in the order in which the whole
-        (neither split nor fused) tasks read them."""
+        """Return the ids of the values that a variant (form of a task) makes for other tasks.
+
+        They are in the order in which the whole tasks, neither split nor fused, read them.
+        """
         ty, stage = task.key
         own = {(kind, stage) for kind in _WHOLE_TASKS[ty]}
         made = task.made

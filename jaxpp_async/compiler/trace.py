@@ -296,7 +296,7 @@ class _Flattener:
         return [constant(a.val) if type(a) is literal else env[a] for a in jaxpr.outvars]
 
     def where(self, eqn: Any, around: Where) -> Where:
-        """Return the origin of an equation.
+        """Return the origin of an equation: the user's source line, and the parts of the program around it.
 
         Args:
             eqn: the equation.
@@ -391,8 +391,12 @@ class _Flattener:
     def with_inside_in_stage(self, op: Op, eqn: Any) -> Op:
         """Return a copy of an operation of a stage that can be expanded (a checkpoint) or split (a scan).
 
-        The backward of a stage can then be split in the middle of the operation. Operations of other kinds,
-        or with a large constant inside, are returned unchanged.
+        When the backward of a stage is split, the two halves can then share the work of the operation.
+        Operations of other kinds, or with a large constant inside, are returned unchanged.
+
+        Args:
+            op: the operation.
+            eqn: the equation from which the operation was made.
         """
         # A large constant inside would have to become an operand, but at the time of the split no operand can
         # be added to the loop.
@@ -411,10 +415,14 @@ class _Flattener:
         return dataclasses.replace(op, expand=expand)
 
     def with_inside(self, op: Op, eqn: Any) -> Op:
-        """Return a copy of an operation outside the loops that knows the operations inside it.
+        """Return a copy of an operation outside the loops that can be replaced by the operations inside it.
 
-        Placement replaces the operation by these if its operands are on several actors. An operation that is
-        no cond, call or checkpoint is returned unchanged.
+        Placement does this if the operands are on several actors. An operation that is no cond, call or
+        checkpoint is returned unchanged.
+
+        Args:
+            op: the operation.
+            eqn: the equation from which the operation was made.
         """
         if op.name == "cond":
             bodies = [self.flatten_body(b, Where(op.line)) for b in eqn.params["branches"]]
@@ -515,8 +523,8 @@ class _Flattener:
             spec: the specification of the loop.
 
         Returns:
-            The id of each value of the body that the loop has to stack over microbatches for these prints,
-            with the id of the stack outside the loop.
+            A map from the id of each value of the body that the loop has to stack over microbatches for these
+            prints to the id of the stack outside the loop.
         """
         if not inside:
             return {}
@@ -562,7 +570,12 @@ def _refuse_other_meshes(eqn: Any, line: str) -> None:
 
 
 def _refuse_other_meshes_inside(eqn: Any, around: Where) -> None:
-    """Raise a `ShardingError` if an equation inside `eqn` names a mesh of devices that actors do not have."""
+    """Raise a `ShardingError` if an equation inside another names a mesh of devices that actors do not have.
+
+    Args:
+        eqn: the outer equation, whose inner equations are checked at any depth.
+        around: the origin of the outer equation, for the message.
+    """
     for inner in private_api.sub_jaxprs(eqn):
         for each in inner.eqns:
             _refuse_other_meshes(each, _line(each, around))
@@ -607,7 +620,13 @@ def _losing_weak_type(traced: Traced) -> set[int]:
 
 
 def _without_weak_types(args: Sequence[Any], static_argnums: Sequence[int], leaves: set[int]) -> list[Any]:
-    """Return a step's arguments with the leaves at the positions `leaves` strongly typed."""
+    """Return a step's arguments, with some of their leaves made strongly typed.
+
+    Args:
+        args: the arguments of the step.
+        static_argnums: the numbers of the static arguments, which have no leaves.
+        leaves: the positions of the leaves to make strongly typed.
+    """
     dynamic = [i for i in range(len(args)) if i not in static_argnums]
     flat, tree = jax.tree.flatten([args[i] for i in dynamic])
     for k in leaves:

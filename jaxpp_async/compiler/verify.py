@@ -45,8 +45,10 @@ _T = TypeVar("_T")
 
 
 class InternalError(AssertionError):
-    """An error for a rule that a compiler pass broke, which is a bug of this package and never of the user's
-    step."""
+    """An error that reports an invalid task graph or program: a compiler pass of this package has a bug.
+
+    It is never an error of the user's step.
+    """
 
 
 def _fail(message: str, module: str = "lowering") -> NoReturn:
@@ -300,7 +302,11 @@ class _ProgramCheck:
         _CHECKS[type(self.instruction)](self, self.instruction)
 
     def delete_all(self, indices: range) -> None:
-        """Check the `Delete` instructions at the positions `indices`, all together if they are valid."""
+        """Check consecutive `Delete` instructions: all at once, or one by one to find the one that is wrong.
+
+        Args:
+            indices: the positions of the instructions in the program.
+        """
         deletes = self.program.instructions[indices.start : indices.stop]
         buffers = [i.buffer for i in deletes if isinstance(i, Delete)]
         held = len(self.live)
@@ -422,7 +428,7 @@ _CHECKS = {
 
 @frozen()
 class _TransferEnd:
-    """The sender or the receiver of a transfer, with its peer and the type of the array that it expects."""
+    """The sending or the receiving end of a transfer: its actor, the other actor, and the array's type."""
 
     actor: ActorId
     peer: ActorId
@@ -500,7 +506,7 @@ def verify_signatures(programs: Sequence[ActorProgram]) -> None:
 def _shapes_and_dtypes(operands: Sequence[Aval], results: Sequence[Aval]) -> tuple[list, list]:
     """Return the shape and dtype of each operand and of each result of an executable, for comparison.
 
-    Sharding specs are left out, since equal ones can be written differently: ("data",) is ("data", None).
+    Sharding specs are left out, since ("data",) and ("data", None) differ as tuples but mean the same.
     """
     return [(a.shape, a.dtype) for a in operands], [(a.shape, a.dtype) for a in results]
 
@@ -587,10 +593,10 @@ class _DeadlockSimulation:
         self.counter[actor] = index
 
     def link(self, sender: ActorId, receiver: ActorId, tag: Tag) -> _Link:
-        """Return the key of the queue that a transfer waits in.
+        """Return the key of the queue of a transfer.
 
-        Under rendezvous rules it is the same for all transfers from one actor to another, so that they
-        complete in order; otherwise each transfer has its own.
+        Under rendezvous rules all transfers from one actor to another share a queue, so that they complete in
+        order; otherwise each transfer has its own queue.
         """
         return (sender, receiver, None if self.rendezvous else tag)
 
@@ -642,9 +648,9 @@ def simulate(programs: Sequence[ActorProgram], *, rendezvous: bool = True) -> li
 
 
 def _find_cycle(waits: list[BlockedActor]) -> list[BlockedActor]:
-    """Return the cycle of actors that wait for each other to which the first blocked actor leads.
+    """Return the cycle of actors that wait for each other, found from the first blocked actor onward.
 
-    If there is no cycle, return the chain of waiting actors that begins with the first one.
+    If the actors do not wait in a cycle, return the chain of waiting actors that begins with the first one.
     """
     by_actor = {w.actor: w for w in waits}
     chain: list[BlockedActor] = []

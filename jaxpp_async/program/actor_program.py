@@ -164,7 +164,7 @@ def format_aval(aval: Aval) -> str:
 
 
 class _AvalTexts(dict[Aval, str]):
-    """A cache of the text of each aval, since a program contains few avals many times."""
+    """A cache of the text of each aval, since the text of a program repeats the same few avals many times."""
 
     def __missing__(self, aval: Aval) -> str:
         return self.setdefault(aval, format_aval(aval))
@@ -206,9 +206,9 @@ def format_instructions(program: ActorProgram) -> list[str]:
 
 
 def _find_undefined_slots(program: ActorProgram) -> Iterable[BufferId]:
-    """Return the slots that need a line of their own in a program's text.
+    """Return the buffer slots that need a `slot` line in a program's text to tell their aval.
 
-    These are the slots that no instruction defines, or whose first definition has another aval.
+    No instruction defines them, or the first one that does has another aval.
     """
     known: dict[BufferId, Aval] = {}
     for instruction in program.instructions:
@@ -222,7 +222,7 @@ def _find_undefined_slots(program: ActorProgram) -> Iterable[BufferId]:
 
 
 def _format_ranges(buffers: frozenset[BufferId]) -> str:
-    """Write slots as ranges: `{0, 1, 2, 5}` -> `b0-b2 b5`."""
+    """Write a set of buffer slots as ranges, such as `b0-b2 b5` for `{0, 1, 2, 5}`."""
     ranges: list[list[int]] = []
     for b in sorted(buffers):
         if ranges and b == ranges[-1][1] + 1:

@@ -65,7 +65,7 @@ _MICROBATCH = re.compile(r",? ?\bmb \d+")
 
 
 def task_kind(label: str) -> str:
-    """Return the label of a task without its microbatch: `"fwd(stage 0)"` for `"fwd(stage 0, mb 3)"`."""
+    """Return a task's label without its microbatch, such as `"fwd(stage 0)"` for `"fwd(stage 0, mb 3)"`."""
     return _MICROBATCH.sub("", label).replace("()", "")
 
 
@@ -88,7 +88,7 @@ class Aval:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of one whole copy of the array; further copies on an actor's devices are not counted."""
+        """The size in bytes of one whole copy of the array, however many copies an actor's devices have."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
@@ -227,8 +227,8 @@ class Input:
 class Run:
     """An instruction that calls a compiled executable on buffer slots.
 
-    `donated` has the positions in `inputs` of the buffers that the executable may overwrite, and that are no
-    longer usable afterwards.
+    `donated` lists the positions in `inputs` of the buffers that the executable may overwrite. They cannot be
+    used afterwards.
     """
 
     label: str
