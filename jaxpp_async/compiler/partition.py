@@ -75,8 +75,8 @@ class StagedLoop:
         return [line if name is None else f"{line} {name!r}" for line, name in named]
 
     def added(self, task: StageTask) -> list[int]:
-        """Return the ids of the values that a task adds to accumulators; constants have no id and are left
-        out."""
+        """Return the ids of the values that a task adds to accumulators, without constants, which have no
+        id."""
         values = (self.outputs[k][j].value for k, j in task.adds)
         return [v for v in values if isinstance(v, int)]
 

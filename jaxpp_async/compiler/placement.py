@@ -202,7 +202,8 @@ class _Placer:
         return ops
 
     def _owned_ops(self) -> set[int]:
-        """Return the positions of the operations that depend on no loop and make a floating-point result.
+        """Return the positions of the free operations (those that run wherever needed) that make a
+        floating-point result of the step.
 
         Each of them runs on one actor, which sends its value to the others, so that all copies are equal.
         """
@@ -224,7 +225,7 @@ class _Placer:
         return {i: chosen[i] if i in chosen else frozenset(free[i]) for i in self.ops}
 
     def grouping_inputs(self) -> GroupingInputs:
-        """Return the step and the placement so far, as `regroup_reductions` takes them."""
+        """Return the input of `regroup_reductions`: the step and where its operations run so far."""
         return GroupingInputs(self.step, self.types, self.single, self.producer, self.users, self._where)
 
     # ---- the order of decisions
@@ -247,9 +248,10 @@ class _Placer:
         return not (self.large.isdisjoint(op.reads) and self.large.isdisjoint(op.outputs))
 
     def _need(self, value: int, actors: Iterable[ActorId]) -> None:
-        """Record that a value is used on some actors, and put what it is computed from there too.
+        """Record that a value is used on some actors.
 
-        Inputs are then also held by these actors. Free operations, which depend on no loop, also run on them.
+        If it is an input, these actors also have to hold it. If a free operation makes it (one that runs
+        wherever needed), the operation also runs on these actors, and needs its own operands on them.
         """
         stack = [(value, set(actors))]
         while stack:
@@ -273,10 +275,10 @@ class _Placer:
     # ---- operations on one actor
 
     def _guess_free_ops(self) -> None:
-        """Record likely actors of free operations (which depend on no loop) that no actor needs yet.
+        """Guess the actors of free operations (those that run wherever needed) that no actor needs yet.
 
-        These are the actors that have most bytes of an operation's operands. `at` records them for the
-        operation's results.
+        The guess is the actors that have most bytes of an operation's operands. It is recorded in `at` for
+        the operation's results, and helps to place the operations that read them.
         """
         for i in sorted(self.free):
             if not self.free[i]:

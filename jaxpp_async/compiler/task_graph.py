@@ -413,7 +413,8 @@ class _StepBuilder:
 
     @cached_property
     def kept(self) -> set[int]:
-        """The ids of the inputs that the step may not overwrite: captured arrays and arguments not donated."""
+        """The ids of the inputs that the step may not overwrite: captured arrays, and arguments that are not
+        donated."""
         inputs = self.traced.flat.inputs
         return {v for v, d in zip(inputs, self.donated, strict=False) if not d} | set(
             inputs[len(self.donated) :]

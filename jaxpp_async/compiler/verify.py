@@ -71,7 +71,7 @@ def verify_programs(programs: Sequence[ActorProgram], *, complete: bool = True) 
         complete: whether the programs already delete their buffers; see `verify_program`.
 
     Raises:
-        InternalError: a rule is broken.
+        InternalError: a program is invalid, or the programs do not fit together.
         ScheduleError: the programs deadlock; the message says which actor waits for which.
     """
     verify_alone(programs, complete=complete)
@@ -86,7 +86,7 @@ def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> 
         complete: whether the programs already delete their buffers; see `verify_program`.
 
     Raises:
-        InternalError: a rule is broken.
+        InternalError: a program is invalid; the message names the actor and the instruction.
     """
     for actor, p in enumerate(programs):
         if p.actor != actor:
@@ -102,7 +102,7 @@ def verify_together(programs: Sequence[ActorProgram]) -> None:
         programs: one program per actor.
 
     Raises:
-        InternalError: a rule is broken.
+        InternalError: transfers do not match, or an executable is called in two ways.
         ScheduleError: the programs deadlock; the message says which actor waits for which.
     """
     verify_transfers(programs)
@@ -137,7 +137,7 @@ def verify_graph(graph: TaskGraph) -> None:
         graph: the task graph that placement made.
 
     Raises:
-        InternalError: a rule is broken.
+        InternalError: the graph is invalid.
     """
     num_values = len(graph.values)
     made = AssignedIds(num_values)
@@ -260,7 +260,7 @@ def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
             for arguments that the caller keeps. This must be False before `lowering.delete_buffers`.
 
     Raises:
-        InternalError: a rule is broken; the message names the actor and the instruction.
+        InternalError: the program is invalid; the message names the actor and the instruction.
     """
     check = _ProgramCheck(program)
     check.run()
@@ -448,7 +448,8 @@ def verify_transfers(programs: Sequence[ActorProgram]) -> None:
         programs: one program per actor.
 
     Raises:
-        InternalError: a rule is broken; the message names the tag and the actors.
+        InternalError: a transfer has no counterpart, or differs from it; the message names the tag and the
+            actors.
     """
     sends: dict[Tag, _TransferEnd] = {}
     recvs: dict[Tag, _TransferEnd] = {}
@@ -504,7 +505,7 @@ def verify_signatures(programs: Sequence[ActorProgram]) -> None:
 
 
 def _shapes_and_dtypes(operands: Sequence[Aval], results: Sequence[Aval]) -> tuple[list, list]:
-    """Return the shape and dtype of each operand and of each result of an executable, for comparison.
+    """Return the shape and dtype of each operand and of each result of one run of an executable.
 
     Sharding specs are left out, since ("data",) and ("data", None) differ as tuples but mean the same.
     """
@@ -593,10 +594,10 @@ class _DeadlockSimulation:
         self.counter[actor] = index
 
     def link(self, sender: ActorId, receiver: ActorId, tag: Tag) -> _Link:
-        """Return the key of the queue of a transfer.
+        """Return the key of the queue in which a transfer waits for both its send and its receive.
 
-        Under rendezvous rules all transfers from one actor to another share a queue, so that they complete in
-        order; otherwise each transfer has its own queue.
+        In the strict simulation (`rendezvous`) all transfers from one actor to another share a queue, so that
+        they complete in order; otherwise each transfer has its own queue.
         """
         return (sender, receiver, None if self.rendezvous else tag)
 
