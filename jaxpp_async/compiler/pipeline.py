@@ -163,7 +163,8 @@ def compile_step(request: StepRequest, passed: Passed = _ignore_pass) -> Compile
         passed: a callback for timing, called with the name of each pass after the pass and its checks.
 
     Raises:
-        UnsupportedError, StageError, ScheduleError, ShardingError: see `errors`.
+        UnsupportedError, StageError, ScheduleError, ShardingError: the step, its schedule or its shardings
+            cannot be compiled; see `errors`.
     """
     done = plan(request, passed)
     with explained(done.placed.recipes, done.traced.types, request.target):
@@ -182,7 +183,8 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
         passed: a callback for timing, called with the name of each pass after the pass and its checks.
 
     Raises:
-        UnsupportedError, StageError, ScheduleError, ShardingError: see `errors`.
+        UnsupportedError, StageError, ScheduleError, ShardingError: the step, its schedule or its shardings
+            cannot be compiled; see `errors`.
     """
     with lowering_context(request.target):
         traced, settled = trace_settled(
@@ -191,7 +193,7 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
             static_argnums=request.static_argnums,
             argument_names=request.argument_names,
         )
-    if not request.result_homes:  # a model's own init calls the model outside of a step
+    if not request.result_homes:  # `init` has them, and calls the model outside a loop
         warn_of_markers_outside(traced)
     in_specs, out_specs = request.in_specs(traced), request.out_specs(traced)
     traced = _separate_results(traced, in_specs, out_specs)

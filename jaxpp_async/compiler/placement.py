@@ -68,7 +68,8 @@ def place(step: OuterStep, types: Types) -> Placement:
     step = _split_conds(step, types)
     draft = _Placer(step, types)
     while draft.joining:
-        # Open the operations that join actors. They may hold further conds, so this ends with the deepest.
+        # Expand the operations that read large values of several actors. They may contain further conds, so
+        # this is repeated until the deepest are expanded.
         others = {i: cond_split.expanded(draft.ops[i], types) for i in draft.joining}
         draft = _Placer(_split_conds(replaced(draft.step, others), types), types)
     regrouped = regroup_reductions(draft.grouping_inputs())

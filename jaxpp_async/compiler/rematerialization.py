@@ -32,8 +32,8 @@ RECOMPUTE_COST, RECOMPUTE_COST_TRANSCENDENTAL = 1 / 16, 1 / 4
 operations are fused into their readers and move no bytes of their own; a tanh or an exp is some twenty
 instructions."""
 
-_UNIT = 16  # of costs: the largest denominator above
-_INFINITE = 2**30  # above every sum of costs
+_UNIT = 16  # the cost of keeping a byte, so that all costs are integers: the largest denominator above
+_INFINITE = 2**30  # more than any sum of costs
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def choose_recomputation(
     nodes = {v: k for k, v in enumerate(dict.fromkeys(v for v in taken if v in source))}
     num_taken, edges, keep, recompute = len(nodes), list[tuple[int, int]](), list[int](), list[int]()
     pending = list(nodes)
-    for v in pending:  # grows while it is walked
+    for v in pending:  # the loop appends to it
         cost, op = types.sizes[v] * _UNIT, source.get(v)
         keep.append(cost)
         if op is None:

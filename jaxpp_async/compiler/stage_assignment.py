@@ -124,7 +124,7 @@ class StageAssignment:
     def _classify(self) -> None:
         """Set the kind of each operation in `kind`: forward, backward, light (cheap to repeat) or marker."""
         ancestors = self._marker_ancestors()
-        computed: set[int] = set()  # values that are neither roots nor light
+        computed: set[int] = set()  # results of operations that are not light
         backward: set[int] = set()
         for i, op in enumerate(self.ops):
             reads = op.reads
@@ -161,8 +161,10 @@ class StageAssignment:
                 computed.update(op.outputs)
 
     def _marker_ancestors(self) -> dict[int, int]:
-        """Return a map from the position of each operation that a stage marker depends on to the first stage
-        that ends with such a marker."""
+        """Return the first stage whose marker depends on each operation, by the operation's position.
+
+        Operations on which no stage marker depends are left out.
+        """
         found: dict[int, int] = {}
         for k, position in enumerate(self.markers):
             stack = list(self.ops[position].reads)

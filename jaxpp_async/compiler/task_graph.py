@@ -206,8 +206,7 @@ class _StepBuilder:
         }
 
     def _loop_needs(self, scheduled: ScheduledLoop) -> dict[int, Actors]:
-        """Return a map from the id of each value outside a loop that the loop reads to the actors that read
-        it."""
+        """Return the actors that read each of the outside values that a loop needs, by the value's id."""
         staged = scheduled.staged
         loop = staged.loop
         invariants, batch, _ = loop.body_inputs()
