@@ -62,8 +62,8 @@ def replaced(step: OuterStep, others: Mapping[int, Sequence[Op]], removed: Colle
 
     Args:
         step: the step; what it says about its loops is kept, under their new positions.
-        others: a map from the position in `items` of each operation to replace to the operations to put
-            there.
+        others: a map from the position in `items` of each operation to replace to the operations to put in
+            its place.
         removed: the positions in `items` of the operations to remove.
     """
     items: list[Op | Loop] = []

@@ -1,7 +1,8 @@
 """Split the flat body of a microbatch loop into one forward and one backward task per pipeline stage.
 
 Every operation goes to exactly one task, which `compiler.stage_assignment` chooses. The exceptions are light
-operations: cheap ones that depend on no computed value, which every task that needs their results repeats.
+operations: cheap ones that read only inputs of the loop's body and results of each other. Every task that
+needs their results repeats them.
 
 Source: the JaxPP paper, sections "Stage Marking", "Placement Inference" and "Weight Sharing".
 """
@@ -156,8 +157,8 @@ def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, Stage
 
 
 def _behind_markers(stages: StageAssignment, position: int) -> Op:
-    """Return a copy of an operation that reads the values that stage markers were given, instead of the
-    markers' results."""
+    """Return a copy of an operation in which each operand that is a stage marker's result is replaced by the
+    value that the marker was given."""
     op = stages.ops[position]
     return renamed(op, stages.alias.keys(), stages.resolve)
 

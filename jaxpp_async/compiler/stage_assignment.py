@@ -1,8 +1,8 @@
 """Assign a pipeline stage and a direction, forward or backward, to each operation of a microbatch loop.
 
-Some operations are light instead: they depend on no computed value and are repeated in every task that needs
-their results, since computing them again is cheaper than keeping or sending the results. `DESIGN.md` 2 has
-the rules.
+Some operations are light instead: they are cheap, and read only inputs of the loop's body and results of
+other light operations. They are repeated in every task that needs their results, since computing them again
+is cheaper than keeping or sending the results. `DESIGN.md` 2 has the rules.
 
 Source: the JaxPP paper, sections "Stage Marking" and "Placement Inference".
 """
@@ -267,8 +267,9 @@ class StageAssignment:
     def _place_backward(self) -> None:
         """Choose the stage of each backward operation.
 
-        This is the latest stage that is not later than those of the cotangents it reads and whose forward
-        already has its other operands.
+        This is the latest stage whose forward makes or uses all operands of the operation that are no
+        cotangents, but none later than the stages of the cotangents that it reads. An operation that this
+        would put after the operations that use its results gets their stage instead.
         """
         holders = self.held_in
         for i, op in enumerate(self.ops):

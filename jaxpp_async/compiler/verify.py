@@ -302,7 +302,7 @@ class _ProgramCheck:
         _CHECKS[type(self.instruction)](self, self.instruction)
 
     def delete_all(self, indices: range) -> None:
-        """Check consecutive `Delete` instructions: all at once, or one by one to find the one that is wrong.
+        """Check consecutive `Delete` instructions: all together, or one by one to find the one that is wrong.
 
         Args:
             indices: the positions of the instructions in the program.
