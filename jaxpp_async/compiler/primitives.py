@@ -1,9 +1,9 @@
-"""Group JAX's primitives by the properties that the compiler's passes ask for: wrappers, cheap, linear,
+"""List the names of JAX's primitives by the properties that compiler passes ask for, such as cheap, linear or
 associative.
 
-Primitives are known by name, and every list of their names is here. `tests/compiler/test_primitives.py`
-compares the lists with the installed JAX, so that the test fails when JAX changes a name. Nothing else would:
-a missing name only makes programs slower or larger.
+The compiler recognises primitives by name, and this module has all lists of names.
+`tests/compiler/test_primitives.py` compares the lists with the installed JAX, so that the test fails when JAX
+changes a name. Nothing else would fail, since a missing name only makes programs slower or larger.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ LAID_OUT_BY_USER = _names("sharding_constraint device_put shard_map")
 
 
 def inlines(name: str, *, marked: bool, prints: bool, pinned: bool, in_loop: bool) -> bool:
-    """Decide whether the equations that an equation wraps take its place.
+    """Return whether to inline an equation, that is to replace it by the equations that it wraps.
 
     Args:
-        name: of its primitive.
-        marked: it has markers or loops inside.
-        prints: it has prints inside.
-        pinned: it is a `jit` with shardings of its own, which would be lost.
-        in_loop: it stands in a loop's body.
+        name: the name of the equation's primitive.
+        marked: whether there are stage markers or microbatch loops inside the equation.
+        prints: whether there are prints inside the equation.
+        pinned: whether the equation is a `jit` with its own shardings, which inlining would lose.
+        in_loop: whether the equation is in the body of a microbatch loop.
     """
     if name in CALLS:
         return marked or prints or not pinned
