@@ -18,7 +18,7 @@ from jaxpp_async.compiler.primitives import LIGHT, MARKER, MARKER_SIDE
 from jaxpp_async.errors import StageError, UnsupportedError
 
 TaskKey: TypeAlias = tuple[str, int]
-"""Kind and stage: `("fwd", 0)`, `("bwd", 2)`."""
+"""The kind and stage of a task, such as `("fwd", 0)` or `("bwd", 2)`."""
 
 FORWARD, BACKWARD, LIGHTWEIGHT, MARK = "forward", "backward", "light", "mark"
 

@@ -36,7 +36,7 @@ _WHOLE_TASKS: Mapping[str, tuple[str, ...]] = {
     "fwd_bwd": ("fwd", "bwd"),
     "fwd_bwd_input": ("fwd", "bwd"),
 }
-"""The kinds of whole tasks that each variant is (a part of)."""
+"""The kinds of the whole tasks from which each kind of variant (form of a task) is made."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,8 @@ from jaxpp_async.base.frozen import frozen
 
 ActorId: TypeAlias = int
 ProcessId: TypeAlias = int
-"""Processes are numbered over the mesh, those of actor 0 first; with one an actor it is its number."""
+"""The number of a process in the mesh. Those of actor 0 come first; if each actor has one process, it is the
+number of the actor."""
 
 BufferId: TypeAlias = int
 ValueId: TypeAlias = int
@@ -35,10 +36,10 @@ TaskType: TypeAlias = Literal["fwd", "bwd", "bwd_input", "bwd_weight"]
 TASK_TYPES: tuple[TaskType, ...] = ("fwd", "bwd", "bwd_input", "bwd_weight")
 
 SpecEntry: TypeAlias = str | tuple[str, ...] | None
-"""How one array dimension is split: by one mesh axis, by several, or not at all."""
+"""The sharding of one array dimension: the mesh axis or axes that split it, or None if it is not split."""
 
 CONTROLLER: ProcessId = -1
-"""The controller's number as a peer of the data plane, where the others are processes."""
+"""The number of the controller as a peer of the data plane, whose other peers are processes of actors."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
