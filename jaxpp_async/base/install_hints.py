@@ -18,6 +18,9 @@ from jaxpp_async.errors import InstallError
 CUDA_MAJORS = (13, 12)
 """The major versions of CUDA for which there are extras; the preferred one first."""
 
+SAME_VERSIONS = ("jax", "jaxlib")
+"""Packages of which the controller and every actor need the same version, besides this package itself."""
+
 _NAME, _GONE = "jaxpp-async", "gone: "
 
 SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"

@@ -16,10 +16,10 @@ from jaxpp_async.checkpoint import trees
 from jaxpp_async.checkpoint.save import checkpoint_failure
 from jaxpp_async.checkpoint.trees import RestoreTarget
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, CheckpointError, RemoteError
 from jaxpp_async.program.instructions import ProcessId
 from jaxpp_async.protocol.messages import Done, FilePart, FilePiece, ReadFile
+from jaxpp_async.protocol.task_group import all_of
 from jaxpp_async.session.host_transfers import RemoteValues
 from jaxpp_async.session.remote_array import DELETED, RemoteArray
 from jaxpp_async.storage import checkpoint_folder, tensor_files

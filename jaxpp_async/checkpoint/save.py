@@ -31,13 +31,12 @@ from jaxpp_async.base.printable import shown
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint.trees import Leaves, to_save
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, CheckpointError
 from jaxpp_async.layout.array_parts import Part
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, Aval, ProcessId
 from jaxpp_async.protocol.actor_info import ProcessRank
 from jaxpp_async.protocol.messages import ArrayId, BeginSnapshot, CheckFiles, Done, Sweep, WriteFile, Written
-from jaxpp_async.protocol.task_group import OwnedTasks
+from jaxpp_async.protocol.task_group import OwnedTasks, all_of
 from jaxpp_async.session.remote_array import Owner
 from jaxpp_async.storage import checkpoint_folder, tensor_files
 from jaxpp_async.storage.checkpoint_folder import CheckpointPath

@@ -16,18 +16,12 @@ from typing import Any
 
 import jaxpp_async
 from jaxpp_async.base.descriptors import check_descriptors
+from jaxpp_async.controller.device_checks import ProcessDevices, check_agreement
 from jaxpp_async.controller.host_values import HostTransfers
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import ActorLink, PendingRequest
-from jaxpp_async.controller.startup import (
-    ProcessDevices,
-    Startup,
-    all_of,
-    check_agreement,
-    run_bounded,
-    wait_all_dead,
-)
+from jaxpp_async.controller.startup import Startup
 from jaxpp_async.errors import TransferError
 from jaxpp_async.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.launch.hosts import address_towards, addresses_of_hosts
@@ -51,6 +45,7 @@ from jaxpp_async.protocol.messages import (
     Shutdown,
     TransportReset,
 )
+from jaxpp_async.protocol.task_group import all_of, run_bounded
 from jaxpp_async.transport.base import Transport, hosts_of
 from jaxpp_async.transport.network import Network, is_loopback, leave_machine
 from jaxpp_async.transport.registry import kind_of
@@ -476,3 +471,20 @@ class ActorGroup:
                 "the data plane did not close in time; it closes when its medium lets go of memory",
             )
         await run_bounded(self._launcher.aclose(), KILL_S, "the launcher did not close in time")
+
+
+async def wait_all_dead(handles: Mapping[ProcessId, ActorHandle], timeout_s: float) -> bool:
+    """Wait until every process has ended; return False if one of them has not within `timeout_s` seconds."""
+    loop = asyncio.get_running_loop()
+    waits = [
+        loop.create_task(handle.wait_dead(), name=f"wait for the end of actor {actor}")
+        for actor, handle in handles.items()
+    ]
+    if not waits:
+        return True
+    try:
+        _, pending = await asyncio.wait(waits, timeout=timeout_s)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return not pending

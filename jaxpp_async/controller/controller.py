@@ -37,7 +37,6 @@ from jaxpp_async.controller.requests import (
     SentRequest,
     StepHandle,
 )
-from jaxpp_async.controller.startup import all_of, wait_uninterrupted
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -64,7 +63,7 @@ from jaxpp_async.protocol.messages import (
     step_id,
     step_number,
 )
-from jaxpp_async.protocol.task_group import OwnedTasks
+from jaxpp_async.protocol.task_group import OwnedTasks, all_of, wait_uninterrupted
 
 _LOG = logging.getLogger("jaxpp_async")
 

@@ -21,7 +21,6 @@ from typing import NamedTuple, TypeAlias
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest
-from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, MeshError, ProtocolError
 from jaxpp_async.layout import array_parts
 from jaxpp_async.layout.array_parts import Scattering
@@ -29,7 +28,7 @@ from jaxpp_async.program.actor_program import ActorProgram, format_instruction
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId, Recv, Send, Tag
 from jaxpp_async.protocol.actor_info import Position, ProcessRank, Topology
 from jaxpp_async.protocol.messages import Done, JoinLink, JoinLinks, LinksOffered, Load, Loaded, OfferLinks
-from jaxpp_async.protocol.task_group import OwnedTasks
+from jaxpp_async.protocol.task_group import OwnedTasks, all_of
 from jaxpp_async.transport.nccl.order import NcclLink, batches, rounds
 from jaxpp_async.transport.registry import kind_of
 

@@ -24,7 +24,6 @@ from jaxpp_async.controller.error_messages import abandoned, location
 from jaxpp_async.controller.failure_policy import GRACE_S, FailurePolicy
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import RequestLog
-from jaxpp_async.controller.startup import all_of
 from jaxpp_async.controller.state_replicas import StateReplication
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -42,7 +41,7 @@ from jaxpp_async.errors import (
 )
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
 from jaxpp_async.protocol.messages import Loaded
-from jaxpp_async.protocol.task_group import OwnedTasks, awake_timeout
+from jaxpp_async.protocol.task_group import OwnedTasks, all_of, awake_timeout
 
 _LOG = logging.getLogger("jaxpp_async")
 

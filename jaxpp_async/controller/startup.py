@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib import metadata
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from jaxpp_async.base.install_hints import pip_install
+from jaxpp_async.controller.device_checks import check_library_versions
 from jaxpp_async.controller.error_messages import describe_end, launch_error, location, remote_error
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.requests import ActorLink
 from jaxpp_async.errors import (
     ActorError,
-    HandshakeError,
     InstallError,
     JaxppAsyncError,
     LaunchError,
@@ -29,16 +26,14 @@ from jaxpp_async.errors import (
     RemoteError,
 )
 from jaxpp_async.launch import ActorHandle, Launcher, LaunchSpec
-from jaxpp_async.program.instructions import ActorId, ProcessId
+from jaxpp_async.program.instructions import ProcessId
 from jaxpp_async.protocol.actor_info import ActorInfo, ProcessRank
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import Identity
 from jaxpp_async.protocol.messages import Configure, Ready, Request, Reserve, Reserved
 from jaxpp_async.protocol.parent_watch import ExitCode
-from jaxpp_async.transport.nccl.order import MULTI_RANK, ONE_GPU
 
 _LOG = logging.getLogger("jaxpp_async")
-_VERSIONED = ("jax", "jaxlib")
 _LATE_REPORT_S = 0.3
 """How long a process's last message and its death may lie apart: they come by different ways."""
 
@@ -268,269 +263,3 @@ def _on_closed(link: ActorLink, error: Exception | None) -> None:
     what = f"closed its control connection before it was ready: {error}"
     for reply_handler in link.reply_handlers.values():
         reply_handler.fail(launch_error(process_rank, what))
-
-
-def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> None:
-    """Check that an actor has the same versions of jax and jaxlib as the controller, which exports programs.
-
-    Args:
-        actor: the process.
-        versions: the version of each library that the process reported.
-
-    Raises:
-        HandshakeError: the actor has another version.
-    """
-    for name in _VERSIONED:
-        theirs = versions.get(name)
-        ours = metadata.version(name) if theirs is not None else None
-        if theirs != ours:
-            raise HandshakeError(
-                f"{actor} runs {name} {theirs}, the controller {ours}; install the same version on both",
-                **location(actor),
-            )
-
-
-async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) -> dict[int, T]:
-    """Run coroutines concurrently, and return their results by actor or process number.
-
-    The first error cancels the others and is raised.
-
-    Args:
-        coroutines: the coroutines by number of their actor or process.
-        what: a phrase that names the asyncio tasks, for debugging.
-    """
-    loop = asyncio.get_running_loop()
-    tasks = {number: loop.create_task(c, name=f"{what} {number}") for number, c in coroutines.items()}
-    if not tasks:
-        return {}
-    try:
-        done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-        return {number: task.result() for number, task in tasks.items()}
-    finally:
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-
-
-# ---------------------------------------------------------------- waiting for ends
-
-
-async def wait_all_dead(handles: Mapping[ActorId, ActorHandle], timeout_s: float) -> bool:
-    """Wait until every process has ended; return False if one of them has not within `timeout_s` seconds."""
-    loop = asyncio.get_running_loop()
-    waits = [
-        loop.create_task(handle.wait_dead(), name=f"wait for the end of actor {actor}")
-        for actor, handle in handles.items()
-    ]
-    if not waits:
-        return True
-    try:
-        _, pending = await asyncio.wait(waits, timeout=timeout_s)
-    finally:
-        for wait in waits:
-            wait.cancel()
-    return not pending
-
-
-async def run_bounded(work: Coroutine[Any, Any, None], timeout_s: float, complaint: str) -> None:
-    """Await `work` for at most `timeout_s` seconds, and log any error instead of raising it.
-
-    This is for closing a mesh, which must continue when a part of it fails.
-
-    Args:
-        work: the coroutine.
-        timeout_s: the limit in seconds.
-        complaint: the beginning of the log line in case of an error.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            await work
-    except Exception as error:  # closing goes on, and the log says so
-        _LOG.warning("%s: %r", complaint, error)
-
-
-async def wait_uninterrupted(task: asyncio.Task[None], on_cancel: Callable[[], None]) -> None:
-    """Wait until a task of bounded length has ended, even if the caller is cancelled, once or several times.
-
-    A close that stopped half way would leave processes and sockets that nobody owns any more.
-
-    Args:
-        task: the task.
-        on_cancel: called whenever the caller is cancelled, to shorten the rest of the task.
-
-    Raises:
-        CancelledError: the caller was cancelled meanwhile.
-        BaseException: the error of the task, if the caller was not cancelled.
-    """
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-            on_cancel()
-    if cancelled is not None:
-        raise cancelled
-    task.result()
-
-
-# ---------------------------------------------------------------- agreement of devices
-#
-# These checks run once all actors have started, before anything is compiled. By then each host has checked
-# what it can see alone (such as a missing GPU, or GPU memory that is allocated twice by actors that were
-# started together). The checks in this section need the facts of all hosts.
-
-MOST = 1.0
-"""The most to which shares of one GPU's memory may add up."""
-
-_SLACK = 1e-6  # a third may have been written as .333333
-
-_UNIQUE = ("GPU-", "MIG-")
-"""Beginnings of names that no two GPUs in the world share."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessDevices:
-    """The devices of one process, for checks of all processes together.
-
-    Args:
-        who: the process's name in errors, such as `"actor 1 (host n2, pid 7)"`.
-        actor: the id of the actor that the process belongs to.
-        host: the name of the machine on which the process runs.
-        cuda: the version of CUDA for which its JAX was built, such as `"13.0"`; empty without GPUs.
-        gpus: the UUIDs of its GPUs, or other names that are unique on its host; empty if not known.
-        memory_fraction: the fraction of each GPU's memory that the process allocates in advance; 0: none.
-        nccl: the version of the NCCL that programs use for transfers; empty with other transports.
-        nccl_shares: whether this NCCL allows two ranks on one GPU.
-    """
-
-    who: str
-    actor: int
-    host: str
-    cuda: str = ""
-    gpus: tuple[str, ...] = ()
-    memory_fraction: float = 0.0
-    nccl: str = ""
-    nccl_shares: bool = False
-
-    @property
-    def named_gpus(self) -> list[str]:
-        """The names of the process's GPUs, chosen so that equal names of two processes mean the same GPU.
-
-        A UUID is used alone, because one machine may be known by several host names. To any other name the
-        host's name is added.
-        """
-        return [gpu if gpu.startswith(_UNIQUE) else f"{gpu} of host {self.host}" for gpu in self.gpus]
-
-
-def check_agreement(members: Sequence[ProcessDevices]) -> None:
-    """Check that the processes of a mesh can work together with the devices and libraries that they have.
-
-    Args:
-        members: the devices of every process of the mesh.
-
-    Raises:
-        MeshError: the processes cannot work together, for one of these reasons: their JAXs are for different
-            CUDAs; their NCCLs have different versions; two processes of one actor have the same GPU; two
-            actors share a GPU and NCCL refuses to send between them; or more than the whole memory of a GPU
-            is allocated in advance. The error names the processes and says what to do.
-    """
-    for why in (
-        _cuda_conflict(members),
-        _nccl_conflict(members),
-        _gpu_twice_in_actor(members),
-        _gpu_of_neighbours(members),
-        _memory_conflict(members),
-    ):
-        if why is not None:
-            raise MeshError(why)
-
-
-def _cuda_conflict(members: Sequence[ProcessDevices]) -> str | None:
-    by_cuda = _grouped((member.cuda.partition(".")[0], member.who) for member in members if member.cuda)
-    if len(by_cuda) < 2:
-        return None
-    said = "; ".join(f"CUDA {major}: {_names(who)}" for major, who in by_cuda.items())
-    return (
-        f"JAX is for different CUDAs ({said}); install the same extra on all hosts, "
-        f"{pip_install('cuda13')} or {pip_install('cuda12')}"
-    )
-
-
-def _nccl_conflict(members: Sequence[ProcessDevices]) -> str | None:
-    """Return an error text if processes have different versions of NCCL, or None.
-
-    Both ends of a communicator need the same version.
-    """
-    by_nccl = _grouped((member.nccl, member.who) for member in members if member.nccl)
-    if len(by_nccl) < 2:
-        return None
-    said = "; ".join(f"NCCL {version}: {_names(who)}" for version, who in by_nccl.items())
-    return (
-        f"programs transfer over NCCL, of which there are different versions ({said}); install "
-        "the same version (nvidia-nccl-cu13 or -cu12) on all hosts"
-    )
-
-
-def _gpu_twice_in_actor(members: Sequence[ProcessDevices]) -> str | None:
-    """Return an error text if one GPU serves as two devices of the same actor, or None.
-
-    XLA's collectives run between different GPUs only.
-    """
-    by_gpu = _grouped(((gpu, member.actor), member.who) for member in members for gpu in member.named_gpus)
-    for (gpu, actor), who in by_gpu.items():
-        if len(who) > 1:
-            return (
-                f"{_names(who)} have GPU {gpu}, but actor {actor} wants a GPU for each device; "
-                "make spmd_mesh smaller, name more GPUs with devices=, or give it more hosts"
-            )
-    return None
-
-
-def _gpu_of_neighbours(members: Sequence[ProcessDevices]) -> str | None:
-    """Return an error text if two actors with consecutive ids share a GPU though NCCL does not allow that.
-
-    Such neighbours send to each other. Whether other actors send to each other depends on the program, so for
-    those the error comes when their link is made. The result is None if there is no such pair.
-    """
-    by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus if member.nccl)
-    for gpu, sharing in by_gpu.items():
-        for one, other in pairwise(sorted(sharing, key=lambda member: member.actor)):
-            if other.actor - one.actor == 1 and not (one.nccl_shares and other.nccl_shares):
-                return (
-                    f"{_names([one.who, other.who])} share GPU {gpu}, and {ONE_GPU} where they send to "
-                    f"each other over NCCL {one.nccl}, which refuses that; give each actor a GPU of its own "
-                    "(devices=), leave transport= out for UCX, or, with NCCL 2.30 or later, "
-                    f"try env={{'{MULTI_RANK}': '1'}}"
-                )
-    return None
-
-
-def _memory_conflict(members: Sequence[ProcessDevices]) -> str | None:
-    by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus)
-    for gpu, sharing in by_gpu.items():
-        total = sum(member.memory_fraction for member in sharing)
-        if len(sharing) > 1 and total > MOST + _SLACK:
-            each = ", ".join(f"{member.memory_fraction:.3g}" for member in sharing)
-            part = f"env={{'XLA_PYTHON_CLIENT_MEM_FRACTION': '{0.9 / len(sharing):.2f}'}}"
-            return (
-                f"{_names([member.who for member in sharing])} share GPU {gpu}, and set aside {each} of "
-                f"its memory, {total:.3g} together; give each its part, such as {part}, "
-                "or each actor a GPU: devices="
-            )
-    return None
-
-
-def _grouped(pairs: Iterable[tuple]) -> Mapping:
-    found: dict = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
-
-
-def _names(who: Sequence[str]) -> str:
-    """Return a text with the first four names and the number of the others."""
-    shown = ", ".join(who[:4])
-    return shown if len(who) <= 4 else f"{shown} and {len(who) - 4} more"

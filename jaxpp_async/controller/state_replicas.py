@@ -17,7 +17,6 @@ from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import PendingRequest, RequestLog
 from jaxpp_async.controller.stall_detector import SLOW_BYTES_PER_S
-from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, RemoteError, StateLostError, TransferError
 from jaxpp_async.layout.state_replicas import ReplicaStore, holders
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
@@ -32,7 +31,7 @@ from jaxpp_async.protocol.messages import (
     SendReplica,
     TakeReplica,
 )
-from jaxpp_async.protocol.task_group import OwnedTasks, awake_timeout
+from jaxpp_async.protocol.task_group import OwnedTasks, all_of, awake_timeout
 
 _LOG = logging.getLogger("jaxpp_async")
 

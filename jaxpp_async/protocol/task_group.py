@@ -9,12 +9,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from jaxpp_async.protocol.clocks import TICK_S, SuspendAwareClock
 
 _LOG = logging.getLogger("jaxpp_async")
+
+T = TypeVar("T")
 
 
 class OwnedTasks:
@@ -94,3 +96,69 @@ async def awake_timeout(seconds: float) -> AsyncIterator[None]:
             yield
         finally:
             timer.cancel()
+
+
+async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) -> dict[int, T]:
+    """Run coroutines concurrently, and return their results by actor or process number.
+
+    The first error cancels the others and is raised.
+
+    Args:
+        coroutines: the coroutines by number of their actor or process.
+        what: a phrase that names the asyncio tasks, for debugging.
+    """
+    loop = asyncio.get_running_loop()
+    tasks = {number: loop.create_task(c, name=f"{what} {number}") for number, c in coroutines.items()}
+    if not tasks:
+        return {}
+    try:
+        done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        return {number: task.result() for number, task in tasks.items()}
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+async def run_bounded(work: Coroutine[Any, Any, None], timeout_s: float, complaint: str) -> None:
+    """Await `work` for at most `timeout_s` seconds, and log any error instead of raising it.
+
+    This is for closing a mesh, which must continue when a part of it fails.
+
+    Args:
+        work: the coroutine.
+        timeout_s: the limit in seconds.
+        complaint: the beginning of the log line in case of an error.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await work
+    except Exception as error:  # closing goes on, and the log says so
+        _LOG.warning("%s: %r", complaint, error)
+
+
+async def wait_uninterrupted(task: asyncio.Task[None], on_cancel: Callable[[], None]) -> None:
+    """Wait until a task of bounded length has ended, even if the caller is cancelled, once or several times.
+
+    A close that stopped half way would leave processes and sockets that nobody owns any more.
+
+    Args:
+        task: the task.
+        on_cancel: called whenever the caller is cancelled, to shorten the rest of the task.
+
+    Raises:
+        CancelledError: the caller was cancelled meanwhile.
+        BaseException: the error of the task, if the caller was not cancelled.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            on_cancel()
+    if cancelled is not None:
+        raise cancelled
+    task.result()
