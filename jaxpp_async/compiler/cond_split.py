@@ -310,7 +310,8 @@ def _with_whole_renamed(op: Op, mapping: dict[int, Ref], wholes: dict[int, Op]) 
 def _rebased_expand(
     op: Op, mapping: dict[int, Ref], types: Types
 ) -> Callable[[], tuple[tuple[Op, ...], tuple[Ref, ...]]]:
-    """Return an `op.expand` whose operations read the values that `mapping` gives for the operands of `op`."""
+    """Return an `op.expand` whose operations read the values that `mapping` gives for the operands of
+    `op`."""
     here = {r: mapping[r] for r in op.reads if r in mapping}
 
     def expand() -> tuple[tuple[Op, ...], tuple[Ref, ...]]:

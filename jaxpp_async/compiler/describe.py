@@ -90,7 +90,8 @@ def format_flat(flat: Flat, types: Types, indent: str = "") -> str:
 
 
 def format_staged(staged: StagedLoop) -> str:
-    """Return a text dump of a loop that is split into tasks: each task's operations and each result's parts."""
+    """Return a text dump of a loop that is split into tasks: each task's operations and each result's
+    parts."""
     lines = [f"loop of {staged.num_stages} stages, {staged.loop.num_microbatches} microbatches"]
     lines += [
         f"stage {k} ends at pipeline_yield {name!r}" for k, name in enumerate(staged.stage_names) if name
