@@ -160,7 +160,8 @@ class Loop:
         return tuple(r for r in self.inputs if isinstance(r, int))
 
     def body_inputs(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the body's ids of the invariants, of the microbatch's leaves, and of the microbatch's index."""
+        """Return the body's ids of the invariants, of the microbatch's leaves, and of the microbatch's
+        index."""
         n = len(self.invariants)
         ids = self.body.inputs
         return ids[:n], ids[n:-1], ids[-1]
@@ -383,7 +384,8 @@ class Recipe:
 
     @property
     def stem(self) -> str:
-        """The name without the stage number, such as `"fwd"`, so that identical stages become one executable."""
+        """The name without the stage number, such as `"fwd"`, so that identical stages become one
+        executable."""
         return self.name.rstrip("0123456789")
 
 
