@@ -33,10 +33,11 @@ def is_repeatable(op: Op, types: Types) -> bool:
 
 
 def split_cond(op: Op, used: set[int], types: Types) -> list[Op]:
-    """Split a cond into one cond for each group of results that share no computed array.
+    """Split a cond into several, so that results in different conds share no computed array.
 
-    Scalars, and arrays made from scalars by layout operations such as broadcasts, do not count as shared:
-    each group computes its own.
+    Results that are computed from the same array in some branch are kept in one cond. Scalars, and arrays
+    made from scalars by layout operations such as broadcasts, do not count as shared: each cond computes its
+    own.
 
     Args:
         op: a cond, that is an operation with `branches`.
@@ -64,7 +65,8 @@ def merge_parts(parts: Sequence[Op]) -> Op:
 
 
 def _merge_inside(body: Flat) -> Flat:
-    """Return a body in which parts of the same nested cond are merged into one operation."""
+    """Return a body in which conds that `split_cond` made of the same cond are merged into one operation
+    again."""
     groups: dict[int, list[Op]] = {}
     for op in body.ops:
         if isinstance(op, Op) and op.branches is not None and op.branches.whole is not None:
@@ -188,9 +190,9 @@ class _WholeCond:
         )
 
     def _reduced(self, branch: int, results: Sequence[int]) -> Flat:
-        """Reduce a branch's body to the operations that some results need.
+        """Return a branch's body reduced to the operations that some results need.
 
-        Parts of the same cond nested inside the body are merged again.
+        Parts of one nested cond inside the body are merged into one operation.
 
         Args:
             branch: the branch's index.
@@ -230,7 +232,7 @@ def _select_one(op: Op, cases: Sequence[Ref], output: int) -> Op:
 
 
 def can_expand(op: Op) -> bool:
-    """Return whether `expanded` may be called on `op`."""
+    """Return whether `op` is a call or cond that `expanded` can replace by the operations inside it."""
     return op.expand is not None or (op.branches is not None and op.branches.ends)
 
 
@@ -288,12 +290,13 @@ def _append_copies(ops: Iterable[Op], mapping: dict[int, Ref], made: list[Op], t
 
 
 def _with_whole_renamed(op: Op, mapping: dict[int, Ref], wholes: dict[int, Op]) -> Op:
-    """Rename the values of the whole cond that `op` is a part of, if it is a part of one.
+    """Return `op` with new value ids in the whole cond that it refers to, if it is a part of a split cond.
 
     Args:
         op: an operation whose own values are renamed already.
         mapping: old value id to the value that replaces it.
-        wholes: the renamed whole conds made so far, by the id of the original; all parts of a cond share one.
+        wholes: the renamed whole conds made so far, by the `id()` of the original; all parts of a cond share
+            one.
     """
     if op.branches is None or (whole := op.branches.whole) is None:
         return op
@@ -310,8 +313,13 @@ def _with_whole_renamed(op: Op, mapping: dict[int, Ref], wholes: dict[int, Op]) 
 def _rebased_expand(
     op: Op, mapping: dict[int, Ref], types: Types
 ) -> Callable[[], tuple[tuple[Op, ...], tuple[Ref, ...]]]:
-    """Return an `op.expand` whose operations read the values that `mapping` gives for the operands of
-    `op`."""
+    """Return a replacement of `op.expand` (which returns the operations inside a call) with other operands.
+
+    Args:
+        op: the call.
+        mapping: old value id to the value that the operations inside the call read instead.
+        types: the type of every value id; types of new values are added to it.
+    """
     here = {r: mapping[r] for r in op.reads if r in mapping}
 
     def expand() -> tuple[tuple[Op, ...], tuple[Ref, ...]]:

@@ -28,12 +28,13 @@ def result_positions(traced: Traced) -> Any:
 def continued_arguments(traced: Traced) -> dict[int, int]:
     """Map positions of result leaves to positions of the argument leaves that they continue.
 
-    An argument is continued by a subtree of the results that has the argument's tree structure and types.
-    Where several arguments are alike, each is continued by the result that is computed from it in the fewest
-    operations: `p - 0.1 * m` continues `p` and not `m`. Where that does not decide, the order of arguments
-    and results does. An argument most of whose leaves keep their types (for example parameters with a cache
-    that grows) is continued in those leaves only. A result that consists entirely of another argument,
-    returned unchanged, continues that argument alone.
+    A result continues an argument if it is the argument's next value, such as the new state of a training
+    step. An argument is continued by a subtree of the results that has the argument's tree structure and
+    types. Where several arguments are alike, each is continued by the result that is computed from it in the
+    fewest operations: `p - 0.1 * m` continues `p` and not `m`. Where that does not decide, the order of
+    arguments and results does. An argument most of whose leaves keep their types (for example parameters with
+    a cache that grows) is continued in those leaves only. A result that consists entirely of another
+    argument, returned unchanged, continues that argument alone.
     """
     out = result_positions(traced)
     flat = [tree_util.tree_flatten(arg) for arg in _argument_positions(traced)]
@@ -45,7 +46,8 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
     taken: set[int] = set()
 
     def handed_back_arguments(candidate: list[int]) -> set[int]:
-        """Return the arguments that the leaves of a candidate are, unchanged.
+        """Return the numbers of the arguments that a candidate consists of, if all its leaves are unchanged
+        arguments.
 
         Args:
             candidate: positions of result leaves.
@@ -90,11 +92,13 @@ _LOOKED_AT = 3
 def _nearest_first(
     traced: Traced, pairs: Sequence[tuple[list[int], list[int]]]
 ) -> Sequence[tuple[list[int], list[int]]]:
-    """Sort candidate pairs so that those with the fewest operations from argument to result come first.
+    """Sort pairs of an argument and a result that may continue it (be its next value), the closest first.
+
+    The distance is the number of operations from the argument to the result.
 
     Args:
         traced: the step.
-        pairs: (leaves of an argument, leaves of a result that may continue it), as positions.
+        pairs: (leaves of an argument, leaves of a result), as positions.
     """
     if len(pairs) < 2:
         return pairs

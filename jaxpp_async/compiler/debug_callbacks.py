@@ -38,8 +38,8 @@ def refuse_host_code(eqn: Any, line: str, stage: Callable[[], int] | None) -> No
     Args:
         eqn: the equation to check.
         line: `file:line` of the equation in the user's code.
-        stage: returns the stage of the equation inside a loop's body, for the error's text. It is a function
-            because it has to walk over the body. None outside loops.
+        stage: a function that finds the stage of the equation inside a loop's body, for the error's text;
+            called only for an error, since it has to walk over the body. None outside loops.
 
     Raises:
         UnsupportedError: the equation runs host code or has side effects.
@@ -80,9 +80,14 @@ def _has_prints(eqn: Any) -> bool:
 
 
 def lift_prints(eqn: Any) -> tuple[Any, list[Any], list[tuple[Any, list[Any]]]]:
-    """Move the prints out of a checkpoint, whose new version returns the printed values as extra results.
+    """Return a copy of a checkpoint without prints, which returns the printed values as extra results
+    instead.
 
-    Prints inside a scan or a cond within the checkpoint are not moved.
+    A print is a `jax.debug.print` or `jax.debug.callback`. Those inside a scan or a cond within the
+    checkpoint are not moved.
+
+    Args:
+        eqn: the equation of the checkpoint (`jax.checkpoint`).
 
     Returns:
         The equation without prints, the constants to pass before its operands, and a list of (equation of a
@@ -178,7 +183,10 @@ def move_prints_out(
 
 
 def hidden_results(prints: Sequence[Print | LoopPrints]) -> tuple[int, ...]:
-    """List the ids of the values that prints show, each once, in order of first use."""
+    """List the ids of the values that debug prints show, which the step returns as hidden results.
+
+    Each id is listed once, in order of first use.
+    """
     each = (q for p in prints for q in (p.prints if isinstance(p, LoopPrints) else (p,)))
     refs = (o.ref for p in each for o in p.operands)
     return tuple(dict.fromkeys(r for r in refs if isinstance(r, int)))

@@ -66,8 +66,7 @@ def format_executables(executables: Sequence[Any]) -> str:
 
 
 def format_flat(flat: Flat, types: Types, indent: str = "") -> str:
-    """Return a text dump of a list of operations, for `PassTexts` and for tests that compare with stored
-    dumps.
+    """Return a text dump of a body of operations, for `PassTexts` and for tests against stored dumps.
 
     Args:
         flat: the operations, with inputs and outputs.
@@ -90,8 +89,7 @@ def format_flat(flat: Flat, types: Types, indent: str = "") -> str:
 
 
 def format_staged(staged: StagedLoop) -> str:
-    """Return a text dump of a loop that is split into tasks: each task's operations and each result's
-    parts."""
+    """Return a text dump of a loop that is split into tasks, with each task's operations and each result."""
     lines = [f"loop of {staged.num_stages} stages, {staged.loop.num_microbatches} microbatches"]
     lines += [
         f"stage {k} ends at pipeline_yield {name!r}" for k, name in enumerate(staged.stage_names) if name
@@ -245,7 +243,8 @@ class Explainer:
 
     @cached_property
     def _continued(self) -> dict[ValueId, list[int]]:
-        """Return, by an argument's value in the task graph, the results that continue the argument."""
+        """The results that continue each argument (are its next value), by the argument's value in the
+        task graph."""
         values = {i.arg: i.value for i in self.graph.inputs}
         found: dict[ValueId, list[int]] = defaultdict(list)
         for result, arg in self.continues.items():
@@ -281,8 +280,7 @@ class Explainer:
         return f"of {node.label}" if op is None else f"{op.name} at {_file_name(op.line)}"
 
     def _find_phase(self, value: ValueId, actor: ActorId) -> str:
-        """Return the name of the part of the step in which `value` is sent to `actor`, such as "before the
-        loop"."""
+        """Return the part of the step in which `value` is sent to `actor`, such as "before the loop"."""
         node = self.maker.get(value)
         readers = self.readers.get((value, actor), [])
         if node is not None and node.task is not None and self.graph.values[value].kind == "temp":
@@ -309,7 +307,7 @@ class Explainer:
     # ---- parts of the step
 
     def is_in_loop(self, when: str) -> bool:
-        """Return whether a transfer with this `CrossActorArray.when` happens once per microbatch."""
+        """Return whether transfers with this `CrossActorArray.when` happen once per microbatch."""
         return when == IN_LOOP
 
     @property
@@ -329,15 +327,19 @@ class Explainer:
         return ["before loop 1", *(f"before loop {k}" for k in range(2, count + 1)), f"after loop {count}"]
 
     def phase(self, node: Node) -> str:
-        """Return the name of the part of the step in which a node outside the loops runs, such as "after the
-        loop"."""
+        """Return the part of the step in which a node outside the loops runs, such as "after the loop"."""
         level = self.placed.outer_levels.get(node.label, 0)
         return self._phases[sum(level > loop for loop in self._loop_levels)]
 
     # ---- arguments and results
 
     def why_input(self, value: ValueId, actors: Sequence[ActorId]) -> str:
-        """Return the reason why an argument is placed on the given actors, as text."""
+        """Return the reason why an argument is placed on the given actors, as text.
+
+        Args:
+            value: the argument's value in the task graph.
+            actors: the actors that get the argument; empty if no actor uses it.
+        """
         if not actors:
             return self._why_unused(value)
         return _join_reasons({a: self._why_input_on(value, a) for a in actors})
@@ -371,8 +373,13 @@ class Explainer:
         return "not used: stays where it is"
 
     def _used_through(self, value: ValueId, actor: ActorId) -> list[str]:
-        """List an actor's tasks that use a value made from an argument outside the loops, such as a cast of
-        it."""
+        """List an actor's tasks that use an argument only through an operation outside the loops, such as a
+        cast.
+
+        Args:
+            value: the argument's value in the task graph.
+            actor: the actor.
+        """
         argument, homes = self.placed.value_ids[value], self.placed.placement.op_actors
         made = {o for i, op in self._items if actor in homes[i] and argument in op.reads for o in op.outputs}
         here = (n for n in self.graph.nodes if n.actor == actor and n.task is not None)
@@ -383,7 +390,12 @@ class Explainer:
         )
 
     def why_result(self, result: int, value: ValueId) -> str:
-        """Return the reason why a result is placed where it is, as text."""
+        """Return the reason why a result is placed where it is, as text.
+
+        Args:
+            result: the position of the result leaf.
+            value: the result's value in the task graph.
+        """
         if result in self.placed.placement.handed_back:
             return f"is {self.graph.values[value].label}, handed back where it lies"
         if result in self.placed.placement.asked:

@@ -134,7 +134,7 @@ def key_data(x: Any) -> Any:
 def value_type(aval: Any) -> ValueType:
     """Return the `ValueType` of a JAX aval.
 
-    The `PartitionSpec` of the value is not part of it; `compiler.sharding_propagation` finds it later.
+    It does not say how automatic mesh axes split the value; `compiler.sharding_propagation` finds that later.
     """
     weak, types = bool(getattr(aval, "weak_type", False)), logical_axes.explicit_sharding(aval)
     on_host = private_api.is_host_memory(aval)
@@ -190,10 +190,10 @@ def _dtype(refs: Sequence[Ref], types: Types) -> Any:
 
 
 def _select(xs: Sequence[Any]) -> list[Any]:
-    """Return the case that a position selects, where all cases are computed.
+    """Return the case that an index selects from cases that are all computed already.
 
     Args:
-        xs: the position, then the cases. Constants among the cases are converted to the dtype of the others.
+        xs: the index, then the cases. Constants among the cases are converted to the dtype of the others.
 
     Returns:
         A list with the selected case.

@@ -125,7 +125,14 @@ def lowering_context(target: Target) -> Any:
 
 
 def _sharding(mesh: AbstractMesh, spec: Sequence[SpecEntry], value_type: ValueType | None) -> NamedSharding:
-    """Return the sharding in which a value is passed between executables."""
+    """Return the sharding with which a value is passed from one executable to another.
+
+    Args:
+        mesh: the actors' abstract mesh.
+        spec: the mesh axes that split each dimension.
+        value_type: the value's type, which tells the axes over which it is still to be summed; None if there
+            are none.
+    """
     pending = logical_axes.unreduced_axes(value_type.sharding) if value_type is not None else ()
     return NamedSharding(mesh, PartitionSpec(*spec, unreduced=frozenset(pending)))
 
@@ -138,8 +145,7 @@ _FOREIGN = re.compile(r"custom_call @([\w.$-]+)")
 
 @contextlib.contextmanager
 def explained(recipes: Sequence[Recipe], types: Types, target: Target) -> Iterator[None]:
-    """Turn JAX's lowering errors inside the context into an `UnsupportedError` that names the operation at
-    fault.
+    """Turn JAX's lowering errors inside the context into `UnsupportedError`s that name the failing operation.
 
     An error is raised unchanged if every operation can be lowered alone.
 
@@ -191,7 +197,7 @@ def _find_culprit(
     """Find the first operation that cannot be lowered on its own.
 
     Returns:
-        The recipe that contains the operation, the operation, and JAX's error; None if each operation can be
+        The recipe that contains the operation, the operation, and JAX's error; None if every operation can be
         lowered.
     """
     tried: set[tuple[str, str]] = set()

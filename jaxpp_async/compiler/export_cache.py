@@ -1,5 +1,4 @@
-"""Avoid exporting a recipe twice: recipes that differ only in the numbers of their value ids share an
-executable.
+"""Export equal recipes only once; recipes are equal if they differ only in the numbers of their value ids.
 
 Two recipes are equal when everything that `emit` reads of them is: names, types, shardings, constants' bytes,
 the parameters of every operation including nested jaxprs, and the source lines that become part of an
@@ -85,7 +84,7 @@ class ExportCache:
 
 
 def _outline(recipe: Recipe) -> Hashable:
-    """Return a key that is cheap to compute and is the same for equal recipes, but also for some others."""
+    """Return a cheap key of a recipe; only recipes with equal outlines can be equal and need a full key."""
     lists = recipe.inputs, recipe.outputs, recipe.slices, recipe.starts, recipe.accumulates
     return recipe.stem, tuple(map(len, lists)), tuple(op.name for op in recipe.ops)
 
@@ -149,8 +148,8 @@ class _RecipeKey:
         return r.stem, inputs, index, slices, starts, ops, accumulates, outputs
 
     def make(self, value: int) -> int:
-        """Return the number of a value that an operation or the recipe's start makes; -1 for an unused
-        result."""
+        """Return the number that stands for a newly made value in the key; -1 for a result that is not
+        used."""
         return self.numbers.setdefault(value, len(self.numbers)) if value >= 0 else -1
 
     def read(self, ref: Ref) -> Hashable:
@@ -254,7 +253,11 @@ class _ContentKeys:
     # ---- Python
 
     def function(self, value: Any) -> Hashable:
-        """Return the key of a Python function, made of its code object and the values that it closes over."""
+        """Return the key of a Python function, made of its code object, defaults and the values that it
+        closes over.
+
+        Functions with the same code over the same values do the same.
+        """
         if any(value is f for f in self._open):
             return "itself", next(i for i, f in enumerate(self._open) if value is f)
         self._open.append(value)

@@ -28,8 +28,8 @@ Ref: TypeAlias = int | Lit
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """The type of a value: its shape and dtype when it is sent, and JAX properties that this form does not
-    show.
+    """The type of a value: shape and dtype of the array that is sent, and JAX properties that the array
+    lacks.
 
     Args:
         aval: shape and dtype of the array that is sent; an array of PRNG keys is sent as its uint32 data.
@@ -160,7 +160,7 @@ class Loop:
         return tuple(r for r in self.inputs if isinstance(r, int))
 
     def body_inputs(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the body's ids of the invariants, of the microbatch's leaves, and of the microbatch's
+        """Return the ids in the body of the invariants, the microbatch's leaves, and the microbatch's
         index."""
         n = len(self.invariants)
         ids = self.body.inputs
@@ -191,7 +191,7 @@ class _SizeCache(dict[int, int]):
 
 
 class Types:
-    """The type of every value id; types of new values are added while a step is compiled.
+    """A table of the type of every value id; types of new values are added while a step is compiled.
 
     Attributes:
         sizes: the size in bytes of one whole copy of each value, by value id.
@@ -384,8 +384,7 @@ class Recipe:
 
     @property
     def stem(self) -> str:
-        """The name without the stage number, such as `"fwd"`, so that identical stages become one
-        executable."""
+        """The name without the stage number, such as `"fwd"`: identical stages then share one executable."""
         return self.name.rstrip("0123456789")
 
 

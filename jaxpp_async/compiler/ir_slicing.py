@@ -58,7 +58,7 @@ def select_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[Op, ...]:
 
 
 def _expand(op: Op) -> list[Op]:
-    """Return the operations inside an operation, followed by copies of its results to their old ids."""
+    """Return the operations inside an operation, followed by copies that give its results their old ids."""
     assert op.expand is not None
     inner, results = op.expand()
     renamed = [(ref, o) for ref, o in zip(results, op.outputs, strict=True) if o >= 0]
@@ -77,7 +77,12 @@ class LightOps:
 
     @classmethod
     def among(cls, ops: Sequence[Op], free: Iterable[int]) -> LightOps:
-        """Find the light operations among `ops` that read only `free` values and results of one another."""
+        """Find the light operations among `ops` that read only `free` values and results of one another.
+
+        Args:
+            ops: operations, in program order.
+            free: the value ids that are available without computing anything.
+        """
         known = set(free)
         found: dict[int, Op] = {}
         for i, op in enumerate(ops):
@@ -87,7 +92,12 @@ class LightOps:
         return cls(found)
 
     def needed(self, values: Iterable[int]) -> dict[int, Op]:
-        """Return the light operations that `values` are computed with, by position, in program order."""
+        """Return the light operations that have to run again to compute `values`.
+
+        Returns:
+            Position in the program to operation, in program order. Values that no light operation makes are
+            skipped.
+        """
         found: dict[int, Op] = {}
         stack = list(values)
         while stack:

@@ -1,11 +1,11 @@
-"""Move the linear operations that join several stages' parts of a summed result behind the loop.
+"""Move the linear operations that join several stages' parts of a summed result to after the loop.
 
 A sum over microbatches commutes with linear operations. The last operations of a summed result may join
 values of several stages: the gradient of a weight that two stages share is an addition, that of a stack of
-layers that spans stages is a concatenation. These operations move behind the loop as an `Epilogue`, and each
-stage accumulates its own part, so that no array of a weight's size is sent inside the loop. Widening casts
-and scalings between the stages' values and the joining operations are instead computed in each stage before
-accumulating, since a sum in a narrower type would round.
+layers that spans stages is a concatenation. These operations move to after the loop as an `Epilogue`, and
+each stage accumulates its own part, so that no array of a weight's size is sent inside the loop. Widening
+casts and scalings between the stages' values and the joining operations are instead computed in each stage
+before accumulating, since a sum in a narrower type would round.
 
 Only gradients are split so. A metric is small, and its terms may cancel, which they would not do when
 they are summed separately.
@@ -69,8 +69,8 @@ class LoopResults:
 
 @dataclass(frozen=True, eq=False)
 class _Leaf:
-    """A value that one task makes; `task` is None for a value that is cheap to compute in any task
-    ("light")."""
+    """A value that one task makes; `task` is None for a "light" value, which is cheap to compute in any
+    task."""
 
     value: Ref
     task: TaskKey | None
@@ -83,7 +83,10 @@ class _Leaf:
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
-    """A sum of values of several tasks, which replaces the operations at the positions `dropped`."""
+    """A sum of values of several tasks.
+
+    It replaces the operations at the positions `dropped` of the loop's body.
+    """
 
     terms: tuple[_Expr, ...]
     dropped: frozenset[int]
@@ -188,7 +191,8 @@ class _Commuter:
         return _Leaf(value, task)
 
     def _stages_that_hold(self, value: int) -> set[int]:
-        """Return the stages whose actors have an operand of a light value in any case."""
+        """Return the stages that already have an operand of a light value, which is cheap to compute in
+        any stage."""
         found: set[int] = set()
         stack = [value]
         while stack:
@@ -203,7 +207,10 @@ class _Commuter:
     # ---- a result as an expression of the tasks' values
 
     def _expression(self, value: Ref) -> _Expr:
-        """Express a value by values of single tasks, following linear operations over several tasks."""
+        """Return an expression for a value in terms of values that single tasks make.
+
+        The operations in the expression are the linear ones that join values of several tasks.
+        """
         if not isinstance(value, int):
             return self._leaf(value)
         known: dict[int, _Expr] = {}
@@ -219,8 +226,8 @@ class _Commuter:
         return found or self._leaf(ref)
 
     def _region(self, value: int) -> set[int]:
-        """Return the positions of the linear operations that make a value and whose results no other
-        operation reads."""
+        """Return the positions of the linear operations that make a value and whose results have no other
+        reader."""
         found: set[int] = set()
         stack = [value]
         while stack:
@@ -236,9 +243,9 @@ class _Commuter:
         return found
 
     def _combine(self, position: int, op: Op, operands: Sequence[_Expr]) -> _Expr:
-        """Express an operation's result by the expressions of its operands.
+        """Return the expression of an operation's result, made from the expressions of its operands.
 
-        Where that is not allowed, the result is expressed as a single value of the task that computes it.
+        Where that is not allowed, the expression is just the value that the operation's task computes.
 
         Args:
             position: the operation's position in the loop's body.
@@ -267,10 +274,11 @@ class _Commuter:
         return whole
 
     def _movable(self, op: Op, operands: Sequence[_Expr]) -> tuple[_Expr, ...] | None:
-        """Return the operands of a layout operation that it moves, without a padding value.
+        """Return the operands of a layout operation that may be values of several tasks.
 
         Returns:
-            The operands; None for a padding with a value other than zero, which is not linear.
+            All operands; for `pad` only the padded array. None for a `pad` with another value than zero,
+            which is not linear.
         """
         if op.name != "pad":
             return tuple(operands)
@@ -280,7 +288,8 @@ class _Commuter:
     # ---- operations computed in each stage
 
     def _move_into_stages(self, op: Op, operands: Sequence[_Expr], dropped: frozenset[int]) -> _Expr | None:
-        """Express an operation on several stages' values as the same operation on each stage's value.
+        """Return an expression that applies an operation to each stage's value instead of to the joined
+        values.
 
         Args:
             op: the operation.
@@ -343,7 +352,7 @@ class _Commuter:
     # ---- the epilogue's operations
 
     def _merge_terms(self, expr: _Expr) -> _Expr:
-        """Join those terms of each sum in `expr` that the same task makes into one term."""
+        """Return `expr` with those terms of each sum that the same task makes added up into one term."""
         if isinstance(expr, _Leaf):
             return expr
         if isinstance(expr, _Layout):
@@ -366,8 +375,7 @@ class _Commuter:
         return total
 
     def _emit(self, expr: _Expr, parts: dict[OutputPart, None], ops: list[Op]) -> int:
-        """Append the operations that compute `expr` after the loop, and return the id of the value that they
-        make.
+        """Append the operations that compute `expr` after the loop, and return the id of its value.
 
         Args:
             expr: the expression.
@@ -404,7 +412,7 @@ class _Commuter:
         return made
 
     def _new_strong(self, like: int) -> int:
-        """Return the id of a new value with the type of `like`, but strongly typed."""
+        """Return the id of a new value with the type of `like`, but without JAX's weak type."""
         return self.types.new(replace(self.types[like], weak=False))
 
     def _new_layout_result(self, op: Op, operand: ValueType) -> int:

@@ -18,7 +18,7 @@ from jaxpp_async.program.instructions import ActorId, Aval, Node, Task, ValueId,
 
 
 def unroll_loop(graph: TaskGraphBuilder, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
-    """Add the nodes and recipes of one loop to `graph`.
+    """Add the nodes and recipes (computations of executables) of one loop to `graph`.
 
     Args:
         graph: the graph so far, which contains the values that the loop reads.
@@ -120,7 +120,8 @@ class TaskGraphBuilder:
         return range(first, len(self.avals))
 
     def value_on(self, ir_id: int, actor: ActorId) -> ValueId:
-        """Return the graph value of a value id on `actor`, or the one to send to it if it has none."""
+        """Return the graph value that stands for a value id on `actor`, or, if it has none, the one to
+        send to it."""
         if (ir_id, actor) in self.held:
             return self.held[ir_id, actor]
         holders = [a for a in range(self.num_actors) if (ir_id, a) in self.held]
@@ -236,7 +237,7 @@ class _LoopUnroller:
         )
 
     def _held(self, value: int, variant: Variant, actor: ActorId) -> ValueId | None:
-        """Return the graph value of an input that all microbatches share.
+        """Return the graph value of an input of a task variant, if all microbatches share it.
 
         Returns:
             The graph value; None for a value that the microbatch's own tasks make; -1 for the microbatch's

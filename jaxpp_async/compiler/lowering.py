@@ -83,8 +83,7 @@ def lower(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs
 
 @frozen()
 class PlannedTransfer:
-    """One value that is sent from the actor that makes it, or has it as an argument, to an actor that needs
-    it.
+    """One value that is sent to an actor that needs it by the actor that makes it or has it as an argument.
 
     Args:
         value: the value.
@@ -305,10 +304,10 @@ def insert_transfers(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) 
 
 
 def _find_never_donated(instructions: Iterable[Instruction]) -> set[BufferId]:
-    """Return the slots whose buffers no run may overwrite.
+    """Return the slots (buffer numbers) whose buffers no `Run` instruction may overwrite.
 
-    A received buffer is in the transport's memory, a sent one may still be being read by the transport, an
-    output leaves the program, and an argument that was not donated stays in the store.
+    A received buffer is in the transport's memory, a sent one may still be in use by its send, an output
+    leaves the program, and an argument that was not donated stays in the store.
     """
     return {
         i.buffer
@@ -379,8 +378,10 @@ def donate_buffers(graph: TaskGraph, programs: Programs) -> Programs:
 
 
 def _find_not_deleted(program: ActorProgram) -> set[BufferId]:
-    """Return the slots that need no `Delete`: outputs, arguments that the caller keeps, and donated
-    buffers."""
+    """Return the slots (buffer numbers) that need no `Delete` instruction.
+
+    These are outputs, arguments that the caller keeps, and donated buffers.
+    """
     instructions = program.instructions
     left = {
         i.buffer for i in instructions if isinstance(i, Output) or (isinstance(i, Input) and not i.donated)
@@ -389,9 +390,9 @@ def _find_not_deleted(program: ActorProgram) -> set[BufferId]:
 
 
 def _find_last_uses(program: ActorProgram) -> list[Sequence[BufferId]]:
-    """Return for each instruction the slots that no later instruction uses and that a `Delete` has to free.
+    """Return for each instruction the slots (buffer numbers) that are to be deleted after it.
 
-    The slots of one instruction are in the order in which the instruction names them.
+    No later instruction uses these slots. They are in the order in which the instruction names them.
     """
     needed = _find_not_deleted(program)  # slots that later instructions use are added below
     ends: list[Sequence[BufferId]] = []
