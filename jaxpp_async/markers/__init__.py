@@ -1,2 +1,1 @@
-"""The functions with which a user's step function marks stages, the microbatch loop, reductions and axis
-names."""
+"""The functions with which a user marks stages, the microbatch loop, reductions and axis names in a step."""

@@ -33,9 +33,9 @@ _FREE = "(any)"
 
 @contextmanager
 def axis_rules(rules: Mapping[str, Any]) -> Iterator[None]:
-    """Make `shard` a sharding constraint while a step is traced or lowered in this context.
+    """Make `shard` a sharding constraint while a step is traced or lowered in this context manager.
 
-    The constraint is on the mesh in JAX's context.
+    The constraint applies to the mesh that is set in JAX at that time.
 
     Args:
         rules: logical name to the mesh axis, or axes, that split a dimension of this name.
@@ -316,7 +316,7 @@ AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def has_explicit_axes(mesh: Any) -> bool:
-    """Return whether some axis of a mesh has type Explicit, so that shardings are in types; False for
+    """Return whether some axis of a mesh has type Explicit, so that types contain shardings; False for
     None."""
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
@@ -342,7 +342,7 @@ def reshard_to(x: Any, to: NamedSharding | None) -> Any:
 
 
 def replicate_unless_given(leaf: Any) -> Any:
-    """Return an argument's type for tracing, which says "replicated" if the argument has no sharding.
+    """Return the type under which an argument is traced: "replicated" if the argument has no sharding.
 
     An argument with a sharding is returned as it is, and so is every argument on a mesh without explicit
     axes, since only explicit axes need a sharding before the trace.
@@ -371,8 +371,11 @@ def struct_with_spec(leaf: Any, mesh: Any, spec: Sequence[Any]) -> jax.ShapeDtyp
 
 
 def unreduced_axes(sharding: NamedSharding | None) -> tuple[str, ...]:
-    """Return the mesh axes over whose devices the parts of a value are still to be added, in the mesh's
-    order."""
+    """Return the mesh axes over whose devices the parts of a value are still to be added.
+
+    Returns:
+        The axes' names in the mesh's order; () for None.
+    """
     if sharding is None:
         return ()
     return tuple(a for a in sharding.mesh.axis_names if a in sharding.spec.unreduced)

@@ -162,8 +162,7 @@ def reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...]
 
 
 def _has_several_parts(shapes: Any) -> bool:
-    """Return whether a function's result is a tuple, which by default is taken as gradients and other
-    results.
+    """Return whether a function's result is a tuple, which by default means gradients first, then the rest.
 
     A NamedTuple does not count: it is one value with named parts, such as gradients.
     """
@@ -257,8 +256,7 @@ def _is_in(atom: Any, found: Iterable[Any]) -> bool:
 
 
 def _body_like(eqn: Any) -> Any:
-    """Return the jaxpr inside an equation if their operands and results correspond one to one (a call, a
-    scan).
+    """Return the jaxpr inside an equation whose operands and results are the equation's (a call, a scan).
 
     Returns:
         The jaxpr; None for any other equation.

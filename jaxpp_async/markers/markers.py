@@ -409,8 +409,7 @@ def _run_loop(
 
 
 def _join_float0(reduction: Reduction, value: Any, num_microbatches: int) -> Any:
-    """Return a loop's result for gradients of integers (dtype `float0`), for which nothing has to be
-    computed.
+    """Return a loop's result for gradients of integers (dtype `float0`), which need no computation.
 
     Args:
         reduction: how the microbatches' values are combined.
@@ -426,11 +425,14 @@ def _join_float0(reduction: Reduction, value: Any, num_microbatches: int) -> Any
 
 
 def _with_index(fn: Callable, pass_index: bool) -> Callable:
-    """Return a function of a microbatch and its index that calls `fn`, with the index if `pass_index` is
-    true.
+    """Return a function of a microbatch and its index that calls `fn`, which may take only the microbatch.
 
     JAX shows the name of `fn` and its arguments where tracing fails. Each call returns a new function: JAX
     caches what it traced by function, and the values that `fn` closes over may have changed.
+
+    Args:
+        fn: the user's function.
+        pass_index: whether `fn` takes the index as its second argument.
     """
 
     def body(microbatch: Any, index: Any) -> Any:

@@ -53,13 +53,18 @@ class NonfiniteChecker:
         return jnp.stack(self._found) if self._found else jnp.zeros((0,), jnp.uint8)
 
     def check_argument(self, value: Any) -> None:
-        """Check an argument of the computation, and add the empty text to `places` for it."""
+        """Check an argument of the computation, and add an empty text to `places` for it."""
         self.places.append("")
         self._found.append(_worst_value(value) if _is_floating(value) else jnp.uint8(0))
 
     def check_result(self, value: Any, line: str, operation: str) -> None:
-        """Check the result of an operation, and add its line and name to `places`, if it is a floating
-        value."""
+        """Check the result of an operation if it is a floating value, and add the operation to `places`.
+
+        Args:
+            value: the result.
+            line: the user's line of the operation.
+            operation: the operation's name.
+        """
         if _is_floating(value):
             self.places.append(f"{line}: {operation}")
             self._found.append(_worst_value(value))
@@ -130,8 +135,11 @@ def _is_floating(value: Any) -> bool:
 
 
 def _worst_value(value: Any) -> Any:
-    """Return `_NAN` or `_INF` if a value has a forbidden one, else 0, as a traced integer; NaN comes
-    before infinity."""
+    """Return whether a value contains a NaN or an infinity that JAX's options forbid, as a traced integer.
+
+    Returns:
+        `_NAN` if it contains a NaN, else `_INF` if it contains an infinity, else 0.
+    """
     value = value.astype(jnp.float32) if value.dtype.itemsize < 2 else value  # 8-bit floats
     seen = jnp.uint8(0)
     if jax_config.forbids_infs():

@@ -1,9 +1,8 @@
-"""Define the operators that join the microbatches' results of `accumulate_grads`: `Sum`, `Max`, `Min`,
-`Mean`, `Stack` and `Concat`.
+"""Define the operators that join the microbatches' results of `accumulate_grads`.
 
-Each operator defines the start, the step and the end of an accumulation. Plain JAX and the pipeline's tasks
-call the same methods, so both compute the same values. The accumulator is an array that is passed to these
-methods; an operator itself has no state.
+The operators are `Sum`, `Max`, `Min`, `Mean`, `Stack` and `Concat`. Each one defines the start, the step and
+the end of an accumulation. Plain JAX and the pipeline's tasks call the same methods, so both compute the same
+values. The accumulator is an array that is passed to these methods; an operator itself has no state.
 """
 
 from __future__ import annotations
@@ -35,11 +34,14 @@ class Reduction:
     """Whether the accumulator after the first microbatch is that microbatch's value."""
 
     def shape(self, shape: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
-        """Return the accumulator's shape, given the shape of one microbatch's value."""
+        """Return the shape of the accumulator for values of the given shape per microbatch."""
         return shape
 
     def spec(self, spec: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the `PartitionSpec` entries of the accumulator, given those of one microbatch's value."""
+        """Return how mesh axes split the accumulator if `spec` is how they split each microbatch's value.
+
+        Both are tuples with one entry per dimension, as in `PartitionSpec`.
+        """
         return spec
 
     def start(self, shape: tuple[int, ...], dtype: Any, num_microbatches: int) -> jax.Array:
@@ -57,12 +59,11 @@ class Reduction:
         raise NotImplementedError
 
     def end(self, accumulator: jax.Array, num_microbatches: int) -> jax.Array:
-        """Return the result, given the accumulator after the last microbatch."""
+        """Return the final result, given the accumulator after the last microbatch."""
         return accumulator
 
     def check(self, dtype: Any, ndim: int) -> str | None:
-        """Return why values of this dtype and rank cannot be reduced, as text for an error; None if they
-        can."""
+        """Return an error text if values of this dtype and rank cannot be reduced; None if they can."""
         if private_api.is_key_dtype(dtype):
             return f"{type(self).__name__} cannot reduce PRNG keys; use Stack()"
         return None

@@ -69,10 +69,10 @@ _GIVEN_ELSEWHERE = {
 
 
 def _advise_on_options(cls: type[_T]) -> type[_T]:
-    """Make the constructor of a class and its subclasses explain where an option of `_GIVEN_ELSEWHERE`
-    belongs.
+    """Make a class's constructor reject the options in `_GIVEN_ELSEWHERE`, and say where to give them
+    instead.
 
-    The constructor raises a `TypeError` with that explanation when it gets such an option.
+    The constructor raises a `TypeError`. This also holds for subclasses that inherit the constructor.
     """
     init = cls.__init__
 
@@ -105,8 +105,9 @@ class BuiltIn(Schedule):
         _check_count(f"{type(self).__name__}(num_stages=...)", self.num_stages)
 
     def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
-        """Return one list of tasks per actor, each in order of execution; actors beyond the number of stages
-        get none.
+        """Return one list of tasks per actor, each in order of execution.
+
+        An actor beyond the number of stages gets an empty list.
 
         Args:
             num_microbatches: the number of microbatches of one step, at least 1.
@@ -129,9 +130,9 @@ def _check_count(name: str, value: object) -> None:
 
 
 def neighbouring_stages(num_stages: int, num_actors: int) -> list[range]:
-    """Return the range of stages of each actor when neighbouring stages share one.
+    """Return the range of stages of each actor, when each actor gets a group of neighbouring stages.
 
-    Stage s is on actor s*A//S for S stages and A actors, so the ranges are as equal as possible.
+    Stage s is on actor s*A//S for S stages and A actors, so the groups are as equal as possible.
     """
     bounds = [-(-actor * num_stages // num_actors) for actor in range(num_actors + 1)]
     return [range(first, end) for first, end in pairwise(bounds)]

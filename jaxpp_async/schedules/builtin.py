@@ -47,7 +47,8 @@ class GPipe(BuiltIn):
     finer order would not be faster, since only the group's first and last stage communicate with other
     actors.
 
-    Bubble fraction (A divides S, M microbatches): (A-1)/(M+A-1). Activations on an actor with k stages: k*M.
+    Bubble fraction (A divides S, M microbatches): (A-1)/(M+A-1). Peak activations, in (stage, microbatch)
+    pairs, on an actor with k stages: k*M.
 
     Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019,
     arXiv:1811.06965, figure 2.
@@ -67,8 +68,9 @@ class Std1F1B(BuiltIn):
     Stage s is on actor s*A//S (S stages, A actors); several stages on one actor run as one longer stage (see
     `GPipe`). It is the schedule with the least memory and the fewest transfers.
 
-    Bubble fraction (A divides S, M microbatches): (A-1)/(M+A-1), the same as GPipe's. Activations on actor a
-    with k stages: k*min(M, A-a), however large M is. With S = A, stage s has at most min(M, S-s) of them.
+    Bubble fraction (A divides S, M microbatches): (A-1)/(M+A-1), the same as GPipe's. Peak activations, in
+    (stage, microbatch) pairs, on actor a with k stages: k*min(M, A-a), however large M is. With S = A, stage
+    s has at most min(M, S-s) of them.
 
     Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021, arXiv:2006.09503, section
     3.2; Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
@@ -85,8 +87,8 @@ class Eager1F1B(BuiltIn):
     An actor runs two warm-up forwards, instead of one, for each actor with later stages. An activation then
     arrives one task earlier than it is needed. Stage s is on actor s*A//S (S stages, A actors).
 
-    Bubble fraction (A divides S, M microbatches): (A-1)/(M+A-1). Activations on actor a with k stages:
-    k*min(M, 2*(A-a)-1).
+    Bubble fraction (A divides S, M microbatches): (A-1)/(M+A-1). Peak activations, in (stage, microbatch)
+    pairs, on actor a with k stages: k*min(M, 2*(A-a)-1).
 
     Source: Zhuang et al., On Optimizing the Communication of Model Parallelism, 2022, arXiv:2211.05322,
     section 4 (eager-1F1B), as in Alpa's overlap-friendly schedule: 2*(A-a)-1 forwards before the first
@@ -116,8 +118,7 @@ def _one_forward_one_backward(
 def _alternate(
     forwards: Sequence[list[Task]], backwards: Sequence[list[Task]], *, num_warmup: int
 ) -> list[Task]:
-    """Order one actor's tasks: warm-up forwards, then forwards and backwards in turn, then remaining
-    backwards.
+    """Return one actor's tasks: warm-up forwards, then a forward and a backward in turn, then what remains.
 
     Args:
         forwards, backwards: groups of tasks; each group counts as one forward or backward.
@@ -136,11 +137,11 @@ def _alternate(
 
 
 class Interleaved1F1B(BuiltIn):
-    """A 1F1B schedule in which each actor has v = S/A stages, spread over the model: stage s is on actor s %
+    """A 1F1B schedule in which each actor has several stages from all over the model: stage s is on actor s %
     A.
 
-    A microbatch passes every actor v times (S stages, A actors), so the bubble is v times smaller and there
-    are v times as many transfers.
+    With S stages and A actors, a microbatch passes every actor v = S/A times, so the bubble is v times
+    smaller than that of `Std1F1B` and there are v times as many transfers.
 
     The microbatches are divided into groups: an actor runs a whole group through one of its stages, then
     through its next one. Where A divides the number M of microbatches, a group has A microbatches and the
@@ -149,12 +150,13 @@ class Interleaved1F1B(BuiltIn):
     - M > A: there are M//A groups of nearly equal size, none smaller than A. No bubble is added; larger
       groups need more activations.
     - M < A: all M microbatches are one group.
-    - S not a multiple of A: the order is that of the next larger multiple without the stages that do not
-    exist.
+    - S not a multiple of A: the order is that of the next larger multiple, without the stages that do
+      not exist.
     - S <= A: the order is that of `Std1F1B`.
 
-    Bubble fraction (A divides S, M >= A): (A-1)/(v*M+A-1). Activations on actor a (A divides S, v > 1, g the
-    size of the largest group): min(v*M, (v-1)*g + 2*(A-1-a) + 1), each of a stage of 1/v the size.
+    Bubble fraction (A divides S, M >= A): (A-1)/(v*M+A-1). Peak activations, in (stage, microbatch) pairs, on
+    actor a (A divides S, v > 1, g the size of the largest group): min(v*M, (v-1)*g + 2*(A-1-a) + 1), each of
+    a stage of 1/v the size.
 
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
     2021, arXiv:2104.04473, section 2.2.2 and figure 4; warm-up counts as in Megatron-LM's
@@ -172,7 +174,7 @@ class Interleaved1F1B(BuiltIn):
         return rows + [[] for _ in range(num_actors - num_used)]
 
     def _row(self, actor: int, num_actors: int, num_loops: int, num_microbatches: int) -> list[Task]:
-        """Order one actor's tasks.
+        """Return one actor's tasks in order.
 
         The order is first made for groups of equal size and for a multiple of `num_actors` stages; the tasks
         that do not exist are then left out. The rest of a valid order is valid: dependencies are between
@@ -202,8 +204,11 @@ class Interleaved1F1B(BuiltIn):
 
 
 def _groups(num_microbatches: int, num_actors: int) -> tuple[int, list[range]]:
-    """Return the size of the largest group of microbatches of `Interleaved1F1B`, and the microbatches of
-    each group."""
+    """Divide the microbatches into the groups that `Interleaved1F1B` runs through one stage after another.
+
+    Returns:
+        The size of the largest group, and the microbatches of each group.
+    """
     num_groups = max(1, num_microbatches // num_actors)
     bounds = [-(-group * num_microbatches // num_groups) for group in range(num_groups + 1)]
     groups = [range(first, end) for first, end in pairwise(bounds)]
@@ -216,8 +221,8 @@ class LoopedBFS(BuiltIn):
     Stage s is on actor s % A (S stages, A actors). All uses of a stage's weights follow one another, and its
     gradient is finished early, which suits sharded data parallelism.
 
-    Bubble fraction (A divides S, v = S/A, M microbatches, M >= A): (A-1)/(v*M+A-1). Activations on an actor
-    with k stages: k*M.
+    Bubble fraction (A divides S, v = S/A, M microbatches, M >= A): (A-1)/(v*M+A-1). Peak activations, in
+    (stage, microbatch) pairs, on an actor with k stages: k*M.
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, 2022, arXiv:2211.05953, section 4.
     """
@@ -238,15 +243,15 @@ class LoopedBFS(BuiltIn):
 
 
 class ZeroBubbleH1(BuiltIn):
-    """A schedule like `Std1F1B` with split backwards, whose weight gradients fill idle time. Also called
-    ZB1P.
+    """A schedule like `Std1F1B` with split backwards, whose weight gradients fill idle time (also ZB1P).
 
     Each weight gradient is delayed by one microbatch for each actor with earlier stages. Input gradients
     arrive at the first actor sooner, and weight gradients fill the idle time at the end of the step. Stage s
     is on actor s*A//S (S stages, A actors); several on one actor run as one longer stage (see `GPipe`).
 
-    Bubble fraction (A divides S, M microbatches, M >= A): (A-1)/(3M+A-1), a third of 1F1B's. Activations on
-    every actor with k stages: k*min(M, A), as on 1F1B's first actor.
+    Bubble fraction (A divides S, M microbatches, M >= A): (A-1)/(3M+A-1), a third of 1F1B's. Peak
+    activations, in (stage, microbatch) pairs, on every actor with k stages: k*min(M, A), as on 1F1B's first
+    actor.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241, section 2.1 and figure 3
     (top).
@@ -257,18 +262,18 @@ class ZeroBubbleH1(BuiltIn):
 
 
 class ZeroBubbleH2(BuiltIn):
-    """A schedule like `ZeroBubbleH1` with twice the warm-up forwards and twice the delay. Also called ZB2P.
+    """A schedule like `ZeroBubbleH1` with twice the warm-up forwards and twice the delay (also called ZB2P).
 
     With at least 2A-1 microbatches (A actors) no actor idles between its first and its last task. Stages are
     placed as in `ZeroBubbleH1`.
 
-    Actor a still begins and ends a units of time (of one forward each) after the first. So the bubble
-    fraction of one step by itself is (A-1)/(3M+A-1) for M microbatches, as H1's. It vanishes where steps
-    follow each other without all actors waiting for one another; a global gradient norm makes them wait. For
-    M from A to 2A-1 an actor idles up to 2A-1-M units between its tasks; with M <= A it is never faster than
-    H1.
+    Actor a begins and ends its tasks a units of time (of one forward each) after actor 0. So the bubble
+    fraction of one step by itself is (A-1)/(3M+A-1) for M microbatches, as H1's. This bubble vanishes where
+    steps follow each other without all actors waiting for one another; a global gradient norm makes them
+    wait. For M from A to 2A-1 an actor idles up to 2A-1-M units between its tasks; with M <= A the schedule
+    is never faster than H1.
 
-    Activations on every actor with k stages: k*min(M, 2A-1).
+    Peak activations, in (stage, microbatch) pairs, on every actor with k stages: k*min(M, 2A-1).
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241, section 2.2 and figure 3
     (bottom).
@@ -281,7 +286,7 @@ class ZeroBubbleH2(BuiltIn):
 def _one_forward_two_halves(
     num_stages: int, num_microbatches: int, num_actors: int, *, per_hop: int
 ) -> list[list[Task]]:
-    """Order the tasks of 1F1B with split backwards on every actor.
+    """Return each actor's tasks for 1F1B with backwards that are split into input and weight gradients.
 
     An actor runs `per_hop` warm-up forwards for each actor with later stages. Then it runs in turn a forward,
     an input gradient, and a weight gradient that is `per_hop` microbatches late for each actor with earlier
@@ -298,10 +303,16 @@ def _one_forward_two_halves(
 
 
 def _split_row(stages: range, num_microbatches: int, num_warmup: int, delay: int) -> list[Task]:
-    """Order one actor's tasks of 1F1B with split backwards.
+    """Return one actor's tasks for 1F1B with backwards that are split into input and weight gradients.
 
-    In each round, forward i + `num_warmup` is followed by input gradient i and then by weight gradient i -
-    `delay`, where i is a microbatch's index.
+    Input gradient i runs after forward i + `num_warmup` and before weight gradient i - `delay`, where i is
+    the index of a microbatch.
+
+    Args:
+        stages: the actor's stages, which run as one longer stage.
+        num_microbatches: the number of microbatches.
+        num_warmup: how many microbatches forwards are ahead of input gradients.
+        delay: how many microbatches weight gradients are behind input gradients.
     """
     row: list[Task] = []
     for i in range(-num_warmup, num_microbatches + delay):
@@ -329,8 +340,7 @@ _LETTERS: dict[str, TaskType] = {"f": "fwd", "b": "bwd", "i": "bwd_input", "w": 
 
 
 class _VShaped(BuiltIn):
-    """A base class of schedules that place stages in a V: each actor has an early and a late part of the
-    model.
+    """A base class of schedules that place stages in a V: an actor has an early and a late part of the model.
 
     A subclass gives each actor's order as a sequence of phases in `_phases`.
     """
@@ -360,9 +370,9 @@ class ZeroBubbleV(_VShaped):
     spends the same time on every actor. Activations take as much memory as on the first actor of 1F1B.
 
     Bubble fraction (S = 2A stages on A actors, M >= 2A-1 microbatches): (A-1)/(6M+A-1), all of it before an
-    actor's first task and after its last. Activations on every actor: min(2M, 2A) parts, as much as A stages
-    of 1F1B. With fewer microbatches the order is that of 2A-1 microbatches without those that do not exist;
-    it is never slower than `ZeroBubbleH1`.
+    actor's first task and after its last. Peak activations, in (part of the model, microbatch) pairs, on
+    every actor: min(2M, 2A), as much memory as A stages of 1F1B. With fewer microbatches the order is that of
+    2A-1 microbatches without those that do not exist; the schedule is never slower than `ZeroBubbleH1`.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241, section 6 and figure 8; Qi et
     al., Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362 (V-ZB); the same order as
@@ -395,10 +405,11 @@ class DualPipeV(_VShaped):
     first: transfers overlap computation under any schedule, and each of the two tasks sends its result on as
     soon as it ends.
 
-    Bubble fraction (S = 2A stages on A actors, M >= 2A microbatches): (A-1)/(6M+A-1), since a step takes A-1
-    units more than the 6M units of work of an actor. With pairs run as blocks the bubble would be twice as
-    long. The paper gives it as (A-1)(F&B+B-3W), which is 2(A-1) units for a block F&B of 3 units, a whole
-    backward B of 2 and a weight gradient W of 1. Activations on every actor: 2A+1 parts. The schedule is not
+    Bubble fraction (S = 2A stages on A actors, M >= 2A microbatches): (A-1)/(6M+A-1), since each actor has 6M
+    units of work and the step takes A-1 units more. A unit is the time of a forward, an input gradient or a
+    weight gradient. With pairs run as blocks the step would take 2(A-1) units more: the paper gives
+    (A-1)(F&B+B-3W), where a block F&B takes 3 units, a whole backward B takes 2 and a weight gradient W takes
+    1. Peak activations, in (part of the model, microbatch) pairs, on every actor: 2A+1. The schedule is not
     defined for M < 2A; the order is then `ZeroBubbleV`'s.
 
     Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, arXiv:2412.19437, section 3.2.1 (DualPipe); Qi et
@@ -425,10 +436,12 @@ class DualPipeV(_VShaped):
 
 
 def _spell(phases: _Phases, down: range, up: range, num_microbatches: int) -> list[Task]:
-    """Return one actor's tasks for its phases, leaving out microbatches that do not exist.
+    """Return the tasks that an actor's phases stand for, leaving out microbatches that do not exist.
 
     Args:
-        phases: (letters, number of repetitions); the comment above `_Phases` explains the letters.
+        phases: (letters, number of repetitions), where each letter is one task: `f` a forward, `b` a whole
+            backward, `i` and `w` its halves, in capitals for the late part of the model, and `*` the oldest
+            `w` or `W` that may run.
         down: the stages of the actor's early part of the model.
         up: the stages of the actor's late part of the model.
         num_microbatches: the number of microbatches.

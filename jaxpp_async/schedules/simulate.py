@@ -50,7 +50,7 @@ def split_backwards(tasks: Rows) -> frozenset[tuple[int, int]]:
 
 
 def stage_actors(tasks: Rows) -> tuple[ActorId, ...]:
-    """Return the actor of each stage."""
+    """Return the actor that runs each stage, by stage index."""
     actors = {task.stage: actor for actor, row in enumerate(tasks) for task in row}
     return tuple(actors[stage] for stage in range(len(actors)))
 
@@ -104,7 +104,7 @@ def simulate(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
 
 
 def run_ahead(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
-    """Simulate a schedule like `simulate`, but do not fail for a schedule that deadlocks.
+    """Simulate a schedule as `simulate` does, but do not raise an error if it deadlocks.
 
     Returns:
         The times of the tasks that run before the deadlock; of all tasks if there is none.
@@ -144,7 +144,7 @@ _CODES: Mapping[TaskType, int] = MappingProxyType({ty: code for code, ty in enum
 
 
 def _number_tasks(tasks: Rows) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """Return for each task of each actor a number that stands for it, and the numbers of its `dependencies`.
+    """Return, for each task of each actor, a number that stands for it and the numbers of its `dependencies`.
 
     Numbers make the simulation fast: large schedules have ten thousand tasks, and looking up a number in a
     dict takes a tenth of the time that looking up a `Task` takes.
@@ -201,7 +201,7 @@ class ScheduleWait:
 
 
 def find_deadlock(tasks: Rows, timeline: ScheduleTiming) -> tuple[ScheduleWait, ...]:
-    """Find the cycle of actors that wait for one another in a schedule.
+    """Find the tasks that wait for one another in a cycle in a schedule that deadlocks.
 
     Args:
         tasks: one sequence of tasks per actor.

@@ -164,7 +164,7 @@ def format_csv(rows: Rows) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The position and text of a cell that contains a task, for errors; row and column count from 1."""
+    """The position and text of a cell, for errors; row and column count from 1, as in spreadsheets."""
 
     file: str
     row: int

@@ -97,7 +97,7 @@ def resolve(
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """The context of one check of a schedule: its name, the sizes it must have, and methods that raise
+    """The context of one check of a schedule: its name and the sizes it must have, and methods to raise
     errors.
 
     Attributes:
@@ -130,7 +130,7 @@ class _Check:
         near: Collection[Place] = (),
         details: str = "",
     ) -> NoReturn:
-        """Raise a `ScheduleError`.
+        """Raise a `ScheduleError` about the schedule, with a drawing of its lists if they are given.
 
         Args:
             what: the part of the message that says what is wrong.
@@ -146,7 +146,7 @@ class _Check:
     def stages(
         self, count: int, rows: Sequence[Sequence[Any]] | None = None, marks: Collection[Place] = ()
     ) -> None:
-        """Raise an error unless the schedule has as many stages as the loop body.
+        """Raise a `ScheduleError` unless the schedule has as many stages as the loop body.
 
         Args:
             count: the schedule's number of stages.
@@ -166,10 +166,12 @@ class _Check:
 
 
 def _list_markers(markers: Sequence[str]) -> str:
-    """Return lines for an error that list where the stages end; calls on the same source line are listed
-    once.
+    """Return lines for an error that list where the stages end, each source line once.
 
-    Every call of `pipeline_yield` in the loop's body counts as one, whichever forward pass it belongs to.
+    Every call of `pipeline_yield` in the loop's body ends a stage, whichever forward pass it belongs to.
+
+    Args:
+        markers: for each stage but the last, the source line where it ends.
     """
     if not markers:
         return ""
@@ -196,7 +198,11 @@ def _describe_schedule(schedule: Any) -> str:
 
 
 def _read_entries(check: _Check, schedule: Any) -> Sequence[Sequence[Any]]:
-    """Return the schedule's lists after checking only that they are lists of lists."""
+    """Return the lists of a schedule, after checking that it consists of lists but not what they contain.
+
+    Raises:
+        ScheduleError: the object is no schedule, or one of its entries is not a list or tuple.
+    """
     if not isinstance(schedule, list | tuple):
         schedule = _call_schedule(check, schedule)
     for actor, row in enumerate(schedule):
@@ -208,7 +214,12 @@ def _read_entries(check: _Check, schedule: Any) -> Sequence[Sequence[Any]]:
 
 
 def _call_schedule(check: _Check, schedule: Any) -> Sequence[Any]:
-    """Return the result of `schedule.tasks`, and raise a `ScheduleError` if the object is no schedule."""
+    """Return the result of `schedule.tasks` for the step's numbers of microbatches and actors.
+
+    Raises:
+        ScheduleError: the object is no schedule, has another number of stages than the loop body, or its
+            `tasks` fails or does not return a list.
+    """
     if isinstance(schedule, type):
         check.fail(
             "this is a class, not a schedule",
@@ -238,6 +249,9 @@ def _read_tasks(check: _Check, entries: Sequence[Sequence[Any]]) -> tuple[tuple[
     """Check that all entries are tasks, and return the lists as tuples of plain tasks with plain ints.
 
     Microbatches and stages are not checked to be in range.
+
+    Raises:
+        ScheduleError: an entry is not a task of a known type with integers.
     """
     for actor, step, entry in _placed(entries):
         problem = None if _is_plain(entry) else _find_problem(entry)
@@ -258,8 +272,7 @@ def _as_plain(task: Task) -> Task:
 
 
 def _find_problem(entry: Any) -> tuple[str, str] | None:
-    """Return what is wrong with one entry by itself and what to do about it, as two texts; None if it is a
-    task."""
+    """Return what is wrong with one entry and what to do about it, as two texts; None if nothing is wrong."""
     if not isinstance(entry, Task):
         return f"{_describe(entry)} is not a Task", "make every entry Task(i, ty, stage)"
     if not isinstance(entry.ty, str) or entry.ty not in TASK_TYPES:
@@ -299,7 +312,7 @@ def _placed(rows: Sequence[Sequence[_T]]) -> Iterator[tuple[int, int, _T]]:
 
 
 def _check_num_stages(check: _Check, rows: Rows) -> None:
-    """Check that a schedule given as lists has as many stages as the loop body.
+    """Raise a `ScheduleError` unless a schedule given as lists has as many stages as the loop body.
 
     The error marks the first task of a stage that the loop body does not have.
     """
@@ -310,7 +323,7 @@ def _check_num_stages(check: _Check, rows: Rows) -> None:
 
 
 def _check_entries(check: _Check, rows: Rows) -> None:
-    """Check that the stage and the microbatch of every task are in range."""
+    """Raise a `ScheduleError` if the stage or the microbatch of a task is out of range."""
     for actor, step, task in _placed(rows):
         for value, count, noun in (
             (task.stage, check.num_stages, "stages of the loop body"),
@@ -326,7 +339,7 @@ def _check_entries(check: _Check, rows: Rows) -> None:
 
 
 def _check_once(check: _Check, rows: Rows) -> dict[Task, Place]:
-    """Check that no task occurs twice, and return the (actor, position) of each task."""
+    """Raise a `ScheduleError` if a task occurs twice; otherwise return the (actor, position) of each task."""
     places: dict[Task, Place] = {}
     for actor, step, task in _placed(rows):
         first = places.setdefault(task, (actor, step))
@@ -342,7 +355,7 @@ def _check_once(check: _Check, rows: Rows) -> dict[Task, Place]:
 
 
 def _check_stage_actors(check: _Check, rows: Rows) -> None:
-    """Check that all tasks of a stage are on one actor."""
+    """Raise a `ScheduleError` if the tasks of one stage are on several actors."""
     first: dict[int, tuple[Place, Task]] = {}
     for actor, step, task in _placed(rows):
         place, other = first.setdefault(task.stage, ((actor, step), task))
@@ -357,7 +370,7 @@ def _check_stage_actors(check: _Check, rows: Rows) -> None:
 
 
 def _check_complete(check: _Check, rows: Rows, places: dict[Task, Place], forward_only: bool) -> None:
-    """Check that every stage has all its tasks for every microbatch.
+    """Raise a `ScheduleError` unless every stage has all its tasks for every microbatch.
 
     These are its forward and either a whole or a split backward, not both. No backward is needed if
     `forward_only` is true and the schedule has none at all.
@@ -408,7 +421,7 @@ def _check_complete(check: _Check, rows: Rows, places: dict[Task, Place], forwar
 
 
 def _check_order(check: _Check, rows: Rows, places: dict[Task, Place]) -> None:
-    """Check that running the lists in order does not deadlock."""
+    """Raise a `ScheduleError` if running the lists in order would deadlock."""
     timeline = run_ahead(rows)
     if any(len(ends) < len(row) for ends, row in zip(timeline.ends, rows, strict=True)):
         _check_lists(check, rows, places)
@@ -416,7 +429,7 @@ def _check_order(check: _Check, rows: Rows, places: dict[Task, Place]) -> None:
 
 
 def _check_lists(check: _Check, rows: Rows, places: dict[Task, Place]) -> None:
-    """Check that no task comes before a task that it depends on in the same list."""
+    """Raise a `ScheduleError` if a task comes before a task of the same list that it depends on."""
     split = split_backwards(rows)
     for task, (actor, step) in places.items():
         for need in dependencies(task, check.num_stages, split):
@@ -461,7 +474,8 @@ def format_task(task: Task) -> str:
 
 
 def format_grid(tasks: Rows) -> str:
-    """Return a drawing of the whole schedule over time, when every task takes one unit and a transfer none.
+    """Return a text drawing of the whole schedule over time, when every task takes one unit and a transfer
+    none.
 
     Args:
         tasks: one sequence of tasks per actor.
@@ -484,7 +498,8 @@ def format_grid(tasks: Rows) -> str:
 def format_steps(
     rows: Sequence[Sequence[Any]], marks: Collection[Place], near: Collection[Place] = ()
 ) -> str:
-    """Return a drawing of lists of tasks for an error, with a column per position and some entries marked.
+    """Return a text drawing of lists of tasks for an error, with a column per position and some entries
+    marked.
 
     If the lists are too large, only the actors and positions nearest to the marks are drawn.
 
@@ -520,8 +535,10 @@ def _cell(entry: Any) -> str:
 
 
 def _nearest(count: int, centres: Sequence[int], limit: int) -> list[int]:
-    """Choose at most `limit` numbers of range(count): those nearest to `centres`, or the first ones
-    without any."""
+    """Return at most `limit` numbers of range(count), in order, to be shown out of too many.
+
+    The numbers nearest to `centres` are chosen, or the first ones if there are no centres.
+    """
     if count <= limit:
         return list(range(count))
     return sorted(sorted(range(count), key=lambda x: min((abs(x - c) for c in centres), default=x))[:limit])
