@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from jaxpp_async.compiler.ir import Flat, Lit, Loop, Op, Ref, Types, used_ids
 from jaxpp_async.compiler.primitives import LAID_OUT
 
-# Sending a value of up to this size costs next to nothing, so its place says nothing about where its users
-# should run.
+# Sending a value of up to this size in bytes costs next to nothing, so the actor that has it need not run its
+# users.
 SMALL_BYTES = 64
 
-# A value of up to this size (a scalar, a key) is computed again rather than shared between the parts of a
-# cond.
+# A value of up to this size in bytes (a scalar, a key) is computed again rather than shared between the parts
+# of a cond.
 SCALAR_BYTES = 16
 
 

@@ -39,7 +39,7 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
     out = result_positions(traced)
     flat = [tree_util.tree_flatten(arg) for arg in _argument_positions(traced)]
     trees = [(leaves, treedef) for leaves, treedef in flat if len(leaves) > 1]
-    # Single arrays come last, since they fit in many places.
+    # Arguments that are single arrays come last, since many results have their type.
     single = [(leaves, treedef) for leaves, treedef in flat if len(leaves) == 1]
     came_as = {v: traced.arg_of[arg] for arg, v in enumerate(traced.flat.inputs[: len(traced.arg_of)])}
     found: dict[int, int] = {}

@@ -20,7 +20,7 @@ from jaxpp_async.jax_bridge import private_api, tracebacks
 
 
 def make_print(eqn: Any, operands: Sequence[Ref], line: str) -> Print:
-    """Make the `Print` of one equation that prints.
+    """Make the `Print`, a call that the controller makes after the step, for one equation that prints.
 
     Args:
         eqn: the equation of a `jax.debug.print` or `jax.debug.callback`.

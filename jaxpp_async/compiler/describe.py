@@ -373,7 +373,7 @@ class Explainer:
         return "not used: stays where it is"
 
     def _used_through(self, value: ValueId, actor: ActorId) -> list[str]:
-        """List an actor's tasks that use an argument only through an operation outside the loops, such as a
+        """List an actor's tasks that use an argument's value after an operation outside the loops, such as a
         cast.
 
         Args:

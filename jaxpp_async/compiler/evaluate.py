@@ -163,7 +163,7 @@ def _choose_branch(bodies: Sequence[Flat], types: Types) -> Callable[[Sequence[A
 
     def run_body(body: Flat, *args: Any) -> list[Any]:
         env: dict[int, Any] = dict(zip(body.inputs, args, strict=True))
-        # No branch has a loop: tracing refuses it.
+        # No branch has a `Loop`, since tracing refuses that.
         run_ops([op for op in body.ops if isinstance(op, Op)], env)
         results = zip((read_operand(env, r) for r in body.outputs), dtypes, strict=True)
         # A constant may be a Python number, whose dtype would follow the configuration.

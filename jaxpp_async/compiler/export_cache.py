@@ -32,8 +32,8 @@ Specs = Mapping[int, tuple[SpecEntry, ...]]
 class ExportCache:
     """A cache of exported executables, keyed by what they compute.
 
-    It serves one step and the forms of that step under other schedules. It grows with every step that is
-    emitted through it and is never emptied; whoever keeps the compiled steps owns a cache for them.
+    One cache serves a step and the forms of that step under other schedules; the owner of the compiled steps
+    owns it. It grows with every step that is emitted through it and is never emptied.
 
     Attributes:
         count: the number of recipes that were exported.
@@ -94,12 +94,12 @@ def _outline(recipe: Recipe) -> Hashable:
 
 @dataclass(frozen=True, eq=False)
 class _ExportContext:
-    """The data that determines executables and is shared by all recipes of one step."""
+    """The data besides a recipe that determines its executable; all recipes of one step share it."""
 
     types: Types
     specs: Specs
     target: Target
-    config: Hashable  # the settings now: a recipe's key may be made later
+    config: Hashable  # JAX's settings when the recipes are emitted, since a recipe's key may be made later
 
     @functools.cached_property
     def _common(self) -> Hashable:
@@ -192,7 +192,10 @@ class _ContentKeys:
         self._open: list[Any] = []  # functions whose key is being made: one may close over itself
 
     def key(self, value: Any) -> Hashable:
-        """Return a key that values share only if they export alike; an `_Identity` when in doubt."""
+        """Return a key of any value; two values share a key only if they are exported to the same bytes.
+
+        A value that cannot be compared gets an `_Identity`, which equals no other value's key.
+        """
         kind = type(value)
         if kind in _PLAIN:
             return kind, value
@@ -309,7 +312,7 @@ _SPECIAL: dict[type, Callable[[_ContentKeys, Any], Hashable]] = {
 }
 
 _NEVER_LOWERED = {
-    # These are rules of differentiation, and a task is not differentiated any more.
+    # These parameters are rules of differentiation, which a task no longer needs.
     "custom_jvp_call": ("jvp_jaxpr_fun",),
     "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
 }

@@ -66,10 +66,10 @@ def _expand(op: Op) -> list[Op]:
 
 
 class LightOps:
-    """The operations whose results are cheaper to compute again than to keep ("light" operations).
+    """The "light" operations of a program: those that cost less to run again than to keep their results.
 
     Args:
-        ops: position in the program to light operation.
+        ops: position in the program to operation.
     """
 
     def __init__(self, ops: Mapping[int, Op]) -> None:
@@ -77,10 +77,11 @@ class LightOps:
 
     @classmethod
     def among(cls, ops: Sequence[Op], free: Iterable[int]) -> LightOps:
-        """Find the light operations among `ops` that read only `free` values and results of one another.
+        """Find the light operations (cheap to run again) that read only `free` values and results of one
+        another.
 
         Args:
-            ops: operations, in program order.
+            ops: the operations to choose from, in program order.
             free: the value ids that are available without computing anything.
         """
         known = set(free)
@@ -95,8 +96,8 @@ class LightOps:
         """Return the light operations that have to run again to compute `values`.
 
         Returns:
-            Position in the program to operation, in program order. Values that no light operation makes are
-            skipped.
+            Position in the program to operation, in program order. Values that no light operation makes add
+            nothing.
         """
         found: dict[int, Op] = {}
         stack = list(values)

@@ -51,7 +51,7 @@ class Epilogue:
 
 @dataclass(frozen=True, eq=False)
 class LoopResults:
-    """The parts and epilogues that the results of a loop are computed from.
+    """The way to compute each result of a loop: from parts that tasks accumulate, joined after the loop.
 
     Args:
         parts: for each result, the values that are accumulated separately.
@@ -77,7 +77,8 @@ class _Leaf:
 
     @property
     def place(self) -> TaskKey:
-        """The task that makes the value; the first forward for a light value."""
+        """The task that makes the value; the forward of stage 0 for a light value, which any task could
+        make."""
         return self.task or ("fwd", 0)
 
 
@@ -108,7 +109,10 @@ _Expr: TypeAlias = _Leaf | _Sum | _Layout
 
 
 def commute_results(stages: StageAssignment, types: Types) -> LoopResults:
-    """Choose the parts and the epilogue of every result of a loop.
+    """Choose for every result of a loop its parts and its epilogue.
+
+    A part is a value that one task accumulates; an epilogue has the operations that join the parts after the
+    loop.
 
     Args:
         stages: the loop's body with a stage for each operation.
@@ -125,7 +129,7 @@ def commute_results(stages: StageAssignment, types: Types) -> LoopResults:
 
 
 class _Commuter:
-    """A search through a loop's body for the linear operations at the end of its results."""
+    """A search for the linear operations that can move from a loop's body to after the loop."""
 
     def __init__(self, stages: StageAssignment, types: Types) -> None:
         self.stages, self.types = stages, types
@@ -257,7 +261,9 @@ class _Commuter:
         if len({stage for _, stage in tasks}) < 2:
             return whole
         if not any(kind == "bwd" for kind, _ in tasks):
-            return whole  # a metric is small, and terms that cancel would not do so when accumulated apart
+            return (
+                whole  # a metric is small, and terms that cancel would not do so when accumulated separately
+            )
         dropped = frozenset((position,)).union(*(e.dropped for e in operands if not isinstance(e, _Leaf)))
         # JAX stretches dimensions of size 1 in arithmetic; a sum does not commute with that.
         same = all(self._shape(e) == self.types[op.outputs[0]].aval.shape for e in operands)
@@ -309,7 +315,7 @@ class _Commuter:
             return None
         out, source = self.types[op.outputs[0]], self._type(operands[k])
         if op.name in ("convert_element_type", "div") and not (_is_real(out) and _is_real(source)):
-            return None  # integers round
+            return None  # integer results are rounded, so the operation is not linear
         if op.name == "convert_element_type" and _item_bytes(out) < _item_bytes(source):
             return None  # a narrower type may overflow on a part where the sum fits
         if op.name != "reduce_sum" and self._shape(operands[k]) != out.aval.shape:

@@ -176,9 +176,11 @@ class _LoopUnroller:
         invariants, batch, self.index = self.loop.body_inputs()
         self.outer = dict(zip((*invariants, *batch), self.loop.inputs, strict=True))
         self.batch = set(batch)
-        self.made: dict[int, dict[int, ValueId]] = defaultdict(dict)  # microbatch to body id to value
+        self.made: dict[int, dict[int, ValueId]] = defaultdict(
+            dict
+        )  # microbatch to value id in the body to graph value
         self.forms: dict[TaskKey, _Form] = {}
-        self.accumulators: dict[int, ValueId] = {}  # final IR id to its current value
+        self.accumulators: dict[int, ValueId] = {}  # value id after the loop to current graph value
         self.started: set[TaskKey] = set()
 
     def add_node(self, actor: ActorId, task: Task, key: TaskKey) -> None:
@@ -207,11 +209,13 @@ class _LoopUnroller:
                 self.graph.held[final, self.scheduled.stage_actors[whole[1]]] = self.accumulators[final]
 
     def _form(self, actor: ActorId, key: TaskKey) -> _Form:
-        """Make a variant's recipe and shared data, and create the accumulators that no earlier node created.
+        """Make the data that all microbatches of a task variant share, including its recipe.
+
+        Accumulators of the variant that no earlier node created are created too.
 
         Args:
             actor: the actor that runs the variant.
-            key: the variant's kind and stage.
+            key: the kind and stage of the variant, which is a form of a task that the schedule asked for.
         """
         variant, graph = self.scheduled.variants[key], self.graph
         adds = variant.task.adds
@@ -246,8 +250,8 @@ class _LoopUnroller:
         if value in variant.takes:
             return None
         if value == self.index:
-            return -1  # another value for each microbatch
-        ref = self.outer.get(value, value)  # a whole batch leaf goes by its outer id
+            return -1  # the index has another graph value for each microbatch
+        ref = self.outer.get(value, value)  # a whole batch leaf is found by its id outside the loop
         assert isinstance(ref, int)
         return self.graph.value_on(ref, actor)
 

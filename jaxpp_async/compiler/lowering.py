@@ -141,7 +141,7 @@ def plan_transfers(graph: TaskGraph) -> tuple[PlannedTransfer, ...]:
     """
     missing = _find_missing(graph)
     wanted_values = {v for v, _, _ in missing}
-    source: dict[ValueId, tuple[int, int, ActorId]] = {}  # node, position among what it makes, actor
+    source: dict[ValueId, tuple[int, int, ActorId]] = {}  # (node, position in its outputs, actor)
     for position, i in enumerate(graph.inputs):
         if i.actors:
             source[i.value] = -1, position, i.actors[0]
@@ -492,7 +492,7 @@ def peak_plan(program: ActorProgram) -> PeakPlan:
     now, peak, at = 0, 0, 0
     for index, instruction in enumerate(program.instructions):
         for b in _buffers_freed(instruction):
-            # A buffer may be two results: its second Output finds it gone.
+            # A buffer may be two results; it stops counting at the first `Output`.
             now -= held.pop(b, 0)
         for b in buffers_made(instruction):
             if b not in program.uncounted:

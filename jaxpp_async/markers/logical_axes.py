@@ -24,7 +24,7 @@ from jaxpp_async.jax_bridge import private_api, tracebacks
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
 
 # JAX keys its caches by this context value: a function that `jax.jit` traced and lowered under one mesh's
-# rules must not serve another mesh's.
+# rules must not be used for another mesh's.
 _rules = jax.make_user_context(default_value=None)
 
 _FREE = "(any)"

@@ -256,10 +256,10 @@ def _is_in(atom: Any, found: Iterable[Any]) -> bool:
 
 
 def _body_like(eqn: Any) -> Any:
-    """Return the jaxpr inside an equation whose operands and results are the equation's (a call, a scan).
+    """Return the jaxpr inside an equation if its operands and results match the equation's one to one.
 
     Returns:
-        The jaxpr; None for any other equation.
+        The jaxpr, such as the body of a call or a scan; None for any other equation.
     """
     inner = private_api.sub_jaxprs(eqn)
     lengths = [(len(jaxpr.invars), len(jaxpr.outvars)) for jaxpr in inner]

@@ -265,7 +265,7 @@ class _EagerAccumulator:
             return
         if self._total is None:
             if self._reduction.starts_from_first:
-                # The start of a maximum is infinity, which `jax_debug_infs` forbids.
+                # The start value of a maximum is minus infinity, which `jax_debug_infs` forbids.
                 self._total = value
                 return
             start = self._reduction.start(value.shape, value.dtype, self._count)
@@ -456,7 +456,7 @@ def _run_in_python(
 ) -> Any:
     """Run an accumulate loop in Python on concrete arrays, so that a debugger can step through it.
 
-    `jax.disable_jit` asks for this.
+    This is used under `jax.disable_jit`.
 
     Args:
         fn, reduce, pass_index: the arguments of `accumulate_grads`.

@@ -48,7 +48,7 @@ class NonfiniteChecker:
     def found(self) -> Any:
         """Return what each check found, as an integer vector with one entry per item of `places`.
 
-        An entry is 0, `_NAN` or `_INF`; `describe_origin` reads the vector.
+        An entry is 0 for a finite value, else `_NAN` or `_INF`; `describe_origin` reads the vector.
         """
         return jnp.stack(self._found) if self._found else jnp.zeros((0,), jnp.uint8)
 
@@ -115,7 +115,7 @@ class NonfiniteChecker:
         inside = NonfiniteChecker()
 
         def body(carry: list[Any], xs: list[Any]) -> Any:
-            inside.__init__()  # JAX may trace it twice
+            inside.__init__()  # JAX may trace `body` twice
             results = inside.run_closed(parts.body, [*consts, *carry, *xs], line)
             return results[: parts.num_carry], (results[parts.num_carry :], inside.found())
 
@@ -130,7 +130,7 @@ def _is_floating(value: Any) -> bool:
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return False
     spec = jax.typeof(value).sharding.spec
-    # JAX computes no `any` of a sum over devices, whether the sum is pending or made.
+    # JAX cannot compute `any` of an array that is unreduced or reduced over a mesh axis.
     return not spec.unreduced and not spec.reduced
 
 

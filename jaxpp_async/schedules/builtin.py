@@ -118,7 +118,8 @@ def _one_forward_one_backward(
 def _alternate(
     forwards: Sequence[list[Task]], backwards: Sequence[list[Task]], *, num_warmup: int
 ) -> list[Task]:
-    """Return one actor's tasks: warm-up forwards, then a forward and a backward in turn, then what remains.
+    """Return one actor's tasks: warm-up forwards, then a forward and a backward in turn, then the other
+    backwards.
 
     Args:
         forwards, backwards: groups of tasks; each group counts as one forward or backward.
@@ -406,11 +407,11 @@ class DualPipeV(_VShaped):
     soon as it ends.
 
     Bubble fraction (S = 2A stages on A actors, M >= 2A microbatches): (A-1)/(6M+A-1), since each actor has 6M
-    units of work and the step takes A-1 units more. A unit is the time of a forward, an input gradient or a
-    weight gradient. With pairs run as blocks the step would take 2(A-1) units more: the paper gives
-    (A-1)(F&B+B-3W), where a block F&B takes 3 units, a whole backward B takes 2 and a weight gradient W takes
-    1. Peak activations, in (part of the model, microbatch) pairs, on every actor: 2A+1. The schedule is not
-    defined for M < 2A; the order is then `ZeroBubbleV`'s.
+    units of work and the step takes 6M+A-1 units. A unit is the time of a forward, an input gradient or a
+    weight gradient. With pairs run as blocks the step would take 6M+2(A-1) units: the paper gives the excess
+    as (A-1)(F&B+B-3W), with 3 units for a block F&B, 2 units for a whole backward B and one unit for a weight
+    gradient W. Peak activations, in (part of the model, microbatch) pairs, on every actor: 2A+1. The schedule
+    is not defined for M < 2A; the order is then `ZeroBubbleV`'s.
 
     Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, arXiv:2412.19437, section 3.2.1 (DualPipe); Qi et
     al. (Sea AI Lab), DualPipe could be better without the Dual, 2025 ("cut-in-half"); the same order as the

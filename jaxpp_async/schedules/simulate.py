@@ -78,7 +78,7 @@ class ScheduleTiming:
 
     @property
     def makespan(self) -> float:
-        """The end of the last task; 0 without tasks."""
+        """The simulated time at which the last task ends; 0 without tasks."""
         return max((row[-1] for row in self.ends if row), default=0)
 
 

@@ -217,7 +217,7 @@ def _lines(text: str, name: str) -> list[list[str]]:
         lines = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:
         raise ScheduleError(f"{name}: it is not a CSV file ({error}); write a line an actor") from None
-    while lines and not lines[-1]:  # an actor without a task that we wrote has cells, if only ""
+    while lines and not lines[-1]:  # `format_csv` writes "" for an actor without a task, which is not empty
         lines.pop()
     return lines
 

@@ -190,7 +190,8 @@ def _describe_schedule(schedule: Any) -> str:
     if isinstance(schedule, type):
         return schedule.__name__
     text = repr(schedule)
-    # The default repr is an address: the class says more. So does it of an object with pages of fields.
+    # A default repr shows only an address, and an object with many fields has a repr of pages: the class's
+    # name says more in both cases.
     return text if len(text) <= 60 and not text.startswith("<") else type(schedule).__name__
 
 
@@ -198,10 +199,10 @@ def _describe_schedule(schedule: Any) -> str:
 
 
 def _read_entries(check: _Check, schedule: Any) -> Sequence[Sequence[Any]]:
-    """Return the lists of a schedule, after checking that it consists of lists but not what they contain.
+    """Return the lists of a schedule, checking that it is a list of lists but not the entries of these.
 
     Raises:
-        ScheduleError: the object is no schedule, or one of its entries is not a list or tuple.
+        ScheduleError: the object is no schedule, or one of its elements is not a list or tuple.
     """
     if not isinstance(schedule, list | tuple):
         schedule = _call_schedule(check, schedule)
@@ -233,10 +234,10 @@ def _call_schedule(check: _Check, schedule: Any) -> Sequence[Any]:
     call = f"tasks(num_microbatches={check.num_microbatches}, num_actors={check.num_actors})"
     try:
         tasks = schedule.tasks(check.num_microbatches, check.num_actors)
-    except ScheduleError as error:  # from a schedule of ours, which says what it is
+    except ScheduleError as error:  # raised by a built-in schedule, whose message names the schedule
         raise ScheduleError(f"{check.prefix}{error}") from error
     except Exception as error:
-        # the user's code: whatever it raises becomes the cause of an error that says where
+        # The user's code may raise anything, which becomes the cause of an error that names the source line.
         raise ScheduleError(
             f"{check.prefix}{check.name}: {call} raised {type(error).__name__}: {error}"
         ) from error
@@ -295,7 +296,7 @@ def _as_int(value: Any) -> int | None:
         return None
     try:
         return value.__index__()
-    except TypeError:  # numpy arrays have the method and refuse
+    except TypeError:  # numpy arrays have `__index__`, but raise unless they are integer scalars
         return None
 
 
@@ -535,9 +536,9 @@ def _cell(entry: Any) -> str:
 
 
 def _nearest(count: int, centres: Sequence[int], limit: int) -> list[int]:
-    """Return at most `limit` numbers of range(count), in order, to be shown out of too many.
+    """Choose which of `count` rows or columns of a drawing to show: at most `limit`, in order.
 
-    The numbers nearest to `centres` are chosen, or the first ones if there are no centres.
+    The ones nearest to `centres` are chosen, or the first ones if there are no centres.
     """
     if count <= limit:
         return list(range(count))
