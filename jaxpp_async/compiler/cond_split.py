@@ -65,8 +65,7 @@ def merge_parts(parts: Sequence[Op]) -> Op:
 
 
 def _merge_inside(body: Flat) -> Flat:
-    """Return a body in which conds that `split_cond` made of the same cond are merged into one operation
-    again."""
+    """Return a body in which conds that `split_cond` made of one cond are merged into one again."""
     groups: dict[int, list[Op]] = {}
     for op in body.ops:
         if isinstance(op, Op) and op.branches is not None and op.branches.whole is not None:

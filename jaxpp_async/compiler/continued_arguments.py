@@ -1,4 +1,4 @@
-"""Pair each result of a step with the argument that it continues, that is, whose next value it is.
+"""Pair each result of a step with the argument that it continues: the argument whose next value it is.
 
 A training step's new state continues its state argument, for example. Placement keeps such a pair on the same
 actors, donation reuses the argument's memory, and after an interrupted `run` a donated argument stands for
@@ -46,8 +46,7 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
     taken: set[int] = set()
 
     def handed_back_arguments(candidate: list[int]) -> set[int]:
-        """Return the numbers of the arguments that a candidate consists of, if all its leaves are unchanged
-        arguments.
+        """Return the arguments that a candidate consists of, if its leaves are all unchanged arguments.
 
         Args:
             candidate: positions of result leaves.

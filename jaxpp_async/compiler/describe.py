@@ -243,8 +243,7 @@ class Explainer:
 
     @cached_property
     def _continued(self) -> dict[ValueId, list[int]]:
-        """The results that continue each argument (are its next value), by the argument's value in the
-        task graph."""
+        """For each argument's value in the task graph, the results that continue it (are its next value)."""
         values = {i.arg: i.value for i in self.graph.inputs}
         found: dict[ValueId, list[int]] = defaultdict(list)
         for result, arg in self.continues.items():
@@ -373,8 +372,7 @@ class Explainer:
         return "not used: stays where it is"
 
     def _used_through(self, value: ValueId, actor: ActorId) -> list[str]:
-        """List an actor's tasks that use an argument's value after an operation outside the loops, such as a
-        cast.
+        """List an actor's tasks that use an argument after an operation outside the loops, such as a cast.
 
         Args:
             value: the argument's value in the task graph.

@@ -167,8 +167,7 @@ def explained(recipes: Sequence[Recipe], types: Types, target: Target) -> Iterat
 
 
 def refuse_host_memory(placed: PlacedStep) -> None:
-    """Raise an error if an array in host memory is passed out of its task, since actors cannot keep such
-    arrays.
+    """Raise an error if an array in host memory leaves its task, since actors cannot keep such arrays.
 
     A `jax.checkpoint` whose policy offloads puts each residual into host memory. That is allowed where its
     backward is in the same task.

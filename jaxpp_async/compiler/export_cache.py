@@ -148,8 +148,7 @@ class _RecipeKey:
         return r.stem, inputs, index, slices, starts, ops, accumulates, outputs
 
     def make(self, value: int) -> int:
-        """Return the number that stands for a newly made value in the key; -1 for a result that is not
-        used."""
+        """Return the number that stands for a newly made value in the key; -1 for an unused result."""
         return self.numbers.setdefault(value, len(self.numbers)) if value >= 0 else -1
 
     def read(self, ref: Ref) -> Hashable:
@@ -256,8 +255,7 @@ class _ContentKeys:
     # ---- Python
 
     def function(self, value: Any) -> Hashable:
-        """Return the key of a Python function, made of its code object, defaults and the values that it
-        closes over.
+        """Return the key of a Python function: its code object, its defaults and the values it closes over.
 
         Functions with the same code over the same values do the same.
         """

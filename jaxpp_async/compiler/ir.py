@@ -28,8 +28,7 @@ Ref: TypeAlias = int | Lit
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """The type of a value: shape and dtype of the array that is sent, and JAX properties that the array
-    lacks.
+    """The type of a value: shape and dtype of the array that is sent, and further JAX properties.
 
     Args:
         aval: shape and dtype of the array that is sent; an array of PRNG keys is sent as its uint32 data.
@@ -160,8 +159,7 @@ class Loop:
         return tuple(r for r in self.inputs if isinstance(r, int))
 
     def body_inputs(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the ids in the body of the invariants, the microbatch's leaves, and the microbatch's
-        index."""
+        """Return the body's ids of the invariants, the microbatch's leaves and the microbatch's index."""
         n = len(self.invariants)
         ids = self.body.inputs
         return ids[:n], ids[n:-1], ids[-1]

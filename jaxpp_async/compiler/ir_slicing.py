@@ -77,8 +77,7 @@ class LightOps:
 
     @classmethod
     def among(cls, ops: Sequence[Op], free: Iterable[int]) -> LightOps:
-        """Find the light operations (cheap to run again) that read only `free` values and results of one
-        another.
+        """Find the light operations (cheap to run again) that depend on no values but `free` ones.
 
         Args:
             ops: the operations to choose from, in program order.

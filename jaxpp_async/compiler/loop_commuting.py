@@ -69,16 +69,14 @@ class LoopResults:
 
 @dataclass(frozen=True, eq=False)
 class _Leaf:
-    """A value that one task makes; `task` is None for a "light" value, which is cheap to compute in any
-    task."""
+    """A value that one task makes; `task` is None for a "light" value, which any task can make cheaply."""
 
     value: Ref
     task: TaskKey | None
 
     @property
     def place(self) -> TaskKey:
-        """The task that makes the value; the forward of stage 0 for a light value, which any task could
-        make."""
+        """The task that makes the value; the forward of stage 0 for a light value."""
         return self.task or ("fwd", 0)
 
 
@@ -195,8 +193,7 @@ class _Commuter:
         return _Leaf(value, task)
 
     def _stages_that_hold(self, value: int) -> set[int]:
-        """Return the stages that already have an operand of a light value, which is cheap to compute in
-        any stage."""
+        """Return the stages that already have an operand of a light (cheaply recomputed) value."""
         found: set[int] = set()
         stack = [value]
         while stack:
@@ -230,8 +227,10 @@ class _Commuter:
         return found or self._leaf(ref)
 
     def _region(self, value: int) -> set[int]:
-        """Return the positions of the linear operations that make a value and whose results have no other
-        reader."""
+        """Return the positions of the linear operations that serve only to make a value.
+
+        No other operation reads their results.
+        """
         found: set[int] = set()
         stack = [value]
         while stack:
@@ -294,8 +293,7 @@ class _Commuter:
     # ---- operations computed in each stage
 
     def _move_into_stages(self, op: Op, operands: Sequence[_Expr], dropped: frozenset[int]) -> _Expr | None:
-        """Return an expression that applies an operation to each stage's value instead of to the joined
-        values.
+        """Return an expression that applies an operation to each stage's value before they are joined.
 
         Args:
             op: the operation.
@@ -358,7 +356,7 @@ class _Commuter:
     # ---- the epilogue's operations
 
     def _merge_terms(self, expr: _Expr) -> _Expr:
-        """Return `expr` with those terms of each sum that the same task makes added up into one term."""
+        """Return `expr` with one term per task in each sum: each task adds up its own terms."""
         if isinstance(expr, _Leaf):
             return expr
         if isinstance(expr, _Layout):

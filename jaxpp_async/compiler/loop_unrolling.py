@@ -120,8 +120,7 @@ class TaskGraphBuilder:
         return range(first, len(self.avals))
 
     def value_on(self, ir_id: int, actor: ActorId) -> ValueId:
-        """Return the graph value that stands for a value id on `actor`, or, if it has none, the one to
-        send to it."""
+        """Return the graph value of a value id on `actor`, or the one to send to it if it has none."""
         if (ir_id, actor) in self.held:
             return self.held[ir_id, actor]
         holders = [a for a in range(self.num_actors) if (ir_id, a) in self.held]

@@ -316,8 +316,7 @@ AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def has_explicit_axes(mesh: Any) -> bool:
-    """Return whether some axis of a mesh has type Explicit, so that types contain shardings; False for
-    None."""
+    """Return whether some axis of a mesh (or of None) has type Explicit, so that types contain shardings."""
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 

@@ -6,8 +6,7 @@ computes nor on how long that takes.
     Schedule                the protocol of schedules, with an example of a user's own (`base`)
     GPipe, Std1F1B, ...     the built-in schedules (`builtin`)
     schedule_from_csv, ...  reading and writing a schedule as a file (`torch_csv`)
-    resolve, format_grid    checking a schedule, built-in or the user's own, and drawing it as text
-    (`validate`)
+    resolve, format_grid    checking any schedule, and drawing it as text (`validate`)
     global_order, simulate  one order of all tasks, simulated times, bubbles and memory (`simulate`)
 """
 

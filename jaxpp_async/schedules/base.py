@@ -69,10 +69,9 @@ _GIVEN_ELSEWHERE = {
 
 
 def _advise_on_options(cls: type[_T]) -> type[_T]:
-    """Make a class's constructor reject the options in `_GIVEN_ELSEWHERE`, and say where to give them
-    instead.
+    """Make a class's constructor reject the options in `_GIVEN_ELSEWHERE` with advice where to give them.
 
-    The constructor raises a `TypeError`. This also holds for subclasses that inherit the constructor.
+    The constructor raises a `TypeError`, also in subclasses that inherit it.
     """
     init = cls.__init__
 

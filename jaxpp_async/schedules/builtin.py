@@ -118,8 +118,7 @@ def _one_forward_one_backward(
 def _alternate(
     forwards: Sequence[list[Task]], backwards: Sequence[list[Task]], *, num_warmup: int
 ) -> list[Task]:
-    """Return one actor's tasks: warm-up forwards, then a forward and a backward in turn, then the other
-    backwards.
+    """Return one actor's tasks: warm-up forwards, then a forward and a backward in turn, then backwards.
 
     Args:
         forwards, backwards: groups of tasks; each group counts as one forward or backward.
@@ -138,8 +137,7 @@ def _alternate(
 
 
 class Interleaved1F1B(BuiltIn):
-    """A 1F1B schedule in which each actor has several stages from all over the model: stage s is on actor s %
-    A.
+    """A 1F1B schedule that gives each actor several distant stages: stage s is on actor s % A.
 
     With S stages and A actors, a microbatch passes every actor v = S/A times, so the bubble is v times
     smaller than that of `Std1F1B` and there are v times as many transfers.

@@ -97,8 +97,7 @@ def resolve(
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """The context of one check of a schedule: its name and the sizes it must have, and methods to raise
-    errors.
+    """The context of one check of a schedule: its name, the sizes it must have, and how to raise errors.
 
     Attributes:
         where: the user's source line, with which errors begin; may be empty.
@@ -475,8 +474,9 @@ def format_task(task: Task) -> str:
 
 
 def format_grid(tasks: Rows) -> str:
-    """Return a text drawing of the whole schedule over time, when every task takes one unit and a transfer
-    none.
+    """Return a text drawing of the whole schedule over time.
+
+    In the drawing every task takes one unit of time and a transfer takes none.
 
     Args:
         tasks: one sequence of tasks per actor.
@@ -499,10 +499,10 @@ def format_grid(tasks: Rows) -> str:
 def format_steps(
     rows: Sequence[Sequence[Any]], marks: Collection[Place], near: Collection[Place] = ()
 ) -> str:
-    """Return a text drawing of lists of tasks for an error, with a column per position and some entries
-    marked.
+    """Return a text drawing of lists of tasks for an error, with some entries marked.
 
-    If the lists are too large, only the actors and positions nearest to the marks are drawn.
+    There is a row per actor and a column per position in its list. If the lists are too large, only the
+    actors and positions nearest to the marks are drawn.
 
     Args:
         rows: one sequence per actor; entries may be of any type.
