@@ -33,9 +33,9 @@ def checked_function(recipe: Recipe, types: Types) -> Callable[..., tuple[list[A
 
     Returns:
         A function that returns the recipe's results and a dict with one entry. Its key is the text of the
-        checked places, joined by newlines; its value is the vector with the worst value at each place. The
-        places are first each input (for a batch, its microbatch), then the result of each operation. See
-        `nonfinite.NonfiniteChecker`.
+        checked places, joined by newlines. Its value is an integer vector that tells for each place whether
+        the value at this place contains a NaN, an infinity or neither. The places are first each input (for a
+        batch, its microbatch), then the result of each operation. See `nonfinite.NonfiniteChecker`.
     """
 
     def run(*args: Any) -> tuple[list[Any], dict[str, Any]]:

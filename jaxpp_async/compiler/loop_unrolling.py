@@ -261,11 +261,11 @@ class _LoopUnroller:
         return self.finals[add[0]][add[1]]
 
     def _start_accumulators(self, actor: ActorId, whole: TaskKey) -> None:
-        """Add the node that creates the accumulators of one whole task, just before their first use.
+        """Add the node that creates the accumulators of one forward or backward, just before their first use.
 
         Args:
             actor: the actor of the task's stage.
-            whole: kind and stage of the whole task, of which a variant may be a part.
+            whole: kind and stage of the whole forward or backward, of which the task that runs may be a part.
         """
         self.started.add(whole)
         starts = []
