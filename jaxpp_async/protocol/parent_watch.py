@@ -62,8 +62,8 @@ class Lease:
 
 
 class ExitCode(enum.IntEnum):
-    """The exit codes with which an actor process ends itself. `EXIT_REASONS` has a text for each, which
-    `ActorDiedError` contains.
+    """The exit codes with which an actor process ends itself. `EXIT_REASONS` has a text for each failure
+    among them, which `ActorDiedError` shows.
 
     `HOST_LOST` stands for an exit code that is not known, because the connection to the actor's host ended.
     """
