@@ -114,7 +114,7 @@ class RemoteError(ActorError):
 
 
 class TransferError(ActorError):
-    """A transfer between two actors failed. The message names both and the buffer."""
+    """A transfer between two actors failed. The message names both actors and the program's buffer."""
 
 
 class ProtocolError(ActorError):
@@ -122,7 +122,7 @@ class ProtocolError(ActorError):
 
 
 class HandshakeError(ProtocolError):
-    """A peer could not prove that it belongs to this mesh, or runs other versions."""
+    """A peer could not prove that it belongs to this mesh, or it runs another version of this package."""
 
 
 class StepAbortedError(ActorError):

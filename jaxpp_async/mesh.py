@@ -64,7 +64,7 @@ class RemoteMesh:
         setup: a function that is called in each actor before JAX starts, as `"module:function"`.
         env: environment variables of the actors' processes.
         processes_per_actor: the number of processes of each actor, which divide its devices among themselves;
-            default: one, or with `hosts` as many as an actor needs that is larger than a host. See
+            default: one, or with `hosts` as many as it takes if an actor is larger than a host. See
             docs/processes.md.
         max_restarts: how often actors that died or hang may be replaced within ten minutes; training then
             continues from where it was, with the same numbers. With 0, a failure ends the mesh. See
@@ -325,7 +325,8 @@ class RemoteMesh:
 
         Raises:
             ActorError: an actor died or its code failed.
-            ArrayError, and the errors of `step.compile`: before any actor runs.
+            ArrayError, or an error of `step.compile`: an argument or the step is not valid; no actor has run
+                anything.
         """
         with HiddenFrames():
             return await self._runner.run(self._checked(step), args)
@@ -334,7 +335,8 @@ class RemoteMesh:
     async def submit(self, step: DistributedStep, *args: Any) -> StepFuture:
         """Start one step, and return once it is compiled and started.
 
-        At most `max_inflight` steps are under way at once; this method waits while there are so many.
+        At most `max_inflight` steps are under way at once; this method waits until one of them has ended if
+        there are that many.
 
         Args:
             step: a step that `distributed` has made.
@@ -345,7 +347,8 @@ class RemoteMesh:
 
         Raises:
             ActorError: an actor or the mesh failed before the step was started.
-            ArrayError, and the errors of `step.compile`: before any actor runs.
+            ArrayError, or an error of `step.compile`: an argument or the step is not valid; no actor has run
+                anything.
         """
         with HiddenFrames():
             return await self._runner.submit(self._checked(step), args)
@@ -366,13 +369,13 @@ class RemoteMesh:
         switched on before. With several steps under way, `StepFuture.timeline()` returns the timeline of a
         certain one. See docs/timeline.md.
 
-        A step that failed or was aborted has no timeline; the last step that finished keeps its own. A step
-        that a restart ran again has the timeline of the run that counted. The timeline can still be read when
-        the mesh has failed or is closed.
+        A step that failed or was aborted has no timeline; this method then still returns that of the last
+        step that finished. A step that a restart ran again has the timeline of the run that counted. The
+        timeline can still be read when the mesh has failed or is closed.
 
         Returns:
             The timeline, with times in seconds since the step's start on this process's clock; its
-                `clock_error_s` says how far off the times of actors on other hosts may be.
+            `clock_error_s` says how far off the times of actors on other hosts may be.
 
         Raises:
             MeshError: no step has finished yet.

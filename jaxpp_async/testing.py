@@ -1,4 +1,5 @@
-"""Test steps in pytest: a plugin with the fixture `remote_mesh`, which pytest loads by itself.
+"""Offer a pytest plugin for tests that run steps, with the fixture `remote_mesh`. Pytest loads the plugin by
+itself.
 
     async def test_trains(remote_mesh):
         mesh = await remote_mesh(2, launcher="inline")
@@ -6,9 +7,9 @@
         state, losses = await mesh.run(step, state, batch)
         assert_close(await losses, expected)
 
-The session's tests share meshes: starting actors and compiling take most of the time. The meshes live on one
-event loop, so tests that use them run on the session's: set `asyncio_default_test_loop_scope = "session"`, or
-mark the tests `@pytest.mark.asyncio(loop_scope="session")`. The plugin needs pytest-asyncio.
+All tests of a session share meshes, since starting actors and compiling take most of the time. The meshes use
+one event loop, so tests that use them run on the session's loop: set `asyncio_default_test_loop_scope =
+"session"`, or mark the tests `@pytest.mark.asyncio(loop_scope="session")`. The plugin needs pytest-asyncio.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Count this process's file descriptors, and keep its pipes, sockets and other descriptors from child
-processes.
+"""Count this process's file descriptors, and prevent child processes from using its pipes, sockets and other
+descriptors.
 
 A forked worker that outlives this process would otherwise keep these pipes and sockets open, and the
 processes at their other ends would not notice that this process has ended. A program that this process starts
@@ -42,8 +42,9 @@ def keep_from_children(*descriptors: int) -> None:
 
 @contextlib.contextmanager
 def keeping_new_from_children() -> Iterator[None]:
-    """Run a block, and keep from child processes the inheritable descriptors that were opened in it (see
-    `keep_from_children`). Python opens no descriptor that can be inherited, so these are a native library's.
+    """Run a `with` block, and prevent child processes from using the inheritable descriptors that were opened
+    in it (see `keep_from_children`). Python opens no descriptor that can be inherited, so these are a native
+    library's.
     """
     before = _inheritable()
     try:
@@ -55,10 +56,11 @@ def keeping_new_from_children() -> Iterator[None]:
 
 
 def keep_accepted_from_children() -> None:
-    """Keep from child processes the connections that a native library has accepted on a thread of its own.
+    """Prevent child processes from using the connections that a native library has accepted on a thread of
+    its own.
 
-    A connection is recognized by its local port: it is that of a listening socket that is kept from child
-    processes already (see `keep_from_children`).
+    A connection is recognized by its local port, which is also the port of a listening socket that was given
+    to `keep_from_children` before.
     """
     ports = {port for descriptor in tuple(_identities) for port in _ports(descriptor, listening=True)}
     for descriptor in _inheritable():
@@ -98,7 +100,7 @@ def check_descriptors(needed: int, what: str) -> None:
 
     Args:
         needed: how many more descriptors will be opened.
-        what: the words for whatever needs the descriptors; the subject of the error's sentence.
+        what: a name for the part of the program that needs them, as the subject of the error's sentence.
 
     Raises:
         MeshError: this process may open fewer than `needed` more descriptors.
@@ -116,8 +118,8 @@ def check_descriptors(needed: int, what: str) -> None:
 
 @contextlib.contextmanager
 def borrowed_socket(descriptor: int) -> Iterator[socket.socket]:
-    """Wrap a descriptor that other code owns in a Python socket for the length of a block, without closing it
-    afterwards.
+    """Wrap a descriptor that other code owns in a Python socket for the length of a `with` block, and do not
+    close it afterwards.
 
     Raises:
         OSError: the descriptor is not a socket, or has been closed.
@@ -141,8 +143,7 @@ def _ports(descriptor: int, *, listening: bool) -> set[int]:
 
     Args:
         descriptor: the file descriptor of the socket.
-        listening: whether to consider sockets that listen; otherwise only those that do not listen are
-            considered.
+        listening: whether the socket must be one that listens, or (False) one that does not listen.
     """
     with (
         contextlib.suppress(OSError),
@@ -163,8 +164,9 @@ def _inheritable() -> set[int]:
 
 
 def _replace_in_child() -> None:
-    """Replace the descriptors of `keep_from_children` by `/dev/null` in a forked process. They are not
-    closed, since code in that process may go on to use them and to close them.
+    """Replace the descriptors that were given to `keep_from_children` by `/dev/null`; this runs in each
+    forked process. The descriptors are not just closed, since code in that process may go on to use them and
+    to close them.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor, identity in _identities.items():

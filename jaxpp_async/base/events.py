@@ -127,7 +127,7 @@ class EventLog:
                 waiting.set_result(None)
 
     def subscribe(self, *, history: bool = True) -> Events:
-        """Return an iterator over the events that has a position of its own.
+        """Return an iterator over the events, which keeps its own position in the log.
 
         Args:
             history: whether to begin with the oldest event that is remembered; otherwise the next event comes

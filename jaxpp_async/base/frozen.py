@@ -1,9 +1,9 @@
 """Make dataclasses that are cheap to create, for values of which a compilation creates tens of thousands.
 
-To a type checker `frozen` is `dataclass(frozen=True)`. At run time nothing prevents assignment: a frozen
-dataclass sets each field through `object.__setattr__`, which takes three quarters of the time to create an
-instance, and one compilation creates a quarter of a million instances. All other classes of this package use
-`dataclass(frozen=True)` itself.
+To a type checker `frozen` is `dataclass(frozen=True)`. At run time nothing prevents assignment, since that
+would be slow: a frozen dataclass sets each field through `object.__setattr__`, which takes three quarters of
+the time to create an instance, and one compilation creates a quarter of a million instances. All other
+classes of this package use `dataclass(frozen=True)` itself.
 """
 
 from __future__ import annotations

@@ -87,12 +87,13 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         given: the GPUs that the process gets.
-        user: the environment variables that the user has set for the process, or that it inherits. A fraction
-            of the memory and an order of devices that are set there are kept.
+        user: the environment variables that the user has set, in the process's environment or for it. If they
+            set a fraction of the memory or an order of devices, that setting is kept.
 
     Raises:
-        MeshError: the user's fraction of the memory is not a fraction; or all processes on a GPU together
-            would take more than its memory; or the process would get several instances of GPUs (MIG).
+        MeshError: the user's fraction of the memory is not a number above 0 and up to 1; or all processes on
+            a GPU together would take more than its memory; or the process would get several instances of GPUs
+            (MIG).
     """
     if len(given.devices) > 1 and any(map(is_part, given.devices)):
         raise MeshError(
@@ -121,7 +122,7 @@ def memory_fraction(environ: Mapping[str, str]) -> float:
     variables; 0.0 if it reserves none.
 
     Raises:
-        MeshError: the environment sets a fraction that is not one.
+        MeshError: the environment sets the fraction to something that is not a number above 0 and up to 1.
     """
     if not _sets_aside(environ):
         return 0.0
@@ -214,7 +215,7 @@ def _gpu_called(name: str, uuids: Sequence[str]) -> int | str | None:
 
     Returns:
         The GPU's index, or the name in lower case where the index is not known; None if no GPU, or more than
-            one, has this name.
+        one, has this name.
     """
     kind = _kind(name)
     if kind == "number":
@@ -260,7 +261,7 @@ class NvmlFailure(Exception):
 
 @contextlib.contextmanager
 def library() -> Iterator[Any]:
-    """Start NVIDIA's management library (NVML) for the length of a block, and yield its Python module
+    """Start NVIDIA's management library (NVML) for the length of a `with` block, and yield its Python module
     `pynvml` (of nvidia-ml-py, which ucxx installs).
 
     Raises:
@@ -282,8 +283,8 @@ def library() -> Iterator[Any]:
 
 
 def uuids() -> tuple[str, ...]:
-    """Return the UUID of each GPU of this host, in the order of NVIDIA's tools; each is empty if only the
-    number of GPUs is known, because NVML is not available.
+    """Return the UUID of each GPU of this host, in the order of NVIDIA's tools; an empty tuple if no GPU is
+    found. If NVML is not available and only the number of GPUs is known, each UUID is empty.
     """
     with contextlib.suppress(NvmlFailure), library() as nvml:
         handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))

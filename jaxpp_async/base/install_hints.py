@@ -56,8 +56,8 @@ def pip_install(extra: str, python: str = "", source: str | None = None) -> str:
 
 
 def cuda_install() -> str:
-    """Return the commands that install what GPUs need on this host, one for each version of CUDA, as text for
-    users.
+    """Return the commands that install this package with JAX for CUDA on this host, as text for users: one
+    command for each major version of CUDA.
     """
     preferred, other = (pip_install(f"cuda{major}") for major in CUDA_MAJORS)
     return f"{preferred}  (for a driver older than 580: {other})"
@@ -121,7 +121,7 @@ def _installed_from() -> dict[str, Any] | None:
 
     Returns:
         The parsed content; `{}` if pip found the package by its name in an index; None if the package is not
-            installed; `{"url": ""}` if the file is not valid.
+        installed; `{"url": ""}` if the file is not valid.
     """
     try:
         found = json.loads(metadata.distribution(_NAME).read_text("direct_url.json") or "{}")
@@ -133,14 +133,14 @@ def _installed_from() -> dict[str, Any] | None:
 
 
 def jax_cuda_majors() -> tuple[int, ...]:
-    """Return the major versions of CUDA for which JAX has a plugin in this environment, the preferred one
-    first. Usually there is one; without GPUs there is none.
+    """Return the major versions of CUDA for which a JAX plugin is installed in this environment, the
+    preferred one first. Usually there is one; without GPUs there is none.
     """
     return tuple(major for major in CUDA_MAJORS if util.find_spec(f"jax_cuda{major}_plugin") is not None)
 
 
 def cuda_error(what: str) -> InstallError | None:
-    """Return an error that says that JAX for CUDA was never installed in this environment; None if it was.
+    """Return an error that says that JAX for CUDA is not installed in this environment; None if it is.
 
     Args:
         what: the option that asked for CUDA, such as `"platform='cuda'"`.

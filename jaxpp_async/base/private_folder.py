@@ -108,8 +108,8 @@ def _roots_number() -> int:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Return whether a group has no member besides this process's user. Of root's group only the listed
-    members count, and root may be one of them: system accounts have it as their first group.
+    """Return whether this process's user is the only member of a group. In root's group only the members that
+    it lists count, and root may be one of them, since system accounts have it as their first group.
 
     A directory service may not list the users whose first group it is, so the group must also have the user's
     name.

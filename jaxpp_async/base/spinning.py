@@ -1,14 +1,14 @@
 """Keep a process awake for a short time when a message is likely to come soon.
 
-To sleep and be woken costs some ten microseconds, and some hundred if the core has become idle; to look for a
-message that does not come costs a core's time. `AdaptiveSpin` chooses for how long to look, based on the
-lengths of the last waits: a short wait makes the next look longer, a long wait makes it shorter, down to
+To sleep and be woken costs some ten microseconds, and some hundred if the core has become idle; to poll for a
+message that does not come costs a core's time. `AdaptiveSpin` chooses for how long to poll, based on the
+lengths of the last waits: a short wait makes the next poll longer, a long wait makes it shorter, down to
 none.
 
 `LoopSpin` keeps an event loop awake for that long, and the loop itself finds the message while it is awake. A
 training loop sends the next step as soon as it has the reply to the last one, and small steps end soon.
 Therefore an actor without a step, and a controller with a step under way, stay awake. When messages have been
-coming later than that, both go to sleep immediately.
+coming too late for that, both go to sleep immediately.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ it does little else.
 
 
 class AdaptiveSpin:
-    """A rule for how long one waiter looks for a message before it sleeps, based on the lengths of its last
+    """A rule for how long one waiter polls for a message before it sleeps, based on the lengths of its last
     waits.
 
-    A wait of at most `longest_s` could have been spent looking, so it doubles the time; a longer wait halves
+    A wait of at most `longest_s` could have been spent polling, so it doubles the time; a longer wait halves
     it. The caller passes the current time, in seconds of any one clock.
 
     Args:
-        longest_s: the longest time to look for one message, in seconds.
+        longest_s: the longest time to poll for one message, in seconds.
 
     Attributes:
-        limit_s: how long to look for the next message, in seconds.
+        limit_s: how long to poll for the next message, in seconds.
     """
 
     __slots__ = ("_longest_s", "_since_s", "limit_s")
@@ -49,7 +49,7 @@ class AdaptiveSpin:
         self._since_s: float | None = None
 
     def should_spin(self, now_s: float) -> bool:
-        """Return whether to go on looking for the next message at the time `now_s`. The first call after a
+        """Return whether to go on polling for the next message at the time `now_s`. The first call after a
         message begins a new wait.
         """
         if self._since_s is None:
@@ -58,7 +58,7 @@ class AdaptiveSpin:
 
     def record_message(self, now_s: float) -> None:
         """End the wait because a message came at the time `now_s`, and adapt `limit_s` to the length of the
-        wait. It does not matter whether the waiter was looking or sleeping.
+        wait. It does not matter whether the waiter was polling or sleeping.
         """
         since_s, self._since_s = self._since_s, None
         if since_s is None:
@@ -74,8 +74,8 @@ class AdaptiveSpin:
 
 
 def has_spare_core(hosts: Iterable[str]) -> bool:
-    """Return whether this process may keep a core busy while actors compute, each of which keeps one core of
-    its host busy.
+    """Return whether this host has a core left for this process to keep busy, if each actor process on this
+    host keeps one core busy.
 
     A mesh asks once, when it starts, and counts its own actors. Other meshes of this process are not counted,
     and neither is a container's quota of CPU time, which may be less than its cores. If these leave no core
@@ -95,8 +95,8 @@ class LoopSpin:
     Args:
         loop: the event loop. A callback in each of its passes keeps it awake and offers the core to other
             processes.
-        is_idle: returns whether the loop can only wait: the actor has no step, or the controller has a step
-            under way.
+        is_idle: returns whether the loop has nothing to do but wait: on an actor, that it has no step; on the
+            controller, that a step is under way.
         now_s: returns the current time in seconds.
     """
 

@@ -148,7 +148,7 @@ def make_page() -> int:
 
 class ProgressPage:
     """A page of shared memory to which an actor process writes its position, and which the process that
-    started it reads. Each of the two has a `ProgressPage` of its own.
+    started it reads. Each of the two processes makes its own `ProgressPage` object.
 
     Args:
         descriptor: the page's file descriptor, which this object closes; None for a page that only this
@@ -297,7 +297,7 @@ class ProcessRank:
         return process_of(self.actor, rank, self.size)
 
     def counterpart_in(self, actor: ActorId) -> ProcessId:
-        """Return the process of another actor that has the same rank as this one. The two exchange this
-        process's share of what their actors exchange.
+        """Return the process of another actor that has the same rank as this one. When the two actors
+        exchange arrays, these two processes exchange data.
         """
         return process_of(actor, self.rank, self.size)

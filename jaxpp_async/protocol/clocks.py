@@ -39,7 +39,7 @@ def clock_name() -> str:
 
     Returns:
         The name; empty if the clock cannot be identified. Such a process is assumed to share its clock with
-            no other process.
+        no other process.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -387,7 +387,7 @@ def _union_decoder(members: tuple[Any, ...]) -> Decode:
 
 
 def _wire_type(hint: Any) -> type:
-    """Return the Python type that msgpack decodes a value of this type hint to."""
+    """Return the Python type to which msgpack decodes a value of this type hint."""
     if dataclasses.is_dataclass(hint):
         return tuple
     return typing.get_origin(hint) or hint

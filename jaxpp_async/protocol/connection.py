@@ -40,7 +40,7 @@ class Connection(asyncio.Protocol):
     """An authenticated conversation between controller and actor process over one socket.
 
     Args:
-        wire: this side of the conversation, before the handshake.
+        wire: this side of the conversation, on which the handshake has not begun.
         on_message: called with each message that arrives, in order. May be replaced at any time.
         on_closed: called once, when the socket is closed, with the error that ended the conversation, or None
             at end of file.
@@ -127,7 +127,7 @@ class Connection(asyncio.Protocol):
         await self._writable.wait()
 
     def close(self) -> None:
-        """Close the socket after the data that is still unsent, without waiting for that."""
+        """Close the socket once all unsent data has been sent; do not wait for that."""
         self._handshake_timer.cancel()
         if self._transport is not None:
             self._transport.close()

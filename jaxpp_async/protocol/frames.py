@@ -89,8 +89,8 @@ class Identity:
 
     Args:
         process_id: the number of the actor process in the mesh.
-        incarnation: how many processes had this number before, since a lost process is replaced under its
-            number.
+        incarnation: how many processes had this number before: a lost process is replaced by a new one of the
+            same number.
         channel: the purpose of the conversation.
     """
 
@@ -100,7 +100,8 @@ class Identity:
 
 
 class Wire:
-    """One side of one conversation, without any I/O: it consumes and returns bytes.
+    """One side of an authenticated conversation between controller and actor process, without any I/O: it
+    consumes and returns bytes.
 
     Args:
         role: which side this is.
@@ -445,7 +446,7 @@ class FrameKey:
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
     def sign(self, *pieces: bytes | bytearray | memoryview) -> bytes:
-        """Return the MAC of the bytes that the pieces are together."""
+        """Return the MAC (message authentication code) of some bytes, which are given in pieces."""
         inner, outer = self._inner.copy(), self._outer.copy()
         for piece in pieces:
             inner.update(piece)
@@ -478,7 +479,7 @@ def prove(secret: bytes, role: Role, said: bytes) -> bytes:
     Args:
         secret: the mesh's secret.
         role: the side that proves itself.
-        said: the handshake's `transcript`.
+        said: the hash of the handshake's first messages, from `transcript`.
     """
     return _mac(secret, f"{role} proof", said)
 
@@ -490,7 +491,7 @@ def check_proof(secret: bytes, role: Role, said: bytes, proof: bytes) -> None:
     Args:
         secret: the mesh's secret.
         role: the peer's role.
-        said: the handshake's `transcript`.
+        said: the hash of the handshake's first messages, from `transcript`.
         proof: the proof that the peer has sent.
 
     Raises:
@@ -505,7 +506,7 @@ def derive_keys(secret: bytes, said: bytes) -> Keys:
 
     Args:
         secret: the mesh's secret.
-        said: the handshake's `transcript`.
+        said: the hash of the handshake's first messages, from `transcript`.
     """
     to_actor, to_controller = (_mac(secret, f"key to {side}", said) for side in ("actor", "controller"))
     return Keys(FrameKey(to_actor), FrameKey(to_controller))

@@ -28,7 +28,7 @@ class LineProtocol(Generic[O, R]):
     program.
 
     Args:
-        whose: the words for the program in errors, such as `"a host agent"`.
+        whose: a name for the program in errors, such as `"a host agent"`.
         orders, records: the message types, each a union of frozen dataclasses.
     """
 
@@ -37,11 +37,12 @@ class LineProtocol(Generic[O, R]):
         self._orders, self._records = codec.message_types(orders), codec.message_types(records)
 
     def write_order(self, order: O) -> bytes:
-        """Encode an order as a line."""
+        """Encode an order (a message to the program) as a line."""
         return _write(order)
 
     def read_order(self, line: bytes) -> O | None:
-        """Decode the order in a line; return None if the line has nothing but signs of life (dots).
+        """Decode the order (a message to the program) in a line; return None if the line has nothing but
+        signs of life (dots).
 
         Raises:
             ValueError: the line is anything else. The message does not quote it, since it may contain a
@@ -51,12 +52,12 @@ class LineProtocol(Generic[O, R]):
         return self._read(text, self._orders) if text else None
 
     def write_record(self, record: R) -> bytes:
-        """Encode a record as a line."""
+        """Encode a record (a message from the program) as a line."""
         return RECORD.encode() + _write(record)
 
     def read_record(self, line: str) -> R | None:
-        """Decode the record in a line; return None if the line is not a record, such as a line of a login
-        banner.
+        """Decode the record (a message from the program) in a line; return None if the line is not a record,
+        such as a line of a login banner.
 
         Raises:
             ValueError: the line begins like a record but is not a valid one.

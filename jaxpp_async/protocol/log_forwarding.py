@@ -284,7 +284,7 @@ def name_actor(actor_id: int) -> contextvars.Context:
 
 
 def _label(record: logging.LogRecord) -> bool:
-    """Add the attributes `actor`, `host` and `step` to a log record of this package, if it has none, so that
+    """Add the attributes `actor`, `host` and `step` to a log record of this package if it lacks them, so that
     a format may name them. This is a filter of `logging` that keeps every record.
     """
     fields = record.__dict__

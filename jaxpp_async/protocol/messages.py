@@ -39,34 +39,42 @@ _KINDS: Final = tuple(_TEXTS)
 
 
 def step_id(number: int, kind: RunKind = "step", ahead: int = 0) -> StepId:
-    """Return the id of one run of a program.
+    """Return the id of one run of a program on all its actors.
 
     Args:
         number: the number of the user's step that the run is, or that it precedes, counted from 0 over the
             mesh's life.
-        kind: the kind of the run: `"move"`, `"init"` or `"step"`.
+        kind: the kind of the run: `"move"` (brings an argument to where a step needs it), `"init"` (runs the
+            program of a `step.init`) or `"step"` (a step of the user's).
         ahead: how many moves and inits ran between the user's previous step and this run.
     """
     return number << 32 | ahead << 2 | _KINDS.index(kind)
 
 
 def step_number(step: StepId) -> int:
-    """Return the number of the user's step that a run of a program is, or that it precedes, from the run's
-    id.
+    """Return the number of the user's step to which a run of a program belongs: the run is that step itself,
+    or a move of an argument or an init that precedes it.
+
+    Args:
+        step: the id of the run.
     """
     return step >> 32
 
 
 def step_kind(step: StepId) -> RunKind:
-    """Return the kind of a run of a program from the run's id. Any number is accepted, since an actor may
-    have sent it.
+    """Return the kind of a run of a program: `"move"`, `"init"` or `"step"`.
+
+    Args:
+        step: the id of the run. Any number is accepted, since an actor may have sent it.
     """
     return _KINDS[min(step & 3, len(_KINDS) - 1)]
 
 
 def step_text(step: StepId) -> str:
-    """Return a name for users of a run of a program, such as `"step 7"` or `"a move for step 7"`, from the
-    run's id.
+    """Return a text that names a run of a program to users, such as `"step 7"` or `"a move for step 7"`.
+
+    Args:
+        step: the id of the run.
     """
     return _TEXTS[step_kind(step)].format(step_number(step))
 
@@ -118,7 +126,7 @@ class Configure:
         cluster: a description of this actor's processes, which start together; None if the actor has only
             one.
         address: the address of this process's host at which the other processes can connect to it. A loopback
-            address means that all processes run on one machine; None, that the address is not known.
+            address means that all processes run on one machine. None means that the address is not known.
     """
 
     request: int
@@ -259,8 +267,8 @@ class OfferLinks:
     Reply: `LinksOffered`.
 
     Args:
-        num_ids: how many ids to make: one for each new link (`transport.nccl.order.NcclLink`) of which this
-            process is the `maker`.
+        num_ids: how many ids to make: one for each new link between two devices for which this process makes
+            the id (`transport.nccl.order.NcclLink.maker`).
     """
 
     request: int
@@ -278,8 +286,9 @@ class LinksOffered:
 
 @dataclass(frozen=True, slots=True)
 class JoinLinks:
-    """A request to connect a process's NCCL transport to new peers, and then to make the given links, one
-    after the other. The controller sends it when all peers have answered `OfferLinks`.
+    """A request to connect a process's NCCL transport to new peers, and then to make links (NCCL
+    communicators between two devices), one after the other. The controller sends it when all peers have
+    answered `OfferLinks`.
 
     Reply: `Done`, after a message has passed over each link.
 
@@ -315,7 +324,7 @@ class JoinLink:
 class Shutdown:
     """A request to a process to close its transport and to end. The controller sends it last.
 
-    Reply: `Done`, then end of file.
+    Reply: `Done`, after which the process closes the connection.
     """
 
     request: int
@@ -403,7 +412,7 @@ class StepDone:
     """Reply to `Step`: the process has run the last instruction of its program.
 
     Args:
-        step: the id of the run.
+        step: the id of this run of the program.
         stats: the times and the memory use of the run.
     """
 
@@ -464,7 +473,7 @@ class Put:
     Args:
         array_id: the id under which the array is stored.
         aval: the array's shape, dtype and sharding.
-        data: the bytes in C order; None if they are sent over the data plane.
+        data: the bytes in C order; None if they are sent over the data plane (the transport for arrays).
         sequence: the number of the transfer on the data plane's host channel, which carries host values. If
             the actor has several processes, each part of the array (see `layout.array_parts`) is sent by
             itself, under the numbers from `sequence` on, to the process that owns the part, which passes it
@@ -489,8 +498,9 @@ class Fetch:
 
     Args:
         array_ids: the ids of the arrays.
-        sequences: for each array, the number of its transfer on the data plane's host channel, which carries
-            host values; not used for an array of at most `INLINE_BYTES`.
+        sequences: for each array, the number of its transfer on the host channel of the data plane (the
+            transport for arrays); not used for an array of at most `INLINE_BYTES`, which is part of the
+            reply.
     """
 
     request: int
@@ -504,7 +514,7 @@ class Fetched:
 
     Args:
         arrays: one entry per array: (shape, dtype name, bytes). The bytes are None if they are sent over the
-            data plane.
+            data plane (the transport for arrays).
     """
 
     request: int
@@ -801,13 +811,13 @@ class DropReplicas:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """A request to a process to forget every array, and to restore those of a replica (a copy made for
+    """A request to a process to drop every array, and to restore those of a replica (a copy made for
     restarts) under their ids. The controller sends it after an `Abort`.
 
     Reply: `Done`.
 
     Args:
-        generation: the number of the replica; None to forget the arrays and restore none.
+        generation: the number of the replica; None to drop the arrays and restore none.
     """
 
     request: int
@@ -852,8 +862,8 @@ class Reported:
     """Reply to `Report`: the process's position in its program.
 
     Args:
-        step: the id of the run under way; None if there is none, and then the fields up to `transfers` mean
-            nothing.
+        step: the id of the run of a program that is under way; None if there is none, and then the fields up
+            to `transfers` mean nothing.
         program_id: the id of the program that runs.
         instruction: the index of the current instruction.
         at: the text of the current instruction.
@@ -953,8 +963,8 @@ class Failed:
         exception_type: the qualified name of the exception's type.
         message: the exception's text.
         traceback: the exception's traceback as text.
-        step: the id of the run under way, or None.
-        instruction: the text of the instruction under way, or None.
+        step: the id of the run of a program that was under way, or None.
+        instruction: the text of the instruction that was under way, or None.
     """
 
     request: int | None

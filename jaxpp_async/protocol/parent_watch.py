@@ -151,8 +151,8 @@ def _print(text: str) -> None:
 
 
 def run_with_parent() -> NoReturn:
-    """Replace this process by another program, which ends together with its parent. This is the program
-    `python -m jaxpp_async.protocol.parent_watch PARENT COMMAND...`, where PARENT is a process id.
+    """Replace this process by another program that ends together with its parent. This runs as `python -m
+    jaxpp_async.protocol.parent_watch PARENT COMMAND...`, where PARENT is the parent's process id.
 
     Programs such as ssh do not do for themselves what `die_with_parent` does. The program gets SIGTERM, so
     that it can end what it has started.

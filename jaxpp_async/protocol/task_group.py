@@ -73,9 +73,9 @@ def retrieve(future: asyncio.Future[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def awake_timeout(seconds: float) -> AsyncIterator[None]:
-    """Limit how long a block may take, like `asyncio.timeout`, but count only the time for which this process
-    was awake. A message that arrived while the event loop was blocked is therefore handled before the limit
-    ends the block.
+    """Limit how long a `with` block may take, like `asyncio.timeout`, but count only the time for which this
+    process was awake. A message that arrived while the event loop was blocked is therefore handled before the
+    limit ends the block.
 
     Args:
         seconds: the limit.
