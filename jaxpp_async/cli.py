@@ -119,5 +119,5 @@ async def _doctor(launching: LaunchOptions, asked: Asked, measures: bool) -> Any
     chosen, reach = choose_hosts(launching)
     plan = ExaminationPlan(asked, chosen, launching.settings(), launching.control_address, measures)
     console = Console(stderr=True)
-    with console.status("looking") as status:  # shows nothing where nobody watches
+    with console.status("looking") as status:  # shows nothing if stderr is not a terminal
         return await examine(plan, reach, status.update)

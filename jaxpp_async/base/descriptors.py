@@ -51,7 +51,7 @@ def keeping_new_from_children() -> Iterator[None]:
         yield
     finally:
         for descriptor in _inheritable() - before:
-            with contextlib.suppress(OSError):  # it is closed since
+            with contextlib.suppress(OSError):  # it has been closed meanwhile
                 keep_from_children(descriptor)
 
 
@@ -65,7 +65,7 @@ def keep_accepted_from_children() -> None:
     ports = {port for descriptor in tuple(_identities) for port in _ports(descriptor, listening=True)}
     for descriptor in _inheritable():
         if ports & _ports(descriptor, listening=False):
-            with contextlib.suppress(OSError):  # it is closed since
+            with contextlib.suppress(OSError):  # it has been closed meanwhile
                 keep_from_children(descriptor)
 
 
@@ -84,8 +84,8 @@ def num_descriptors() -> int:
     open descriptors, as if none were free.
     """
     try:
-        return len(os.listdir("/proc/self/fd")) - 1  # the listing's own
-    except OSError:  # no /proc, or not even one more descriptor
+        return len(os.listdir("/proc/self/fd")) - 1  # without the one that the listing used
+    except OSError:  # there is no /proc, or no descriptor is free to read it
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -148,7 +148,7 @@ def _ports(descriptor: int, *, listening: bool) -> set[int]:
     with (
         contextlib.suppress(OSError),
         borrowed_socket(descriptor) as sock,
-    ):  # it is closed since, or no socket
+    ):  # it has been closed meanwhile, or is not a socket
         if is_tcp(sock) and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) is listening:
             return {sock.getsockname()[1]}
     return set()
@@ -157,7 +157,7 @@ def _ports(descriptor: int, *, listening: bool) -> set[int]:
 def _inheritable() -> set[int]:
     found: set[int] = set()
     for descriptor in open_descriptors():
-        with contextlib.suppress(OSError):  # it is closed since
+        with contextlib.suppress(OSError):  # it has been closed meanwhile
             if not fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 found.add(descriptor)
     return found
@@ -170,7 +170,7 @@ def _replace_in_child() -> None:
     """
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor, identity in _identities.items():
-        with contextlib.suppress(OSError):  # it is closed since
+        with contextlib.suppress(OSError):  # it has been closed meanwhile
             found = os.fstat(descriptor)
             if (found.st_dev, found.st_ino) == identity:
                 os.dup2(null, descriptor, inheritable=False)

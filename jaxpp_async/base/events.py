@@ -123,7 +123,7 @@ class EventLog:
         extra = {"actor": actor, "step": step, "host": details.get("host")}
         _LOG.log(logging.ERROR if kind == "died" else logging.DEBUG, "%s: %s", kind, event.text, extra=extra)
         for waiting in self._waiting:
-            if not waiting.done():  # otherwise its reader has been cancelled
+            if not waiting.done():  # the future of a cancelled reader is done
                 waiting.set_result(None)
 
     def subscribe(self, *, history: bool = True) -> Events:
@@ -177,7 +177,7 @@ class Events(AsyncIterator[Event]):
         self._log, self._position = log, position
 
     async def __anext__(self) -> Event:
-        # An event is taken without waiting, so a cancelled reader loses none.
+        # Nothing is awaited between finding an event and returning it, so a cancelled reader loses no event.
         while True:
             event, self._position = self._log._at(self._position)
             if event is not None:

@@ -104,7 +104,7 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
         )
     env = {VISIBLE: ",".join(given.devices)}
     if not any(map(_is_number, _names(user.get(VISIBLE, "")))):
-        env[ORDER] = user.get(ORDER, "PCI_BUS_ID")  # NVIDIA's tools count so; a user's choice wins
+        env[ORDER] = user.get(ORDER, "PCI_BUS_ID")  # the order of NVIDIA's tools, if the user chose none
     name = next((name for name in _FRACTIONS if user.get(name)), None)
     if name is None:
         return env | {_FRACTION: f"{MEMORY_FRACTION / given.sharers:.3f}"}
@@ -243,7 +243,7 @@ def _fraction(name: str, text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number <= 1:  # NaN is neither
+    if not 0 < number <= 1:  # this also refuses NaN
         raise MeshError(
             f"{name}={text!r} is no part of a GPU's memory; give a number above 0 and up to 1, such as 0.4"
         )

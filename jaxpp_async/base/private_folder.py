@@ -45,7 +45,7 @@ def make_private_folder(folder: str) -> None:
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
-            # Another process has made it, of this user or of another one: `_check_way` judges it.
+            # Another process, of any user, has created it meanwhile; `_check_way` checks it.
             continue
     _check_way(folder)
 
@@ -85,7 +85,7 @@ def _check_folder(path: str, found: os.stat_result, *, is_last: bool) -> None:
     if not _is_trusted(found.st_uid):
         raise NotPrivateError(f"{path} belongs to {_user(found)}, who can put anything in its place")
     # With the sticky bit, as in /tmp, only the owner of an entry can replace it. The owner of the next folder
-    # on the way is checked in its turn.
+    # on the way is checked when the walk comes to that folder.
     is_sticky = found.st_mode & stat.S_ISVTX and not is_last
     is_open = found.st_mode & stat.S_IWOTH or (
         found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid)

@@ -129,7 +129,7 @@ class LoopSpin:
     def _poll(self) -> None:
         self._is_scheduled = False
         if not self._is_idle():
-            self._is_expecting = False  # the next step came before the reply to the last one had left
+            self._is_expecting = False  # the next step came before the last one's reply was sent
             self._adaptive_spin.cancel_wait()
         elif self._is_expecting and self._adaptive_spin.should_spin(self._now_s()):
             os.sched_yield()

@@ -63,7 +63,7 @@ class ActorInfo:
 
     def __repr__(self) -> str:
         devices = "".join(f" {device}" for device in self.devices)
-        if len(self.processes) < 2:  # an actor of one process has itself as that
+        if len(self.processes) < 2:  # an actor's only process is described by the actor itself
             return f"<{self}: {self.state}{devices}>"
         processes = ", ".join(f"host {p.host} pid {p.pid} {p.state}" for p in self.processes)
         return f"<actor {self.id}: {self.state}{devices}; {len(self.processes)} processes: {processes}>"

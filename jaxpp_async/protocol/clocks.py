@@ -32,7 +32,7 @@ million; a clock that is being corrected may run 500 off for a while, which the 
 """
 
 
-@functools.cache  # a process has one
+@functools.cache  # a process has one clock
 def clock_name() -> str:
     """Return a name for the clock behind this process's `time.monotonic()`; processes that share the clock
     get the same name.
@@ -43,7 +43,7 @@ def clock_name() -> str:
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        # A time namespace shifts the clock for those in it.
+        # A time namespace shifts the clock of the processes in it.
         namespace = os.readlink("/proc/self/ns/time") if os.path.lexists("/proc/self/ns/time") else ""
     except (OSError, ValueError):
         return ""

@@ -189,7 +189,7 @@ def _unpack(data: bytes | memoryview) -> Any:
     try:
         return msgpack.unpackb(data, use_list=False, strict_map_key=False, max_array_len=_UNSEEN_ELEMENTS)
     except _UNPACK_ERRORS as error:
-        # The message may have a longer array, which is no mistake.
+        # The message may have an array longer than `_UNSEEN_ELEMENTS`, which is valid.
         if len(data) <= _UNSEEN_ELEMENTS or isinstance(error, msgpack.exceptions.StackError):
             raise _not_msgpack(error) from None
     try:
@@ -208,9 +208,9 @@ def _not_msgpack(error: Exception) -> ProtocolError:
     return ProtocolError(f"a frame is not msgpack ({type(error).__name__})")
 
 
-@cache  # by class: bounded by the number of message types (what raises is not kept)
+@cache  # by class: bounded by the number of message types (a call that raises is not cached)
 def _fields_getter(cls: type) -> Callable[[object], tuple[Any, ...]]:
-    if cls is int:  # msgpack asks for the fields of what it cannot carry itself
+    if cls is int:  # msgpack calls `fields_of` for an integer that it cannot encode
         raise OverflowError("it has a whole number of more than 64 bits")
     if not dataclasses.is_dataclass(cls):
         raise TypeError(
@@ -328,7 +328,7 @@ def _sequence_decoder(item: Any) -> Decode:
         if type(values) is not tuple:
             raise _BadValue("an array", values)
         if item in _PLAIN and only.issuperset(map(type, values)):
-            # at C speed: the usual case on the hot path
+            # The usual case on the hot path, checked at C speed.
             return values
         return tuple(map(decode_item, values))
 

@@ -169,7 +169,7 @@ class Connection(asyncio.Protocol):
             return
         if not self.opened.done():
             self._send_greeting()
-            if self.wire.error is not None:  # the connection has no owner yet
+            if self.wire.error is not None:  # no owner has the connection yet that could get messages
                 self.fail(self.wire.error)
                 return
             if self.wire.state == "open":
@@ -204,7 +204,7 @@ class Connection(asyncio.Protocol):
             self._closed.set_result(None)
         if self.on_closed is not None:
             self.on_closed(error)
-        self.on_message = self.on_closed = None  # they refer to their owners, which refer to this
+        self.on_message = self.on_closed = None  # their owners refer to this connection: a cycle
 
     # ------------------------------------------------------------ inside
 

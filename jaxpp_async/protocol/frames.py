@@ -56,7 +56,7 @@ MACs a frame.
 
 SECRET_BYTES = NONCE_BYTES = 32
 MAC_BYTES = 16
-_BLOCK_BYTES = 64  # SHA-256's, to which HMAC pads its key
+_BLOCK_BYTES = 64  # the block size of SHA-256, to which HMAC pads its key
 
 State: TypeAlias = Literal["greeting", "proving", "open", "failed"]
 
@@ -148,12 +148,12 @@ class Wire:
         self._send_key: FrameKey | None = None
         self._receive_key: FrameKey | None = None
         self._num_sent = self._num_received = 0
-        self._is_prefix_checked = False  # of the first frame in the buffer
+        self._is_prefix_checked = False  # concerns the first frame in the buffer
         if identity is not None:
             life = (identity.process_id, identity.incarnation)
             self._hello = Hello("actor", *life, version, self._nonce, identity.channel)
             if identity.channel == "beats":
-                self._known = {}  # the controller sends nothing there
+                self._known = {}  # the controller sends nothing over this channel
             self._greet(self._hello)
 
     def take_outgoing(self) -> bytes:

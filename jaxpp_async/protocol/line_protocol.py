@@ -71,7 +71,7 @@ class LineProtocol(Generic[O, R]):
             return codec.build(known[name], _with_tuples(fields))
         except (ValueError, KeyError, TypeError, RecursionError, ProtocolError) as error:
             cause = type(error).__name__
-        # Raised out here, because errors of decoding hold the whole line and would stay as the context.
+        # Raised outside the handler: the decoding error contains the whole line and would become the context.
         raise ValueError(f"no message of {self._whose} ({cause})")
 
 

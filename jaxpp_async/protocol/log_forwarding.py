@@ -96,7 +96,7 @@ class RecordSender(logging.Handler):
         self.step: Callable[[], int | None] = lambda: None
         self._send, self._clock = send, clock
         self._loop = asyncio.get_running_loop()
-        self._guard = threading.Lock()  # of the fields below; never held while text is made
+        self._guard = threading.Lock()  # guards the fields below; never locked while text is formatted
         self._limit = RateLimit(RECORDS_PER_S, BURST, clock())
         self._waiting: deque[Log] = deque()
         self._is_woken = False
@@ -116,13 +116,13 @@ class RecordSender(logging.Handler):
         """Queue a record to be sent, or count it as dropped if there are too many. `logging` calls this on
         any thread.
         """
-        with self._guard:  # before any text is made: a flood of records must cost little
+        with self._guard:  # before formatting: a flood of records must cost little
             is_wanted = self._limit.lets_through(self._clock(), len(self._waiting))
         if is_wanted:
             try:
                 message = as_message(record, self.step())
             except Exception:
-                # As in every handler of `logging`: the code that logs may not fail because of that.
+                # As in every `logging` handler: code that logs must not fail because a text cannot be made.
                 self.handleError(record)
                 return
             with self._guard:
@@ -219,7 +219,7 @@ def _traceback(record: logging.LogRecord) -> str:
         texts.append(record.exc_text)
     if record.stack_info:
         texts.append(record.stack_info)
-    return "\n".join(texts)[-MAX_TRACEBACK_CHARS:]  # the end says most
+    return "\n".join(texts)[-MAX_TRACEBACK_CHARS:]  # the end of a traceback says most
 
 
 def _cut(text: str, limit: int) -> str:
@@ -299,7 +299,7 @@ def label_own_records() -> None:
     """Make every log record of this package's loggers have the attributes `actor`, `host` and `step`. A
     second call changes nothing.
     """
-    for name in _OWN_LOGGERS:  # a logger's filters do not hold for its children
+    for name in _OWN_LOGGERS:  # a logger's filters do not apply to its children's records
         logging.getLogger(name).addFilter(_label)
 
 

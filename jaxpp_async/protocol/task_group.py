@@ -55,7 +55,7 @@ class OwnedTasks:
 
     def _on_done_awaited(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        retrieve(task)  # all that waited may have been cancelled
+        retrieve(task)  # everyone who awaited the task may have been cancelled
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
