@@ -33,8 +33,8 @@ class ActorInfo:
         id: the actor's number.
         host, pid: the host and the process id; for an actor of several processes, those of the first one.
         devices: one text per device, such as `"cpu:0"`.
-        state: `"starting"`, `"ready"`, `"failed"` or `"closed"`. While lost actors are being replaced, these
-            are `"restarting"` and the others `"waiting"`.
+        state: `"starting"`, `"ready"`, `"failed"` or `"closed"`. While lost actors are being replaced, the
+            lost ones are `"restarting"` and all others `"waiting"`.
         rank, size: for one of several processes, its number in its actor and the actor's number of processes.
         processes: for an actor, the descriptions of its processes in order of rank; empty for a process.
         gpus: the UUIDs of its GPUs, or of parts of one (MIG), as `nvidia-smi -L` lists them; empty without

@@ -53,7 +53,7 @@ def clock_name() -> str:
 @dataclass(frozen=True, slots=True)
 class Offset:
     """The number of seconds by which another process's clock is ahead of this process's clock, and the
-    largest error of that number.
+    largest possible error of that number.
     """
 
     offset_s: float
@@ -75,8 +75,9 @@ class Reading:
     received_s: float
 
     def offset(self, at_s: float) -> Offset:
-        """Return the other clock's offset from ours at the time `at_s` of our clock, as this reading gives
-        it. The further `at_s` is from the reading, the larger is the error, since clocks drift.
+        """Return how far the other clock was ahead of this process's clock at the time `at_s` of the latter,
+        as this reading tells. The further `at_s` is from the reading, the larger is the error, since clocks
+        drift.
         """
         away_s = max(0.0, self.sent_s - at_s, at_s - self.received_s)
         middle_s, half_s = (self.sent_s + self.received_s) / 2, (self.received_s - self.sent_s) / 2
@@ -87,14 +88,14 @@ Readings: TypeAlias = tuple[Reading, ...]
 
 
 class Clock:
-    """An estimate of one process's clock relative to ours. If another process replaces that process, the new
-    one gets another `Clock`, and this object keeps the data of the old one.
+    """An estimate of another process's clock relative to this process's clock. If a new process replaces the
+    other one, the new process gets another `Clock`, and this object keeps the data of the old one.
 
     Args:
         is_ours: whether the clock is known to be this process's own clock, which needs no readings.
 
     Attributes:
-        name: the process's `clock_name()`; None until the process has sent it.
+        name: the other process's `clock_name()`; None until it has sent it.
         is_ours: the argument `is_ours`, updated when the name is known.
         readings: the latest readings. The tuple is never changed in place, so that callers can store it as it
             was at some time.
@@ -112,11 +113,11 @@ class Clock:
         self.readings = (*self.readings[1 - NUM_READINGS :], reading)
 
     def offset(self, at_s: float, kept: Readings = ()) -> Offset | None:
-        """Estimate how far the other clock was ahead of ours at some time; return None if there is no reading
-        yet.
+        """Estimate how far the other clock was ahead of this process's clock at some time; return None if
+        there is no reading yet.
 
         Args:
-            at_s: the time, in seconds of our clock.
+            at_s: the time, in seconds of this process's clock.
             kept: readings that the caller stored near that time, which are more precise for it than much
                 later ones.
         """

@@ -429,7 +429,7 @@ class Proof:
 
 
 class FrameKey:
-    """A key that signs one direction of a conversation with HMAC-SHA256, cut to `MAC_BYTES`.
+    """A key that signs one direction of a conversation with HMAC-SHA256, truncated to `MAC_BYTES`.
 
     The hash state after the padded key is computed once and copied for each frame, which for short frames
     takes half the time of `hmac.digest`.
