@@ -1,6 +1,6 @@
-"""Own asyncio tasks and end them together, and limit how long something may take.
+"""Own asyncio tasks and end them together, and limit how long a block of code may take.
 
-Limits count the time in which this process was awake and could have received an answer.
+Limits count only the time for which this process was awake and could have received an answer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 class OwnedTasks:
-    """The asyncio tasks of one owner. An error of a task is logged, unless the code that awaits the task
-    raises it.
+    """The asyncio tasks that one owner has started and will end together. An error of a task is logged,
+    unless the code that awaits the task raises it.
     """
 
     def __init__(self) -> None:
@@ -33,12 +33,13 @@ class OwnedTasks:
     def start(
         self, name: str, work: Coroutine[Any, Any, None], *, is_awaited: bool = False
     ) -> asyncio.Task[None]:
-        """Run `work` until its end, or until the owner ends.
+        """Start a task that runs `work` until its end, or until the owner cancels it with `aclose`.
 
         Args:
-            name: of the task.
-            work: the coroutine.
-            is_awaited: the code that awaits the task raises its error, which is not logged then.
+            name: the task's name, for logs.
+            work: the coroutine to run.
+            is_awaited: whether other code awaits the task and so raises its error; the error is not logged
+                then.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
@@ -46,8 +47,8 @@ class OwnedTasks:
         return task
 
     async def aclose(self) -> None:
-        """Cancel all tasks but the one that calls this, and wait for their end. Their errors are logged, not
-        raised.
+        """Cancel all tasks except the one that calls this, and wait until they have ended. Their errors are
+        logged, not raised.
         """
         others = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in others:
@@ -56,7 +57,7 @@ class OwnedTasks:
 
     def _on_done_awaited(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        retrieve(task)  # all that waited may have been cancelled
+        retrieve(task)  # everyone who awaited the task may have been cancelled
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -65,8 +66,8 @@ class OwnedTasks:
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:
-    """Mark a future's exception as seen, so that nobody has to await it; whoever does still gets the
-    exception.
+    """Mark a future's exception as retrieved, so that asyncio does not complain if nobody awaits the future;
+    code that does await it still gets the exception.
     """
     if not future.cancelled():
         future.exception()
@@ -74,11 +75,15 @@ def retrieve(future: asyncio.Future[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def awake_timeout(seconds: float) -> AsyncIterator[None]:
-    """Limit a block like `asyncio.timeout`, in time awake: what came while the loop was blocked is handled
-    before the limit.
+    """Limit how long a `with` block may take, like `asyncio.timeout`, but count only the time for which this
+    process was awake. A message that arrived while the event loop was blocked is therefore handled before the
+    limit ends the block.
+
+    Args:
+        seconds: the limit.
 
     Raises:
-        TimeoutError: the time is over.
+        TimeoutError: the block did not end within the limit.
     """
     loop, clock = asyncio.get_running_loop(), SuspendAwareClock(time.monotonic())
     async with asyncio.timeout(None) as scope:
