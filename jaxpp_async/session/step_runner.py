@@ -402,7 +402,7 @@ class StepRunner:
 
 
 def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
-    """Return, for each actor, the ids of donated arrays that it holds and that the step uses on others only.
+    """Return, for each actor, the ids of donated arrays that it holds but that the step does not use on it.
 
     The step's programs do not free these buffers, so the controller has to.
     """
