@@ -106,7 +106,13 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The description of a checkpoint's content: files by name, and arrays and plain values by path."""
+    """The description of a checkpoint's whole content.
+
+    Args:
+        files: descriptions of the files, by name.
+        arrays: descriptions of the arrays, by the path of their leaf.
+        values: the leaves that are plain Python values, by path.
+    """
 
     files: Mapping[str, File]
     arrays: Mapping[str, Array]
@@ -230,7 +236,7 @@ def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
 
 
 def _are_apart(pieces: Sequence[Piece]) -> bool:
-    """Return whether the pieces are different cells of one grid, like the parts of a sharded array."""
+    """Return whether no two pieces overlap and all are cells of one grid, like parts of a sharded array."""
     pieces = [piece for piece in pieces if 0 not in piece.shape]
     if len({piece.start for piece in pieces}) < len(pieces):
         return False
@@ -313,7 +319,7 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def assign_writers(sizes: Mapping[Any, int], holders: Mapping[Any, tuple[int, ...]]) -> dict[int, list[Any]]:
-    """Choose an actor to write each array, of those that hold it, so that all write about as many bytes.
+    """Choose an actor to write each array, such that all actors write about equally many bytes.
 
     Args:
         sizes: the bytes of each array, by any key that stands for the array.
@@ -336,14 +342,17 @@ def assign_writers(sizes: Mapping[Any, int], holders: Mapping[Any, tuple[int, ..
 
 
 def split_into_files(arrays: list[Any], sizes: Mapping[Any, int], file_bytes: int) -> list[list[Any]]:
-    """Split a list of arrays into lists, one per file, of at most `file_bytes` together; no array is split.
+    """Distribute the arrays that one actor writes over files of at most `file_bytes`, in their order.
 
-    An array of more bytes than that has a file of its own.
+    No array is split, so a larger one has a file of its own.
 
     Args:
         arrays: the arrays that one actor writes, by any key that stands for the array.
         sizes: the bytes of each array.
-        file_bytes: size of a file.
+        file_bytes: most bytes of a file, unless one array has more.
+
+    Returns:
+        One list of arrays per file.
     """
     files: list[list[Any]] = []
     left_bytes = 0

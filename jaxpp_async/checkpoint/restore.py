@@ -37,7 +37,7 @@ async def restore(controller: Controller, values: RemoteValues, path: Checkpoint
 
     Args:
         controller: the mesh's controller.
-        values: makes and fills the mesh's arrays.
+        values: the part of the mesh that makes and fills its arrays.
         path: the checkpoint's folder.
         like: a tree that says, for each saved path, the type and the actors of the restored leaf.
     """
@@ -111,7 +111,7 @@ class _Reading:
             raise
 
     async def _fill(self, wanted: dict[str, RestoreTarget], remote: dict[str, RemoteArray]) -> dict[str, Any]:
-        """Fill the arrays on the actors from the checkpoint, and return the other leaves by path.
+        """Fill the arrays on the actors from the checkpoint, and return the leaves in this process by path.
 
         Args:
             wanted: for each path, the type and the actors of the restored leaf.
@@ -159,7 +159,7 @@ class _Reading:
             await self._controller.request_log.send(process, make, Done)
 
     def _encoded(self, file: str) -> bytes:
-        """Return the path of one of the checkpoint's files in the form in which it is sent to processes."""
+        """Return the full path of one of the checkpoint's files as bytes, the form that messages carry."""
         return os.fsencode(os.path.join(self._folder, file))
 
     def _plain(self, path: str, array: RemoteArray) -> np.ndarray:
@@ -222,7 +222,7 @@ def load_manifest(folder: str) -> m.Manifest:
 
 
 def _found_instead(folder: str) -> str:
-    """Return a text for an error that says what is at a path instead of a checkpoint, and what to give.
+    """Return a text for an error that says what is at a path instead of a checkpoint, and what to do.
 
     Args:
         folder: the path at which the user expects a checkpoint.

@@ -97,8 +97,8 @@ class Saving:
         """Start the work of this save in a task. Only the mesh calls this.
 
         Args:
-            tasks: the tasks to which the new one is added.
-            work: does the save, and calls `settle` with its outcome.
+            tasks: the group to which the new task is added.
+            work: the coroutine that does the save and calls `settle` with its outcome.
             on_end: called when the task has ended, in whatever way.
         """
 
@@ -330,7 +330,7 @@ class _Job:
         self.replaced_manifest = checkpoint_folder.read_manifest(self.folder)
 
     async def _write_on(self, process: ProcessId, files: Sequence[Sequence[SavedArray]]) -> None:
-        """Have a process write its files, one after the other, to leave its threads free for other work.
+        """Have a process write its files, one after the other, because its threads have other work too.
 
         Args:
             process: the process.
@@ -367,7 +367,7 @@ class _Job:
         await self.controller.request_log.send(process, make, Done, awaited=self.saving.is_awaited)
 
     def _add_array(self, file: str, entry: SavedArray, digest: str) -> None:
-        """Add an array, or one part of an array, that has been written to the arrays of the manifest.
+        """Record for the manifest that an array, or one part of an array, has been written to a file.
 
         Args:
             file: name of the file.
@@ -518,7 +518,10 @@ class SavedArray:
 
     @property
     def name(self) -> str:
-        """The name of the array or part in its file: the path, and for a part where it begins."""
+        """The name of the array or part in its file, such as `"params/w"`, or `"params/w[0,128]"` for a part.
+
+        A part's name has the index in the array at which the part begins.
+        """
         if self.part is None:
             return self.path
         starts = ",".join(str(start) for start in part_start(self.part))
@@ -526,7 +529,7 @@ class SavedArray:
 
     @property
     def number(self) -> int:
-        """The number of the part, as the message `WriteFile` has it; -1 for a whole array."""
+        """The number of the part in the message `WriteFile`; -1 stands for the whole array."""
         return -1 if self.part is None else self.part.number
 
 
@@ -536,7 +539,7 @@ class SavePlan:
 
     Args:
         snapshots: for each process, the ids of the arrays of which it is to make a snapshot.
-        files: for each process, its files, each as the arrays and parts in it.
+        files: for each process, one tuple per file with the arrays and parts to write to it.
         size_bytes: size of all arrays together.
     """
 

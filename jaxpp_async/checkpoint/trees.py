@@ -181,7 +181,7 @@ def targets(like: Any) -> tuple[dict[str, RestoreTarget], Any]:
 
 
 def _is_argument(node: Any) -> bool:
-    """Return whether a node of the tree `like` is a pair `(step, argnum)`, which stands for that argument."""
+    """Return whether a node of `like` is a pair `(step, argnum)`, which stands for an argument of a step."""
     return isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], DistributedStep)
 
 

@@ -75,7 +75,7 @@ class SharedCache:
 
     @property
     def is_users_own(self) -> bool:
-        """Whether JAX has a compilation cache that was set by the user and not by this object."""
+        """True if JAX has a compilation cache that the user, and not this object, has set up."""
         return not self._users and bool(jax.config.jax_compilation_cache_dir)
 
     @contextmanager

@@ -45,11 +45,12 @@ _COPIED_CONFIG = (
 
 
 def trace_settings() -> tuple[Any, ...]:
-    """Return all of this thread's settings on which a traced and exported program depends, to be compared.
+    """Return the values of all settings of this thread on which a traced and exported program depends.
 
-    The value is quick to compute and to compare. Its first part is JAX's key for its own caches of traces,
-    which includes settings of one thread (`with jax.enable_x64(True)`) and the meshes in context, but lacks
-    some of the settings that actors get; the other part is the latter.
+    Callers compare two results to see whether a setting has changed; a result is quick to make and to
+    compare. Its first entry is JAX's key for its own caches of traces, which includes settings of one thread
+    (`with jax.enable_x64(True)`) and the meshes in context, but lacks some of the settings that actors get.
+    The other entries are all settings that actors get.
     """
     config = jax.config
     return _settings.trace_context(), *[getattr(config, name, None) for name in _COPIED_CONFIG]
@@ -72,17 +73,17 @@ _CHECKS = ("jax_debug_nans", "jax_debug_infs")
 
 
 def thread_checks() -> dict[str, Any]:
-    """Return this thread's values of the checks that each actor does at run time, for NaN and infinity.
+    """Return this thread's values of `jax_debug_nans` and `jax_debug_infs`, by name.
 
-    Nothing of these settings is part of a compiled program.
+    They are not part of a compiled program: each actor checks for NaN and infinity as its own settings say.
     """
     return {name: getattr(jax.config, name) for name in _CHECKS}
 
 
 def global_checks() -> dict[str, Any]:
-    """Return the values that the settings of `thread_checks` have in threads that do not override them.
+    """Return this process's values of `jax_debug_nans` and `jax_debug_infs`, by name.
 
-    Inline actors run in such threads.
+    They hold in threads that have no values of their own, such as those in which inline actors run.
     """
     return {name: getattr(_settings, name.removeprefix("jax_")).get_global() for name in _CHECKS}
 
@@ -223,7 +224,7 @@ def spare_gpus() -> bool:
 
     A setting of the user's own stays (`XLA_PYTHON_CLIENT_PREALLOCATE`, `jax_pjrt_client_create_options`).
     This changes an option of this process and not its environment, which actors inherit: they are to
-    allocate their memory when they start.
+    allocate most of the memory at their first use of JAX.
 
     Returns:
         False if this process allocates most of a GPU's memory all the same: because it has done so already,

@@ -229,7 +229,7 @@ def is_in_host_memory(leaf: Any) -> bool:
 
 
 def meshes_named(eqn: Any) -> list[Any]:
-    """Return the meshes in an equation's parameters that have axes: of shardings, and of a `shard_map`."""
+    """Return the meshes in an equation's parameters (of shardings or a `shard_map`), except empty ones."""
     found: list[Any] = []
     for value in eqn.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):

@@ -21,7 +21,8 @@ PATIENCE_S = 5.0
 class StepQueueEntry:
     """The record of one step, kept from when the step begins to wait for admission until it has ended.
 
-    As a context manager the entry surrounds the code that sends the step: an error in that code removes it.
+    As a context manager the entry surrounds the code that sends the step, and an error in that code removes
+    the entry from the queue.
 
     Attributes:
         steps: the queue that the entry is in.
@@ -55,7 +56,7 @@ class StepQueueEntry:
         handle.when_done(lambda: self.steps.remove(self))
 
     def time_wait_of(self, waiter: StepQueueEntry | None) -> None:
-        """Start a timer that reports that `waiter` has waited too long for this step to end.
+        """Start a timer that reports that `waiter` has waited `PATIENCE_S` seconds for this step to end.
 
         The timer replaces the one of any other waiter. Nothing changes if the wait of `waiter` is timed
         already, or if a wait for this step has been reported.
@@ -78,7 +79,7 @@ class StepQueueEntry:
 
 
 class AbandonedSteps:
-    """The queue of one mesh's unfinished steps, which reports steps that hold up others without a caller.
+    """The queue of one mesh's unfinished steps, which reports an abandoned step that delays another step.
 
     A step is abandoned when its caller has been cancelled after the step was sent.
 
@@ -100,7 +101,7 @@ class AbandonedSteps:
         return entry
 
     def mark_abandoned(self, handle: StepHandle) -> None:
-        """Record that nobody awaits a step any more that was sent."""
+        """Record that the caller of a step, which was sent already, no longer awaits it."""
         self._abandoned.update(entry for entry in self._queue if entry.handle is handle)
         self._time_waits()
 

@@ -63,7 +63,7 @@ class Arguments:
     """The arguments of one call of a step, in the form in which the controller sends them to the actors.
 
     Args:
-        array_ids: for each actor that uses any argument, the array id of each of these by argument position.
+        array_ids: for each actor that uses any argument, the array ids of its arguments, by position.
         puts: for each actor, the host values that are sent to it together with the step.
         frees_after: for each actor, the ids of arrays that it frees after this step.
         settling: the `RemoteArray`s whose values are still in this process and are sent with the step; for
@@ -143,12 +143,12 @@ class Binding:
         hidden: Sequence[RemoteArray],
         new_id: Callable[[], ArrayId],
     ) -> Arguments:
-        """Return the arguments to send to each actor, for a call for which the method `ids` has returned ids.
+        """Return the arguments to send to each actor, given the array ids that the method `ids` returned.
 
         Args:
             leaves: the argument leaves of the call.
-            ids: what the method `ids` returned; this method fills in ids of host values and hidden arguments.
-            hidden: the arrays of the hidden arguments.
+            ids: the array ids; this method adds those of host values and hidden arguments to the list.
+            hidden: the arrays of the hidden arguments (captured arrays, microbatch indices).
             new_id: returns an unused array id.
 
         Raises:
@@ -169,12 +169,12 @@ class Binding:
         """Return the arguments to send, for any valid call whose arrays have been moved to their actors.
 
         Unlike `bind`, this method handles one array that is passed as several arguments, and an array of
-        `mesh.put` whose value is still in this process. Such a value stays in this process until
+        `mesh.put` whose value is still in this process. The handle of such an array changes only in
         `Arguments.settle`, because another argument may yet turn out to be unreadable.
 
         Args:
             leaves: the argument leaves of the call.
-            hidden: the arrays of the hidden arguments.
+            hidden: the arrays of the hidden arguments (captured arrays, microbatch indices).
             new_id: returns an unused array id.
         """
         # An array that waits in this process may be several arguments, on different actors.
@@ -266,7 +266,7 @@ class Binding:
 
 
 def _by_actor(slots: Sequence[Slot]) -> tuple[tuple[ActorId, tuple[int, ...]], ...]:
-    """Return each actor that has any of the slots, in order, with the positions of its slots."""
+    """Return, for each actor that any slot names, the positions of the slots that name it."""
     found: dict[ActorId, list[int]] = {}
     for k, slot in enumerate(slots):
         for actor in slot.actors:

@@ -44,7 +44,7 @@ class Mover:
 
     Args:
         controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
-        values: makes and frees the mesh's arrays.
+        values: the part of the mesh that makes and frees its arrays.
         num_actors: number of actors.
         target: the devices of one actor.
     """
@@ -132,7 +132,7 @@ class Mover:
 
         Args:
             leaf: the array.
-            slot: names the array and gives its new sharding.
+            slot: the step's slot for the array, which has the array's name and its new sharding.
             to: the actors that are to have the array.
         """
         move = Move(replace(leaf.value_type, weak=False), leaf.actors[0], to, slot.type.aval.spec)

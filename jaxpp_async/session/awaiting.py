@@ -66,7 +66,10 @@ class UnawaitedCoroutine:
 def says_to_await(
     method: Callable[_P, CoroutineType[Any, Any, _T]],
 ) -> Callable[_P, CoroutineType[Any, Any, _T]]:
-    """Decorate an async method so that it returns an `UnawaitedCoroutine`, whose misuse says to await it."""
+    """Decorate an async method so that using its coroutine in place of its result says to await it.
+
+    The decorated method returns an `UnawaitedCoroutine`.
+    """
 
     @functools.wraps(method)
     def call(*args: _P.args, **options: _P.kwargs) -> CoroutineType[Any, Any, _T]:

@@ -27,7 +27,7 @@ from jaxpp_async.session.step import DistributedStep
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The actors and the sharding that a leaf of a `mesh.put` is to have, and a name of it for errors."""
+    """The actors and the sharding that an array of `mesh.put` is to have, with a name for errors."""
 
     name: str
     spec: tuple[SpecEntry, ...]
@@ -46,11 +46,11 @@ class RemoteValues:
         self._controller, self._target = controller, target
 
     def new_array(self, value_type: ValueType, actors: Iterable[ActorId]) -> RemoteArray:
-        """Return the handle of a new array, which a program or a put is about to make on `actors`."""
+        """Return the handle of a new array, whose buffers a program or `fill` will then make on `actors`."""
         return RemoteArray(self, self._controller().new_array_id(), value_type, tuple(actors))
 
     def new_arrays(self, slots: Sequence[Slot]) -> list[RemoteArray]:
-        """Return new handles for a step's results, one per slot."""
+        """Return new handles for the results of a step, one per slot (result leaf)."""
         new_id = self._controller().new_array_id
         return [RemoteArray(self, new_id(), slot.type, slot.actors) for slot in slots]
 
@@ -94,7 +94,10 @@ class RemoteValues:
         return jax.tree.unflatten(treedef, arrays)
 
     async def fetch(self, tree: Any) -> Any:
-        """Return the tree with the values of its `RemoteArray`s, from the actors; see `RemoteMesh.fetch`."""
+        """Fetch the values of the `RemoteArray`s in a tree, and return the tree with these values in it.
+
+        See `RemoteMesh.fetch`.
+        """
         values, treedef = jax.tree.flatten(tree)
         remote: dict[int, RemoteArray] = {}
         for k, leaf in enumerate(values):

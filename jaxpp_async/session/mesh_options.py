@@ -1,4 +1,4 @@
-"""Check the options that a user passes to `RemoteMesh`, and make the controller's and launcher's from them.
+"""Check the options that a user passes to `RemoteMesh`, and convert them for the controller and launcher.
 
 The functions of this module start nothing.
 """
@@ -73,7 +73,7 @@ def seconds(name: str, value: Any, *, least: float = 0.0, most: float = math.inf
 
 
 def only_known(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorate `fn` so that a call with an unknown keyword argument names the most similar one that exists.
+    """Decorate `fn` so that an unknown keyword argument raises an error that suggests a similar known one.
 
     Raises:
         TypeError: raised by the decorated function for an unknown keyword argument, as by Python itself.
@@ -147,8 +147,8 @@ def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dic
     """Check the option `axis_rules`, which maps logical axis names to mesh axes, and return a copy of it.
 
     Raises:
-        ShardingError: a rule names an axis that the mesh does not have, or is not an axis, several in a
-            tuple, or None.
+        ShardingError: a rule names an axis that the mesh does not have, or is neither an axis nor a tuple of
+            axes nor None.
     """
     for name, entry in rules.items():
         if not (entry is None or isinstance(entry, str | tuple | list)):
@@ -236,7 +236,7 @@ def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: 
     """Raise an error if a user who named GPUs with `devices=` would get actors that run on CPUs.
 
     Args:
-        given: the platform that the user asked for; None: none, and only then there may be an error.
+        given: the platform that the user asked for. If it is not None, nothing is checked.
         chosen: the platform that was chosen.
         launcher: the launcher, whose hosts may have `devices=` of their own.
         devices: the option `devices=` of the mesh.
@@ -257,7 +257,14 @@ def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: 
 
 
 def spare_gpus(platform: str, *, inline: bool) -> None:
-    """Have this process's JAX leave GPU memory to actors on this machine; log a warning if it is too late."""
+    """Have this process's JAX leave GPU memory to actors on this machine; log a warning if it is too late.
+
+    Nothing is done for actors on CPUs, or for inline actors, which share this process's JAX.
+
+    Args:
+        platform: the actors' platform, `"cpu"` or `"cuda"`.
+        inline: whether the actors live in this process.
+    """
     if platform == "cuda" and not inline and not jax_config.spare_gpus():
         _LOG.warning(
             "JAX in this process has taken most of a GPU's memory already; actors on the same GPU may find "

@@ -19,7 +19,7 @@ from jaxpp_async.session.awaiting import says_to_await
 
 
 class Owner(Protocol):
-    """The interface of a mesh for its arrays: it fetches them, frees them and knows their shardings."""
+    """The interface of the part of a mesh through which its arrays are fetched and freed."""
 
     async def fetch(self, tree: Any) -> Any: ...
 
@@ -165,7 +165,7 @@ class RemoteArray:
     def relocate(
         self, actors: tuple[ActorId, ...], *, array_id: int | None = None, value_type: ValueType | None = None
     ) -> None:
-        """Record that the array's buffers are now on `actors`; the handle drops a value in this process.
+        """Record that the array's buffers are now on `actors`, and drop its value in this process, if any.
 
         Only the mesh calls this.
 

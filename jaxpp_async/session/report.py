@@ -181,7 +181,7 @@ def why_taken(compiled: Compiled, name: str) -> str:
 
 
 def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:
-    """Return lines of text, one per loop, with the names that the user gave to `pipeline_yield`s in it."""
+    """Return one line of text per loop that has named stages, with the names from its `pipeline_yield`s."""
     lines = []
     for loop in compiled.placed.loops.values():
         named = [f"{k} at {name!r}" for k, name in enumerate(loop.staged.stage_names) if name]

@@ -94,7 +94,7 @@ class CompiledStep:
 
 
 class Runner(Protocol):
-    """The interface of a mesh for its steps, through which they are compiled and run."""
+    """The interface of the part of a mesh through which its steps are compiled and run."""
 
     @property
     def num_actors(self) -> int: ...
@@ -314,12 +314,12 @@ class DistributedStep:
         self._calls.appendleft((call, compiled))
 
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return those entries of a sequence with one entry per argument that belong to traced arguments."""
+        """Return the entries of the traced arguments, from a sequence with one entry per argument."""
         static = self._options.static_argnums
         return tuple(a for i, a in enumerate(args) if i not in static) if static else tuple(args)
 
     def _static(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return those entries of a sequence with one entry per argument that belong to static arguments."""
+        """Return the entries of the static arguments, from a sequence with one entry per argument."""
         return tuple(args[i] for i in self._options.static_argnums if i < len(args))
 
     def signature(self, args: Sequence[Any]) -> Any:
@@ -510,7 +510,7 @@ class DistributedStep:
 
 
 def _signature(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signature | None:
-    """Return a function's signature, or None if it has none, as some builtins."""
+    """Return a function's signature, or None if it has none, which is so for some builtins."""
     try:
         return inspect.signature(fn, follow_wrapped=follow_wrapped)
     except (TypeError, ValueError):
@@ -558,7 +558,10 @@ def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
 
 
 def handed_back(compiled: Compiled) -> dict[int, int]:
-    """Return which results are arguments that no task uses: result position to argument position."""
+    """Return the position of the argument for each result that is an argument which no task uses.
+
+    The caller gets such an argument back as it is.
+    """
     leaf_of = {v: arg for arg, v in enumerate(compiled.traced.flat.inputs)}
     return {result: leaf_of[v] for result, v in compiled.placed.placement.handed_back.items()}
 

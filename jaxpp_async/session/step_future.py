@@ -183,10 +183,11 @@ class Recording:
 
 
 class StepArrays:
-    """The donated arguments and the results of one step that has been sent, whose handles it keeps correct.
+    """An object that updates the handles of a sent step's donated arguments and results as the step goes on.
 
     Donated arguments are unusable from when the step is sent. If the step fails, its results are unusable
-    too; if its caller is cancelled, each donated argument refers to the result that continues it.
+    too; if its caller is cancelled, each donated argument refers to the result that continues it (its new
+    value).
 
     Args:
         name: the step function's name.
@@ -256,9 +257,9 @@ class StepArrays:
         return "; ".join(said) or None
 
     def _argument_and_result(self, arg: int, result: int) -> tuple[str, str]:
-        """Return the names of the argument and of the part of the result to which two leaves belong.
+        """Return the names of the whole trees to which two leaves belong, such as `("state", "result[0]")`.
 
-        The result continues the argument, so the names are of equal trees, such as `("state", "result[0]")`.
+        The result leaf continues the argument leaf (is its new value), so their paths in these trees agree.
 
         Args:
             arg: position of the argument leaf.
@@ -276,7 +277,7 @@ class Printer:
     """An object that calls the host code of one mesh's steps, such as prints, in the order of the steps.
 
     Args:
-        values: the mesh's arrays, by which the values to print are fetched.
+        values: the part of the mesh that fetches the values to print.
     """
 
     def __init__(self, values: RemoteValues):

@@ -51,7 +51,7 @@ class StepRunner:
 
     Args:
         controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
-        values: makes, fills, fetches and frees the mesh's arrays.
+        values: the part of the mesh that makes, fills, fetches and frees its arrays.
         num_actors: number of actors.
         target: the devices of one actor.
         max_inflight: the number of steps that may be under way at the same time.
@@ -267,6 +267,9 @@ class StepRunner:
         """Wait until the step is admitted, move its arguments to the actors that use them, and start it.
 
         A step is admitted when fewer than `max_inflight` steps are under way.
+
+        Returns:
+            The future of the step, which has been sent.
         """
         binding = compiled.binding
         if (self._admission.locked() or self._start_lock.locked()) and binding.ids(
