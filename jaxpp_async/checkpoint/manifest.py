@@ -170,7 +170,7 @@ def parse(text: str) -> Manifest:
         arrays = {path: _array(fields, files) for path, fields in content["arrays"].items()}
         values = {path: _value(fields) for path, fields in content["values"].items()}
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        # The checksum is right, but this package has not written this.
+        # The checksum is right, so another program than this package must have written the text.
         raise CheckpointError(f"has a field that cannot be read: {printable(str(error))}") from None
     return Manifest(files, arrays, values)
 

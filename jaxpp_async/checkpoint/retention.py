@@ -66,7 +66,7 @@ class Checkpoints:
         except CheckpointError as failure:
             if error is None:
                 raise
-            _LOG.warning("%s", failure)  # what ended the context says more
+            _LOG.warning("%s", failure)  # the error that ended the context is raised instead
 
     async def save(
         self, step_number: int, tree: Any, *, wait: bool = False, on_progress: OnProgress | None = None
@@ -92,7 +92,8 @@ class Checkpoints:
         await self.wait()
 
         async def prune() -> None:
-            # Newer ones are of another run, or of this run before it went back: this save stays in any case.
+            # Checkpoints of higher numbers are of another run, or of this run before it was set back. They do
+            # not count, so that this save stays in any case.
             for number in [n for n in self.step_numbers() if n <= step_number][: -self._keep]:
                 await self._mesh.saver.remove(self.path(number))
 

@@ -132,7 +132,7 @@ class Saver:
 
     def __init__(self, controller: Callable[[], Controller], owner: Owner, on_event: Emit | None = None):
         self._controller, self._owner = controller, owner
-        self._on_event = on_event or EventLog().emit  # which still logs it
+        self._on_event = on_event or EventLog().emit  # which logs each event
         self._one_at_a_time, self._tasks = asyncio.Lock(), OwnedTasks()
         self._removals = FileRemovals(controller)
         self._current: Saving | None = None
@@ -396,7 +396,7 @@ class _Job:
         path, metadata = os.path.join(self.folder, name), self._metadata(list(arrays))
 
         def write() -> tuple[int, dict[str, str]]:
-            checkpoint_folder.make(self.folder)  # another save that failed may have taken it away
+            checkpoint_folder.make(self.folder)  # another save that failed may have removed it
             return tensor_files.write(path, arrays, metadata, self.stopped.is_set)
 
         try:
@@ -431,7 +431,7 @@ class _Job:
         sizes = {name: file.size_bytes for name, file in self.files.items()}
         checkpoint_folder.commit(self.folder, self.save_id, self.manifest, self.replaced_manifest, sizes)
         self.is_committed = True
-        with contextlib.suppress(OSError):  # as on the actors
+        with contextlib.suppress(OSError):  # this checkpoint is complete even if old files stay
             checkpoint_folder.remove_files(self.folder, checkpoint_folder.files_of(self.replaced_manifest))
 
     async def _remove_replaced(self) -> None:

@@ -24,7 +24,7 @@ from jax._src import sharding_impls as _sharding_impls
 from jax.sharding import AbstractMesh
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
-# Settings that change the meaning or the values of a program that is traced here and runs on an actor.
+# Settings that change the meaning or the values of a program that one process traces and another runs.
 _COPIED_CONFIG = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -107,7 +107,7 @@ def without_transfer_guard(fn: _F) -> _F:
     def call(*args: Any, **kwargs: Any) -> Any:
         if all(
             guard.value in (None, "allow") for guard in _GUARDS
-        ):  # to set a guard takes as long as a small put
+        ):  # setting a guard takes as long as a small put
             return fn(*args, **kwargs)
         with jax.transfer_guard("allow"):
             return fn(*args, **kwargs)
@@ -177,7 +177,7 @@ def write_cache_whole() -> None:
     _lru_cache.LRUCache.put = _put_whole
 
 
-_put_in_place = _lru_cache.LRUCache.put  # as JAX has it: this is read before anyone calls the function above
+_put_in_place = _lru_cache.LRUCache.put  # JAX's own, read before the function above replaces it
 
 
 def _put_whole(self: Any, key: str, value: bytes) -> None:
@@ -275,4 +275,4 @@ def let_gloo_listen_on(address: str) -> None:
     _jax.make_gloo_tcp_collectives = functools.partial(_make_gloo, hostname=address)
 
 
-_make_gloo = _jax.make_gloo_tcp_collectives  # as JAX has it
+_make_gloo = _jax.make_gloo_tcp_collectives  # JAX's own, read before the function above replaces it

@@ -461,7 +461,7 @@ def has_effects(eqn: Any) -> bool:
 
 def is_unknown_axis_error(error: BaseException) -> bool:
     """Return whether JAX's error is about a `PartitionSpec` with an axis that the mesh in context lacks."""
-    # Told by the text: the type is a plain ValueError or RuntimeError, and JAX removes its frames.
+    # Recognized by the text: the type is a plain ValueError or RuntimeError, and JAX removes its frames.
     text = str(error)
     return (
         ("Resource axis" in text and "not found in mesh" in text)
@@ -479,7 +479,7 @@ _NEEDS_GPU = re.compile(
 
 def is_missing_gpu_error(error: BaseException) -> bool:
     """Return whether an error says that JAX needed a GPU, which this process lacks, to trace or lower."""
-    # Told by the text, as above, from its first word on: users' errors may speak of GPUs too.
+    # Recognized by the beginning of the text, because users' errors may mention GPUs too.
     return _NEEDS_GPU.match(str(error)) is not None
 
 
@@ -545,7 +545,7 @@ def propagated_specs(jitted: Any, avals: Sequence[Any], platform: str) -> tuple[
     module = jitted.trace(*avals).lower(lowering_platforms=(platform,)).compiler_ir()
     with module.context:
         passes = passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)")
-        passes.enable_verifier(False)  # it looks at the whole module after each pass: two thirds of the time
+        passes.enable_verifier(False)  # it checks the whole module after each pass: 2/3 of the time
         passes.run(module.operation)
     main = next(op for op in module.body.operations if "main" in str(getattr(op, "name", "")))
     ranks = [len(t.shape) for t in main.type.inputs], [len(t.shape) for t in main.type.results]

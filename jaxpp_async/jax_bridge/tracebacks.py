@@ -208,8 +208,8 @@ def framework_hints() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # flax is not imported for its types, and gives this two of them
-        # in a loop, which is in a step
+    except Exception as error:  # flax raises it as two types, and is not imported to name them
+        # The context of a step encloses those of its loops, so the note may have been added already.
         hinted = any("copy=True" in note for note in getattr(error, "__notes__", ()))
         if "different trace level" in str(error) and not hinted:
             error.add_note(
@@ -231,7 +231,7 @@ class HiddenFrames:
     __slots__ = ("_handled",)
 
     def __enter__(self) -> None:
-        # Python chains it to each error that is raised in here, and its traceback belongs to the caller.
+        # Python makes it the context of each error that is raised inside; its traceback is the caller's.
         self._handled = sys.exception()
 
     def __exit__(
@@ -249,7 +249,7 @@ class HiddenFrames:
         with contextlib.suppress(Exception):
             for each in _chain(error, self._handled):
                 says_all = _says_all(each)
-                # Past the exception's own `__setattr__`, which refuses where it is a frozen dataclass.
+                # This bypasses the exception's own `__setattr__`, which raises in a frozen dataclass.
                 BaseException.with_traceback(each, shown(each.__traceback__, says_all=says_all))
 
 
@@ -295,7 +295,7 @@ def _says_all(error: BaseException) -> bool:
     """Return whether an error can be understood without the frames of this package."""
     if isinstance(error, JaxppAsyncError) or _is_cancelled(error):
         return True
-    # past a `__getattribute__` of the user's
+    # `object` bypasses a `__getattribute__` of the user's
     return _DELIBERATE in object.__getattribute__(error, "__dict__")
 
 

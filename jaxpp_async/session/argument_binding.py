@@ -219,7 +219,7 @@ class Binding:
             assert host is not None
             bound.settling.append((leaf, home, replace(slot.type, weak=leaf.weak_type)))
         else:
-            # Most often the value has the travelling form already: to check that costs less than to convert.
+            # Most often the value is in the form to send already; checking that costs less than converting.
             is_ready = (
                 type(leaf) is np.ndarray and leaf.dtype == self._dtypes[arg] and leaf.flags.c_contiguous
             )

@@ -232,7 +232,7 @@ class RemoteArray:
             return None
         return self._id if spec is None or self._type.aval.spec == spec else None
 
-    # Without these there would be a wrong answer (`if loss`) or an error that says nothing of actors.
+    # Without these methods Python would answer wrongly (`if loss`), or its error would not mention actors.
     __bool__, __int__, __float__, __complex__, __index__ = map(
         _not_here, ("bool()", "int()", "float()", "complex()", "use as an index")
     )
@@ -248,7 +248,7 @@ class RemoteArray:
     __mod__ = __rmod__ = _not_here("`%`")
     __pow__ = __rpow__ = _not_here("`**`")
     __neg__, __pos__, __abs__, __round__ = map(_not_here, ("`-`", "`+`", "abs()", "round()"))
-    # A second handle of the same buffers: the first of the two that went would free them.
+    # A copy would be a second handle of the same buffers, and the first to be collected would free them.
     __copy__, __deepcopy__, __reduce_ex__ = map(_not_here, ("copy.copy()", "copy.deepcopy()", "pickling"))
 
     def __eq__(self, other: object) -> bool:

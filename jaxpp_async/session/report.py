@@ -55,7 +55,7 @@ class CompileReport:
             parts += ["transfers in one step", _transfer_table(self.transfers), ""]
         else:
             parts += ["no transfers between actors", ""]
-        asked = [p for p in self.inputs if not p.name.startswith(_INDICES)]  # the others are ours and tiny
+        asked = [p for p in self.inputs if not p.name.startswith(_INDICES)]  # indices are tiny
         for title, places in (("arguments", asked), ("results", self.outputs)):
             parts += [title, _place_table(places), ""]
         return "\n".join(parts[:-1])

@@ -183,7 +183,8 @@ class DistributedStep:
         self.__name__ = getattr(fn, "__name__", "step")
         named = _signature(fn)
         self._names = tuple(named.parameters) if named else ()  # without names, positions serve as names
-        # A wrapper may take more than what it wraps, and `jax.jit` around one says what the innermost takes.
+        # A wrapper's own signature is checked, since it may take more arguments than the wrapped function.
+        # `jax.jit` around a wrapper has the signature of the innermost function, so then nothing is checked.
         inner = getattr(fn, "__wrapped__", None)
         self._parameters = None if hasattr(inner, "__wrapped__") else _signature(fn, follow_wrapped=False)
 
@@ -294,7 +295,7 @@ class DistributedStep:
                 and call.treedef == treedef
                 and call.config == config
                 and call.static_hash
-                == static_hash  # as in a dict: values with an odd `==` are not compared in vain
+                == static_hash  # checked first, as in a dict, since a user's `==` may be slow or odd
                 and call.static == static
             ):
                 self._latest = compiled

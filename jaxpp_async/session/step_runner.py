@@ -80,7 +80,7 @@ class StepRunner:
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._mover = Mover(controller, values, num_actors, target)
         self._printer = Printer(values)
-        self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # of large moves
+        self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # their large moves are logged
         self._abandoned_steps = AbandonedSteps(
             lambda ahead, name: controller().mesh_events.waiting(name, ahead.step)
         )
@@ -91,7 +91,7 @@ class StepRunner:
         try:
             await future.wait_sent()
             return await future
-        except BaseException as error:  # whatever ended it, a closed coroutine too: nobody gets the results
+        except BaseException as error:  # also of a closed coroutine: in any case nobody gets the results
             self._abandon(future, "run", error)
             raise
 
@@ -386,7 +386,7 @@ class StepRunner:
                 kind=kind,
             )
         except BaseException:  # also an interrupt: whatever ended it, the step was not sent
-            for array in taken_over:  # the argument's handle keeps what lies there
+            for array in taken_over:  # the argument's handle keeps the buffers
                 array.retire(DELETED, "its step was not sent")
             raise
         arguments.settle()
