@@ -3,9 +3,9 @@
 The description is called the manifest. The functions of this module are pure: they read and write no file.
 They trust no field that they parse, because a checkpoint may come from anywhere.
 
-A path names a leaf as `jax.tree_util.keystr(path, simple=True, separator="/")` does, `params/blocks/0/w`; a
-`/` or `~` inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901), and the only leaf of a tree
-is `.`.
+A path names a leaf as `jax.tree_util.keystr(path, simple=True, separator="/")` does, for example
+`params/blocks/0/w`. A `/` or `~` inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901). The
+path of a tree that is itself a leaf is `.`.
 """
 
 from __future__ import annotations
@@ -192,7 +192,10 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _short(value: Any, at_most: int = 80) -> str:
-    """Return a short text of a value of unknown type and size for an error; of a container, only the type."""
+    """Return a short text for an error from a value of unknown type and size.
+
+    A container is described by its type only.
+    """
     if isinstance(value, str | int | float | bool | None):
         return printable(f"{value!r:.{at_most}}")
     return f"a {type(value).__name__}"
@@ -322,7 +325,7 @@ def assign_writers(sizes: Mapping[Any, int], holders: Mapping[Any, tuple[int, ..
     """Choose an actor to write each array, such that all actors write about equally many bytes.
 
     Args:
-        sizes: the bytes of each array, by any key that stands for the array.
+        sizes: for each array, its size in bytes; the keys may be any values that stand for the arrays.
         holders: for each array, the actors that hold it, at least one.
 
     Returns:
@@ -347,9 +350,9 @@ def split_into_files(arrays: list[Any], sizes: Mapping[Any, int], file_bytes: in
     No array is split, so a larger one has a file of its own.
 
     Args:
-        arrays: the arrays that one actor writes, by any key that stands for the array.
-        sizes: the bytes of each array.
-        file_bytes: most bytes of a file, unless one array has more.
+        arrays: the arrays, as keys of `sizes`.
+        sizes: for each array, its size in bytes.
+        file_bytes: the most bytes in one file, unless one array has more.
 
     Returns:
         One list of arrays per file.

@@ -238,10 +238,10 @@ class Saver:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """The work of one save: it writes files, commits them, and removes them if it fails.
+    """The work of one save: to write its files, to commit them, and to remove them if the save fails.
 
     Attributes:
-        snapshots: for each process that writes, the reply that it has made its snapshot.
+        snapshots: for each process that writes, a future of its reply that it has made its snapshot.
         made_folders: the folders that this save made, outermost first.
         replaced_manifest: the manifest that was in the folder when the save began; None if there was none.
         manifest: the manifest that this save writes.
@@ -473,8 +473,8 @@ class _Job:
     def _is_in_place(self) -> bool:
         """Return whether this save's manifest is in the folder; this runs in a thread.
 
-        It may be there although the commit failed: a file system may report that it could not put a file in
-        place, or not make it durable, and have it all the same.
+        It may be there although the commit failed: a file system may report an error when it puts a file in
+        place, or makes it durable, and store the file nevertheless.
         """
         return bool(self.manifest) and checkpoint_folder.read_manifest(self.folder) == self.manifest
 
@@ -580,7 +580,7 @@ def make_save_plan(leaves: Leaves, controller: Controller) -> SavePlan:
 def _writers(
     actor: ActorId, array_id: ArrayId, aval: Aval, controller: Controller
 ) -> list[tuple[ProcessId, Sequence[Part | None]]]:
-    """Return the processes of an actor that write an array, each with the parts that it writes.
+    """Return the processes of an actor that are to write an array, each with the parts that it writes.
 
     A part of None stands for the whole array.
     """

@@ -292,7 +292,7 @@ def _hidden(frames: list[FrameType]) -> tuple[list[bool], int]:
 
 
 def _says_all(error: BaseException) -> bool:
-    """Return whether an error can be understood without the frames of this package."""
+    """Return whether an error's message explains it, so that no frame of this package needs to be shown."""
     if isinstance(error, JaxppAsyncError) or _is_cancelled(error):
         return True
     # `object` bypasses a `__getattribute__` of the user's

@@ -170,7 +170,7 @@ class Binding:
 
         Unlike `bind`, this method handles one array that is passed as several arguments, and an array of
         `mesh.put` whose value is still in this process. The handle of such an array changes only in
-        `Arguments.settle`, because another argument may yet turn out to be unreadable.
+        `Arguments.settle`, because binding another argument may still fail.
 
         Args:
             leaves: the argument leaves of the call.
@@ -320,7 +320,7 @@ def leaf_type(leaf: Any) -> LeafType:
 
 
 def kind(leaf: Any) -> Any:
-    """Return a value that determines the leaf's type and that is cheaper to compute than the type.
+    """Return a value by which the types of two leaves can be compared, cheaper to compute than the type.
 
     Leaves of equal kinds have equal types, but leaves of equal types may have different kinds.
 

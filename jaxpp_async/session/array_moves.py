@@ -228,12 +228,12 @@ WARN_BYTES = 1 << 20
 
 
 def carried_bytes(moved: Sequence[Moved]) -> int:
-    """Return how many bytes these moves sent from one actor to another, over all copies."""
+    """Return how many bytes these moves sent between different actors, counting every copy."""
     return sum(m.size_bytes * len({*m.to} - {m.from_actor}) for m in moved)
 
 
 def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -> str:
-    """Compose a warning about moves that a user may not expect, and may not want at every call.
+    """Return the text of a warning about moves that a user may not expect, or not want at every call.
 
     Args:
         moved: all moves before one step.

@@ -66,9 +66,9 @@ class UnawaitedCoroutine:
 def says_to_await(
     method: Callable[_P, CoroutineType[Any, Any, _T]],
 ) -> Callable[_P, CoroutineType[Any, Any, _T]]:
-    """Decorate an async method so that using its coroutine in place of its result says to await it.
+    """Decorate an async method so that a user who forgets to await it gets an error that says so.
 
-    The decorated method returns an `UnawaitedCoroutine`.
+    The decorated method returns an `UnawaitedCoroutine`, which raises that error.
     """
 
     @functools.wraps(method)

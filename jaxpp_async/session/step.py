@@ -482,7 +482,8 @@ class DistributedStep:
     def _typed(self, shapes: Sequence[Any], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
         """Return the shapes of the arguments with a sharding in the type of each leaf.
 
-        The sharding is the user's; where there is none, it is the one that a `RemoteArray` has.
+        The sharding is the user's if there is one, else that of the argument if it is a `RemoteArray`, else
+        replication.
 
         Args:
             shapes: the arguments, with a `jax.ShapeDtypeStruct` for each leaf.

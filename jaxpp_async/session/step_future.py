@@ -186,12 +186,11 @@ class StepArrays:
     """An object that updates the handles of a sent step's donated arguments and results as the step goes on.
 
     Donated arguments are unusable from when the step is sent. If the step fails, its results are unusable
-    too; if its caller is cancelled, each donated argument refers to the result that continues it (its new
-    value).
+    too; if its caller is cancelled, each donated argument refers to the result that is its new value.
 
     Args:
         name: the step function's name.
-        compiled: the compiled step, which has the result that continues each donated argument.
+        compiled: the compiled step, which says which result is the new value of each donated argument.
         leaves: the argument leaves of the call.
         results: the handles of the step's results.
 
@@ -221,9 +220,9 @@ class StepArrays:
             array.retire(DONATED, f"it was donated to step {self._name!r}, which failed: {why}")
 
     def abandon(self) -> str | None:
-        """Make each donated array refer to the result that continues it, because the caller was cancelled.
+        """Make each donated array refer to its new value among the results, since the caller was cancelled.
 
-        A donated array that no result continues stays unusable. The caller never gets the results themselves.
+        A donated array that has no new value stays unusable. The caller never gets the results themselves.
 
         Returns:
             A text for the log that says what became of the donated arguments; None if there are none.
