@@ -71,10 +71,10 @@ class Checkpoints:
     async def save(
         self, step_number: int, tree: Any, *, wait: bool = False, on_progress: OnProgress | None = None
     ) -> Saving:
-        """Start to save a tree as it is now, and return while the files are still being written.
+        """Start to save a tree as it is now, and by default return while its files are still being written.
 
         If the save before this one is still writing, this method first waits for it. Once the checkpoint is
-        complete, older ones than the last `keep` are removed.
+        complete, all but the last `keep` checkpoints are removed.
 
         Args:
             step_number: the number that names the checkpoint; a checkpoint of the same number is replaced.
