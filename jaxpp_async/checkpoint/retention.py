@@ -73,8 +73,8 @@ class Checkpoints:
     ) -> Saving:
         """Start to save a tree as it is now, and by default return while its files are still being written.
 
-        If the save before this one is still writing, this method first waits for it. Once the checkpoint is
-        complete, all but the last `keep` checkpoints are removed.
+        If the save before this one is still writing, this method first waits for it. Once this
+        checkpoint is complete, all but the last `keep` of the checkpoints up to it are removed.
 
         Args:
             step_number: the number that names the checkpoint; a checkpoint of the same number is replaced.
