@@ -10,8 +10,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxpp_async.compiler.ir import Accumulate, AccumulatorStart, Lit, Recipe, Ref, Types, literal_type
-from jaxpp_async.compiler.outer_ops import source_actor
+from jaxpp_async.compiler.ir import (
+    Accumulate,
+    AccumulatorStart,
+    Lit,
+    Recipe,
+    Ref,
+    Types,
+    literal_type,
+    source_actor,
+)
 from jaxpp_async.compiler.partition import OutputPart, StagedLoop, StageTask, TaskKey
 from jaxpp_async.compiler.task_variants import ScheduledLoop, Variant
 from jaxpp_async.program.instructions import ActorId, Aval, Node, Task, ValueId, ValueKind, ValueTable

@@ -19,8 +19,17 @@ from dataclasses import dataclass
 
 from jaxpp_async.compiler import cond_split
 from jaxpp_async.compiler.cond_split import SCALAR_BYTES, SMALL_BYTES
-from jaxpp_async.compiler.ir import Loop, Op, Types, used_ids
-from jaxpp_async.compiler.outer_ops import Actors, OuterStep, replaced, source_actor, without_dead
+from jaxpp_async.compiler.ir import (
+    Actors,
+    Loop,
+    Op,
+    OuterStep,
+    Types,
+    replaced,
+    source_actor,
+    used_ids,
+    without_dead,
+)
 from jaxpp_async.compiler.primitives import CALLS, LAID_OUT
 from jaxpp_async.compiler.reduction_grouping import GroupingInputs, regroup_reductions
 from jaxpp_async.program.instructions import ActorId

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpp_async.compiler.cond_split import SMALL_BYTES
-from jaxpp_async.compiler.ir import Op, Types
-from jaxpp_async.compiler.outer_ops import OuterStep, replaced
+from jaxpp_async.compiler.ir import Op, OuterStep, Types, replaced
 from jaxpp_async.compiler.primitives import ASSOCIATIVE, REDUCTIONS
 from jaxpp_async.program.instructions import ActorId
 

@@ -14,8 +14,10 @@ from functools import cached_property
 from typing import Any
 
 from jaxpp_async.compiler.ir import (
+    Actors,
     Loop,
     Op,
+    OuterStep,
     Recipe,
     Ref,
     Traced,
@@ -23,10 +25,10 @@ from jaxpp_async.compiler.ir import (
     ValueType,
     literal_type,
     outside_reads,
+    source_actor,
 )
 from jaxpp_async.compiler.loop_commuting import Epilogue
 from jaxpp_async.compiler.loop_unrolling import TaskGraphBuilder, needs_index, unroll_loop
-from jaxpp_async.compiler.outer_ops import Actors, OuterStep, source_actor
 from jaxpp_async.compiler.partition import OutputPart
 from jaxpp_async.compiler.placement import Placement, place
 from jaxpp_async.compiler.task_variants import ScheduledLoop
