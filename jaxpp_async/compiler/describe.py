@@ -396,7 +396,7 @@ class Explainer:
         """
         if result in self.placed.placement.handed_back:
             return f"is {self.graph.values[value].label}, handed back where it lies"
-        if result in self.placed.placement.asked:
+        if result in self.placed.placement.caller_placed_results:
             return "asked for by init"
         if result in self.continues:
             return f"continues {self.traced.arg_names[self.continues[result]]}"

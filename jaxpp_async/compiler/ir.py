@@ -112,8 +112,8 @@ class Branches:
             reduced or reordered versions of those above.
         select: the `Op.run` of an operation that takes the index and one value per branch, and returns the
             value of the chosen branch.
-        ends: whether every branch is certain to end. A branch with a `while` is not: it might run forever on
-            values that it was not meant for.
+        terminates: whether every branch is certain to end. A branch with a `while` is not: it might run
+            forever on values that it was not meant for.
         whole: the cond that this one is a part of (see `cond_split`), so that parts that are placed on the
             same actor can be merged again; None if it is not a part.
     """
@@ -121,7 +121,7 @@ class Branches:
     bodies: tuple[Flat, ...]
     choose: Callable[[Sequence[Flat]], Callable[[Sequence[Any]], Sequence[Any]]]
     select: Callable[[Sequence[Any]], Sequence[Any]]
-    ends: bool = True
+    terminates: bool = True
     whole: Op | None = None
 
 
@@ -290,7 +290,7 @@ class Traced:
     prints: tuple[Print | LoopPrints, ...] = ()
 
     @property
-    def shown(self) -> tuple[Ref, ...]:
+    def hidden_results(self) -> tuple[Ref, ...]:
         """The hidden results: the values that debug prints show."""
         return self.flat.outputs[len(self.out_names) :]
 
@@ -307,24 +307,24 @@ def used_ids(ops: Iterable[Op | Loop], outputs: Iterable[Ref]) -> set[int]:
     return used
 
 
-def renamed(op: Op, names: KeysView[int], name: Callable[[Ref], Ref]) -> Op:
+def renamed(op: Op, ids: KeysView[int], replacement: Callable[[Ref], Ref]) -> Op:
     """Copy an operation, including the operations inside it, with other operands.
 
     Args:
         op: the operation; its results keep their ids.
-        names: the ids of the operands that are replaced.
-        name: a function that takes an operand and returns its replacement.
+        ids: the ids of the operands that are replaced.
+        replacement: a function that takes an operand and returns its replacement.
     """
-    if names.isdisjoint(op.reads):
+    if ids.isdisjoint(op.reads):
         return op
     if (inside := op.expand) is None:
-        return replace(op, inputs=tuple(map(name, op.inputs)))
+        return replace(op, inputs=tuple(map(replacement, op.inputs)))
 
     def expand() -> tuple[tuple[Op, ...], tuple[Ref, ...]]:
         ops, results = inside()
-        return tuple(renamed(inner, names, name) for inner in ops), tuple(map(name, results))
+        return tuple(renamed(inner, ids, replacement) for inner in ops), tuple(map(replacement, results))
 
-    return replace(op, inputs=tuple(map(name, op.inputs)), expand=expand)
+    return replace(op, inputs=tuple(map(replacement, op.inputs)), expand=expand)
 
 
 # ---------------------------------------------------------------- a step outside its loops

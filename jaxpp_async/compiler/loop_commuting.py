@@ -200,7 +200,7 @@ class _Commuter:
             v = self.stages.root(stack.pop())
             p = self.stages.producer.get(v)
             if p is None:
-                found |= self.stages.held_in.get(v, set())
+                found |= self.stages.forward_stages.get(v, set())
             else:
                 stack += self.stages.ops[p].reads
         return found

@@ -96,10 +96,10 @@ REPEATED -= _names("concatenate cumsum pad reshard shard sharding_constraint sta
 """Light operations that XLA fuses into their readers, so that running them again moves no bytes; never one
 that may communicate between devices."""
 
-LAID_OUT = _names("broadcast_in_dim convert_element_type copy iota reshape squeeze")
-"""Primitives that can make a large value of a small one. The large value is not sent to other actors, which
-make it again from the small operand. Transposes and slices are not among them, since their operands are as
-large."""
+ENLARGING = _names("broadcast_in_dim convert_element_type copy iota reshape squeeze")
+"""Primitives that fill a large value with a small one, and primitives that cast, copy or reshape a small value
+on the way to that. The large value is not sent to other actors, which make it again from the small operand.
+Transposes and slices are not in the set, since their operands are as large as their results."""
 
 # ---------------------------------------------------------------- sums
 

@@ -94,15 +94,15 @@ def schedule_loop(staged: StagedLoop, tasks: Sequence[Sequence[Task]], types: Ty
     variants = _Variants(staged, types)
     fused = _fuse_last_stage(staged, tasks, variants)
     order: list[tuple[ActorId, Task, TaskKey]] = []
-    names: dict[TaskKey, TaskKey | None] = {}  # None: nothing to compute
+    stored_keys: dict[TaskKey, TaskKey | None] = {}  # None: nothing to compute
     for actor, task in schedules.global_order(tasks):
         key = fused.get(task, (task.ty, task.stage))
         if key is None:
             continue
-        if key not in names:
-            names[key] = None if variants.find(key) is None else variants.name(key)
-        if (name := names[key]) is not None:
-            order.append((actor, task, name))
+        if key not in stored_keys:
+            stored_keys[key] = None if variants.find(key) is None else variants.canonical_key(key)
+        if (stored := stored_keys[key]) is not None:
+            order.append((actor, task, stored))
     used = dict.fromkeys(key for _, _, key in order)
     used_variants = {key: variants.variant(key) for key in sorted(used, key=lambda k: (task_order(k), k))}
     rows = tuple(tuple(row) for row in tasks)
@@ -157,7 +157,7 @@ class _Variants:
             self._make(*key)
         return self._made[key]
 
-    def name(self, key: TaskKey) -> TaskKey:
+    def canonical_key(self, key: TaskKey) -> TaskKey:
         """Return the key to store a variant (form of a task) under, so that equal variants are stored once.
 
         If one half of a split backward has nothing to compute, the other half gets the key of the whole

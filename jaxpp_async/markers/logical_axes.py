@@ -27,7 +27,7 @@ from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
 # rules must not be used for another mesh's.
 _rules = jax.make_user_context(default_value=None)
 
-_FREE = "(any)"
+_UNCONSTRAINED = "(any)"
 """The name of a dimension that `jax.vmap` added: `shard` leaves its sharding free."""
 
 
@@ -62,7 +62,7 @@ def _shard_reference(x, *, names):
         free = None if any(jax.typeof(x).sharding.spec.partitions) else free
     if not any(spec):
         return [x]
-    entries = [free if name == _FREE else entry for name, entry in zip(names, spec, strict=True)]
+    entries = [free if name == _UNCONSTRAINED else entry for name, entry in zip(names, spec, strict=True)]
     return [jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))]
 
 
@@ -118,7 +118,7 @@ def _shard_transpose(cotangents, x, *, names):
 def _shard_batch(operands, dims, *, names):
     (x,), (dim,) = operands, dims
     if dim is not None:
-        names = (*names[:dim], _FREE, *names[dim:])
+        names = (*names[:dim], _UNCONSTRAINED, *names[dim:])
     return shard_p.bind(x, names=names), [dim]
 
 

@@ -137,7 +137,7 @@ def neighbouring_stages(num_stages: int, num_actors: int) -> list[range]:
     return [range(first, end) for first, end in pairwise(bounds)]
 
 
-def through(stages: range, ty: TaskType, i: int) -> list[Task]:
+def tasks_through(stages: range, ty: TaskType, i: int) -> list[Task]:
     """Return the tasks that take microbatch `i` through all stages of a range, one after the other.
 
     Args:

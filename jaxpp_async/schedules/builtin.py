@@ -35,7 +35,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from jaxpp_async.program.instructions import Task, TaskType
-from jaxpp_async.schedules.base import BuiltIn, flat, neighbouring_stages, through
+from jaxpp_async.schedules.base import BuiltIn, flat, neighbouring_stages, tasks_through
 
 # ---------------------------------------------------------------- neighbouring stages on one actor
 
@@ -57,7 +57,7 @@ class GPipe(BuiltIn):
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
         groups = neighbouring_stages(self.num_stages, num_actors)
         return [
-            flat(through(stages, ty, i) for ty in ("fwd", "bwd") for i in range(num_microbatches))
+            flat(tasks_through(stages, ty, i) for ty in ("fwd", "bwd") for i in range(num_microbatches))
             for stages in groups
         ]
 
@@ -109,7 +109,7 @@ def _one_forward_one_backward(
     for stages in groups:
         num_behind -= 1 if stages else 0
         forwards, backwards = (
-            [through(stages, ty, i) for i in range(num_microbatches)] for ty in ("fwd", "bwd")
+            [tasks_through(stages, ty, i) for i in range(num_microbatches)] for ty in ("fwd", "bwd")
         )
         rows.append(_alternate(forwards, backwards, num_warmup=warmup_per_hop * num_behind))
     return rows
@@ -316,11 +316,11 @@ def _split_row(stages: range, num_microbatches: int, num_warmup: int, delay: int
     row: list[Task] = []
     for i in range(-num_warmup, num_microbatches + delay):
         if i + num_warmup < num_microbatches:
-            row += through(stages, "fwd", i + num_warmup)
+            row += tasks_through(stages, "fwd", i + num_warmup)
         if 0 <= i < num_microbatches:
-            row += through(stages, "bwd_input", i)
+            row += tasks_through(stages, "bwd_input", i)
         if 0 <= i - delay < num_microbatches:
-            row += through(stages, "bwd_weight", i - delay)
+            row += tasks_through(stages, "bwd_weight", i - delay)
     return row
 
 
@@ -458,5 +458,5 @@ def _spell(phases: _Phases, down: range, up: range, num_microbatches: int) -> li
         i = counts[halves[0]]
         counts.update(halves)
         if i < num_microbatches:
-            row += through(down if letter.islower() else up, _LETTERS[letter.lower()], i)
+            row += tasks_through(down if letter.islower() else up, _LETTERS[letter.lower()], i)
     return row

@@ -100,7 +100,7 @@ def test_results_have_names_and_what_prints_show_are_hidden_results_behind_them(
         return {"y": x * 2}
 
     traced = trace(step, [f32(2)])
-    assert (traced.out_names, len(traced.shown)) == (("result['y']",), 1)
+    assert (traced.out_names, len(traced.hidden_results)) == (("result['y']",), 1)
     assert [traced.result_name(k) for k in (0, 1)] == ["result['y']", "a printed value"]
 
 
