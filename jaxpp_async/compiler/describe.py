@@ -31,8 +31,8 @@ class PassTexts(Mapping[str, str]):
     A dump is made anew each time it is read.
 
     Args:
-        makers: pass name to a function without arguments that makes the dump. It must use only values that
-            are never changed later.
+        makers: a map from the name of each pass to a function without arguments that makes the dump. The
+            function must use only values that are never changed later.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], str]]) -> None:

@@ -134,7 +134,8 @@ def key_data(x: Any) -> Any:
 def value_type(aval: Any) -> ValueType:
     """Return the `ValueType` of a JAX aval.
 
-    It does not say how automatic mesh axes split the value; `compiler.sharding_propagation` finds that later.
+    The type does not say how automatic mesh axes split the value, which `compiler.sharding_propagation` finds
+    later.
     """
     weak, types = bool(getattr(aval, "weak_type", False)), logical_axes.explicit_sharding(aval)
     on_host = private_api.is_host_memory(aval)

@@ -73,9 +73,9 @@ class Op:
         expand: for an operation that wraps others (such as a checkpoint), a function that returns those, over
             new value ids, and their results.
         split: for an operation that can be split in two (a scan), a function that takes the operation and the
-            positions of the results that are wanted first. It returns the operation that makes these,
-            together with the values that the rest needs of it, and the operation that makes the rest; None if
-            it cannot be split so.
+            positions of the results that are wanted first. The function returns the operation that makes
+            these results, together with the values of it that the rest needs, and the operation that makes
+            the rest; None if the operation cannot be split in this way.
         branches: the branches of a `cond` outside the loops; else None.
 
     Attributes:
@@ -219,7 +219,7 @@ class Types:
 class Captured:
     """A large array that the user's function closes over.
 
-    It becomes a hidden argument of the step and is sent to the actors once.
+    The array becomes a hidden argument of the step and is sent to the actors once.
     """
 
     value: Any

@@ -84,7 +84,7 @@ class _Leaf:
 class _Sum:
     """A sum of values of several tasks.
 
-    It replaces the operations at the positions `dropped` of the loop's body.
+    The sum replaces the operations at the positions `dropped` of the loop's body.
     """
 
     terms: tuple[_Expr, ...]
@@ -95,7 +95,7 @@ class _Sum:
 class _Layout:
     """A layout operation (such as a concatenation) over values of several tasks.
 
-    It replaces the operations at the positions `dropped` of the loop's body.
+    This operation replaces the operations at the positions `dropped` of the loop's body.
     """
 
     op: Op

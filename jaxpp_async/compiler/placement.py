@@ -2,9 +2,9 @@
 results.
 
 `place` takes the step as it looks from outside its loops, with the actors on which each loop reads and makes
-values. It chooses the actors and the level of each operation, and the homes of each input and each result:
-the actors that hold it. `docs/placement.md` has the rules and DESIGN 4 their reasons. Among actors that are
-equally good, the lowest is always chosen.
+values. The result is the actors and the level of each operation, and the homes of each input and each result,
+which are the actors that hold it. `docs/placement.md` has the rules and DESIGN 4 their reasons. Among actors
+that are equally good, the lowest is always chosen.
 
 Operations outside the loops run in levels. On each actor one level is one task, and the next level begins
 where data first has to be sent to another actor. Levels are found in one forward and one backward pass over
@@ -77,7 +77,7 @@ def place(step: OuterStep, types: Types) -> Placement:
     step = _split_conds(step, types)
     draft = _Placer(step, types)
     while draft.to_expand:
-        # Expand the operations that read large values of several actors. They may contain further conds, so
+        # Expand the operations that read large values of several actors. Further conds may be inside them, so
         # this is repeated until the deepest are expanded.
         others = {i: cond_split.expand_op(draft.ops[i], types) for i in draft.to_expand}
         draft = _Placer(_split_conds(replaced(draft.step, others), types), types)
@@ -148,8 +148,8 @@ class _Placer:
     - Anchored operations (`anchored`) depend on no loop, and compute a small value from large inputs (the
       norm of a parameter) or are conds over large inputs. Each runs on one actor that holds those inputs, and
       causes no copies of them on other actors.
-    - All others are free (`free`). They run on every actor that needs their results, and the inputs that they
-      read are put on these actors too.
+    - All others are free (`free`). Free operations run on every actor that needs their results, and the
+      inputs that they read are put on these actors too.
     """
 
     def __init__(self, step: OuterStep, types: Types) -> None:
@@ -288,8 +288,8 @@ class _Placer:
     def _guess_free_ops(self) -> None:
         """Guess the actors of free operations (those that run wherever needed) that no actor needs yet.
 
-        The guess is the actors that have most bytes of an operation's operands. It is recorded in `at` for
-        the operation's results, and helps to place the operations that read them.
+        The guess is the actors that have most bytes of an operation's operands. This guess is recorded in
+        `at` for the operation's results, and helps to place the operations that read them.
         """
         for i in sorted(self.free):
             if not self.free[i]:

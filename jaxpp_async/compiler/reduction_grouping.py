@@ -1,9 +1,9 @@
 """Regroup reductions over values of several actors, so that each actor reduces its own values and sends one
 partial result.
 
-The pass works on the operations outside the microbatch loops, once they are placed. It rewrites trees of one
-associative operation (sums, products, maxima and others) over small values, and reductions of values that
-were stacked for this purpose, as in `jnp.all(jnp.array([...]))`.
+The pass works on the operations outside the microbatch loops, once they are placed. Trees of one associative
+operation (sums, products, maxima and others) over small values are rewritten, and so are reductions of values
+that were stacked for this purpose, as in `jnp.all(jnp.array([...]))`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Assign a pipeline stage and a direction, forward or backward, to each operation of a microbatch loop.
 
 Some operations are light instead: they are cheap, and read only inputs of the loop's body and results of
-other light operations. They are repeated in every task that needs their results, since computing them again
-is cheaper than keeping or sending the results. `DESIGN.md` 2 has the rules.
+other light operations. Light operations are repeated in every task that needs their results, since computing
+them again is cheaper than keeping or sending the results. `DESIGN.md` 2 has the rules.
 
 Source: the JaxPP paper, sections "Stage Marking" and "Placement Inference".
 """
@@ -341,7 +341,7 @@ class StageAssignment:
         """Return the last stage in whose backward an operation may run.
 
         This is the first of the stages of the cotangents that it reads, or, if it reads none, the last of the
-        stages of its other operands. It is None if no operand has a stage yet.
+        stages of its other operands. The result is None if no operand has a stage yet.
         """
         first: int | None = None
         last: int | None = None

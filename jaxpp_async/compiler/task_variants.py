@@ -36,7 +36,7 @@ _WHOLE_TASKS: Mapping[str, tuple[str, ...]] = {
     "fwd_bwd": ("fwd", "bwd"),
     "fwd_bwd_input": ("fwd", "bwd"),
 }
-"""The kinds of the whole tasks from which each kind of variant (form of a task) is made."""
+"""For each kind of variant (form of a task), the kinds of the whole tasks from which the variant is made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,8 @@ def _fuse_last_stage(
 ) -> dict[Task, TaskKey | None]:
     """Find the forwards of the last stage that can be fused with the backward of the same microbatch.
 
-    They can if the backward follows on the actor, with no task in between that has something to compute.
+    The two can be fused if the backward follows on the actor, with no task in between that has something to
+    compute.
 
     Returns:
         A map with two entries for each such pair: the forward task maps to None, since it does not run
@@ -201,7 +202,7 @@ class _Variants:
     def _makes(self, task: StageTask) -> list[int]:
         """Return the ids of the values that a variant (form of a task) makes for other tasks.
 
-        They are in the order in which the whole tasks, neither split nor fused, read them.
+        The ids are in the order in which the whole tasks, neither split nor fused, read the values.
         """
         ty, stage = task.key
         own = {(kind, stage) for kind in _WHOLE_TASKS[ty]}

@@ -234,8 +234,8 @@ def _make_jaxpr(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
 
 # ---------------------------------------------------------------- equations to operations
 
-_LOOKED_AT = CALLBACKS | LAID_OUT_BY_USER | {LOOP, MARKER, MARKER_SIDE}
-"""Primitives whose equations need more than one plain operation, though they may carry no jaxpr."""
+_NOT_SIMPLE = CALLBACKS | LAID_OUT_BY_USER | {LOOP, MARKER, MARKER_SIDE}
+"""Primitives whose equations the fast path `add_simple` cannot translate, even if they contain no jaxpr."""
 
 _HOST_VALUES = np.ndarray | np.generic | int | float | complex
 
@@ -286,7 +286,7 @@ class _Flattener:
 
         for eqn in jaxpr.eqns:
             operands: list[Ref] = [constant(a.val) if type(a) is literal else env[a] for a in eqn.invars]
-            if eqn.primitive.name not in _LOOKED_AT and private_api.is_simple(eqn):
+            if eqn.primitive.name not in _NOT_SIMPLE and private_api.is_simple(eqn):
                 results = self.add_simple(eqn, operands, ops, where)
             else:
                 results = self.add_equation(eqn, operands, ops, self.where(eqn, where))

@@ -1,8 +1,8 @@
 """Define the built-in schedules: with whole backwards, with split backwards, and with stages placed in a V.
 
 Schedules of whole backwards, except for GPipe and LoopedBFS, follow one pattern: an actor runs some warm-up
-forwards, then alternates between one forward and one backward, then runs the remaining backwards. They differ
-in the number of warm-up forwards of each actor and in the order of an actor's stages.
+forwards, then alternates between one forward and one backward, then runs the remaining backwards. These
+schedules differ in the number of warm-up forwards of each actor and in the order of an actor's stages.
 
 A schedule with split backwards runs `bwd_input` (the gradient of a stage's input) and `bwd_weight` (the
 gradient of its weights) as separate tasks. The stage before waits for `bwd_input`; no task waits for
@@ -66,7 +66,7 @@ class Std1F1B(BuiltIn):
     """A schedule that alternates between one forward and one backward after a warm-up (PipeDream-Flush).
 
     Stage s is on actor s*A//S (S stages, A actors); several stages on one actor run as one longer stage (see
-    `GPipe`). It is the schedule with the least memory and the fewest transfers.
+    `GPipe`). This is the schedule with the least memory and the fewest transfers.
 
     Bubble fraction (A divides S, M microbatches): (A-1)/(M+A-1), the same as GPipe's. Peak activations, in
     (stage, microbatch) pairs, on actor a with k stages: k*min(M, A-a), however large M is. With S = A, stage
@@ -333,7 +333,7 @@ def _split_row(stages: range, num_microbatches: int, num_warmup: int, delay: int
 # microbatches run in order in every stage. `*` is the oldest `w` or `W` whose `i` or `I` has run.
 
 _Phases: TypeAlias = list[tuple[str, int]]
-"""(letters, how often)."""
+"""The order of one actor's tasks, as pairs of a text with a letter per task and how often to repeat it."""
 
 _LETTERS: dict[str, TaskType] = {"f": "fwd", "b": "bwd", "i": "bwd_input", "w": "bwd_weight"}
 

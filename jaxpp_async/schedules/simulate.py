@@ -18,7 +18,7 @@ Rows: TypeAlias = Sequence[Sequence[Task]]
 Durations: TypeAlias = Mapping[TaskType, float] | Callable[[Task], float]
 
 UNIT: Mapping[TaskType, float] = MappingProxyType({"fwd": 1, "bwd": 1, "bwd_input": 1, "bwd_weight": 1})
-"""One unit of time for every task."""
+"""Durations for a simulation in which every task takes one unit of time."""
 
 
 # ---------------------------------------------------------------- dependencies

@@ -34,7 +34,7 @@ from jaxpp_async.schedules.simulate import (
 _T = TypeVar("_T")
 
 MAX_CYCLE = 12
-"""The most lines that an error gives to a deadlock."""
+"""The largest number of lines with which an error lists the tasks of a deadlock."""
 
 WHAT_TO_PASS = (
     "pass an object with num_stages and tasks(num_microbatches, num_actors), such as Std1F1B(num_stages=2), "
@@ -461,11 +461,12 @@ def _fail_deadlock(check: _Check, rows: Rows, timeline: ScheduleTiming) -> NoRet
 # ---------------------------------------------------------------- grid
 
 Place: TypeAlias = tuple[int, int]
-"""(actor, position in its list)."""
+"""The place of an entry of a schedule: (actor, position in the actor's list)."""
 
 LETTERS: dict[TaskType, str] = {"fwd": "F", "bwd": "B", "bwd_input": "I", "bwd_weight": "W"}
 MAX_ROWS, MAX_COLUMNS, MAX_CELL = 8, 14, 12
-"""The most an error shows: actors, steps, characters of a cell."""
+"""The largest numbers of actors, of list positions, and of characters per cell that the drawing in an error
+has."""
 
 
 def format_task(task: Task) -> str:
