@@ -313,7 +313,9 @@ def test_everything_is_lowered_for_the_actors_platform(spmd_mesh):
     }
     assert on["cpu"].specs == on["cuda"].specs, "shardings are the program's, not the platform's"
     for platform, plan in on.items():
-        target = mesh_options.target(spmd_mesh, mesh_options.axis_types({}, spmd_mesh), {}, platform)
+        target = mesh_options.make_target(
+            spmd_mesh, mesh_options.check_axis_types({}, spmd_mesh), {}, platform
+        )
         for recipe in plan.placed.recipes:
             exported = export.deserialize(bytearray(emit(recipe, plan.traced.types, plan.specs, target).blob))
             assert exported.platforms == (platform,)
@@ -354,7 +356,8 @@ sys.modules["pynvml"] = None
 from jaxpp_async.jax_bridge import jax_config
 from jaxpp_async.session import mesh_options
 import jax
-found = [mesh_options.platform(None), jax_config.spare_gpus(), jax.config.jax_pjrt_client_create_options]
+chosen = mesh_options.choose_platform(None)
+found = [chosen, jax_config.spare_gpus(), jax.config.jax_pjrt_client_create_options]
 jax.devices()
 print(json.dumps([*found, jax_config.spare_gpus(), os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE")]))
 """
