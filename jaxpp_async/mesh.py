@@ -79,7 +79,8 @@ class RemoteMesh:
             the folder that `JAX_COMPILATION_CACHE_DIR` names, else one for each host in the user's cache
             folder. With `launcher="inline"` this process's JAX uses it until the mesh closes, unless JAX has
             a cache of its own.
-        launch_timeout_s: the seconds within which every actor has to be ready.
+        launch_timeout_s: the most seconds that each stage of starting an actor may take: to start its process
+            and connect it, and to start JAX and the transport.
         lease_s: the seconds for which actors wait for a sign of life of this process, after which each actor
             ends itself. Only a stopped process, or a native call that holds Python's GIL, gives none for that
             long. See docs/operations.md.

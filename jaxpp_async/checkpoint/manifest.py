@@ -226,7 +226,7 @@ def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
         raise ValueError(
             f"pieces of {sum(math.prod(p.shape) for p in pieces)} elements are no array {shape!r:.80}"
         )
-    if not _are_apart(pieces):  # as many elements as the array, none twice: together they are all of it
+    if not _are_grid_cells(pieces):  # as many elements as the array, none twice: together they are all of it
         raise ValueError(f"pieces of an array {shape!r:.80} overlap, or are no grid")
     if array.file not in files:
         raise ValueError(f"{_short(array.file)} is none of its files")
@@ -238,7 +238,7 @@ def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
     return array
 
 
-def _are_apart(pieces: Sequence[Piece]) -> bool:
+def _are_grid_cells(pieces: Sequence[Piece]) -> bool:
     """Return whether no two pieces overlap and all are cells of one grid, like parts of a sharded array."""
     pieces = [piece for piece in pieces if 0 not in piece.shape]
     if len({piece.start for piece in pieces}) < len(pieces):

@@ -190,7 +190,7 @@ class _Reading:
         return found
 
     def _finished(self, target: RestoreTarget, array: np.ndarray | None, path: str) -> Any:
-        value = trees.finished(target, self._manifest.values[path] if array is None else array)
+        value = trees.to_user_value(target, self._manifest.values[path] if array is None else array)
         if target.like is not None or target.value_type is None:
             return value
         return RemoteArray(self._values, self._controller.new_array_id(), target.value_type, (), host=value)

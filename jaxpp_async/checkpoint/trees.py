@@ -318,7 +318,7 @@ def _kind(dtype: str) -> type:
     return type(np.zeros((), numpy_dtype(dtype)).item())
 
 
-def finished(target: RestoreTarget, value: Any) -> Any:
+def to_user_value(target: RestoreTarget, value: Any) -> Any:
     """Convert a restored value in this process to the Python type of the leaf that the user gave for it.
 
     Args:

@@ -477,8 +477,8 @@ async def wait_all_dead(handles: Mapping[ProcessId, ActorHandle], timeout_s: flo
     """Wait until every process has ended; return False if one of them has not within `timeout_s` seconds."""
     loop = asyncio.get_running_loop()
     waits = [
-        loop.create_task(handle.wait_dead(), name=f"wait for the end of actor {actor}")
-        for actor, handle in handles.items()
+        loop.create_task(handle.wait_dead(), name=f"wait for the end of process {process}")
+        for process, handle in handles.items()
     ]
     if not waits:
         return True

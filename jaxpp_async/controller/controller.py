@@ -50,7 +50,7 @@ from jaxpp_async.layout.array_parts import Gathering, Scattering
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId
 from jaxpp_async.protocol.actor_info import ActorInfo, Topology
-from jaxpp_async.protocol.clocks import OUR_CLOCK, Clock
+from jaxpp_async.protocol.clocks import OWN_CLOCK, Clock
 from jaxpp_async.protocol.messages import (
     ArrayId,
     Done,
@@ -233,7 +233,7 @@ class Controller:
         For an actor of several processes, that is the clock of the first one.
         """
         if not self._actor_group.has_processes:
-            return OUR_CLOCK
+            return OWN_CLOCK
         return self._failure_policy.clocks.clock_of(self._actor_group.processes.process(actor, 0))
 
     # ------------------------------------------------------------ programs and steps
@@ -307,13 +307,13 @@ class Controller:
             MeshError: a message cannot be encoded; nothing of the step was sent.
         """
         self._check_usable()
-        places = self._programs.places_of(program_id)
+        processes_by_actor = self._programs.processes_by_actor(program_id)
         step = step_id(self._num_steps, kind, self._num_ahead)
-        handle = StepHandle(step, program_id, [p for _, processes in places for p in processes])
+        handle = StepHandle(step, program_id, [p for _, processes in processes_by_actor for p in processes])
         frees, number, epoch = self._frees.take(), self.request_log.number, self._actor_group.epoch
         posts: list[SentRequest] = []
         freed = dict(frees)
-        for actor, processes in places:
+        for actor, processes in processes_by_actor:
             values = puts.get(actor) if puts else None
             small, large = self._actor_group.host_transfers.prepare(actor, values) if values else ((), {})
             before = frees.pop(actor, ())
@@ -346,14 +346,14 @@ class Controller:
         if frees:
             self._frees.give_back(frees)  # those of actors that have no part in this step
         if frees_before:
-            running = dict(places)
+            running = dict(processes_by_actor)
             self._frees.give_back({a: ids for a, ids in frees_before.items() if a not in running})
         if self._recovery is not None:
             self._recovery.replication.note_step()
         if self._loop_spin is not None:
             handle.when_done(self._loop_spin.end)
             self._loop_spin.begin()
-        if not places:
+        if not processes_by_actor:
             handle.finish()
         return handle
 

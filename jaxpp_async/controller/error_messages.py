@@ -64,7 +64,7 @@ def is_consequence(failed: Failed, *, of_several: bool = False) -> bool:
     return kind in _CONSEQUENCES or (of_several and of_another)
 
 
-def is_echo(process: ActorInfo, death: Death) -> bool:
+def follows_first_process(process: ActorInfo, death: Death) -> bool:
     """Return whether a process probably ended only because the first process of its actor did.
 
     JAX aborts the other processes of an actor when the first one is gone.

@@ -263,11 +263,13 @@ class Recovery:
         """
         processes = self._actor_group.processes
         replacing = {processes.process(actor, 0): self._replace(actor) for actor in lost}
-        settling = {process: self._settle(process, cause) for process in processes.processes_of_all(living)}
+        resetting = {
+            process: self._abort_and_reset(process, cause) for process in processes.processes_of_all(living)
+        }
         host = self._actor_group.reset_host_transport()
-        await all_of({**replacing, **settling, CONTROLLER: host}, "prepare")
+        await all_of({**replacing, **resetting, CONTROLLER: host}, "prepare")
 
-    async def _settle(self, process: ProcessId, cause: str) -> None:
+    async def _abort_and_reset(self, process: ProcessId, cause: str) -> None:
         """Have a process that still runs drop its work and make a new end of the data plane.
 
         Args:

@@ -71,8 +71,8 @@ class PendingRequest:
         return self.future.__await__()
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether this request is open and a caller awaits it, and so will see an error that ends it."""
+    def error_is_seen(self) -> bool:
+        """Whether a caller will see an error that ends this request: it is open, and the caller awaits it."""
         return self._awaited and not self.future.done()
 
     @property
@@ -166,7 +166,7 @@ class StepHandle:
         return self._stats
 
     @property
-    def is_awaited(self) -> bool:
+    def error_is_seen(self) -> bool:
         """Whether a caller will see an error that ends this step. Every step has a caller, so this is True
         until the end.
         """
@@ -567,11 +567,10 @@ class RequestLog:
 
     # ------------------------------------------------------------ remembering
 
-    @property
-    def mark(self) -> int:
-        """A new number that separates the requests made so far from those to come.
+    def new_mark(self) -> int:
+        """Return a new number that separates the requests made so far from those to come.
 
-        Each access gives another number, which can be passed to `unanswered` and `forget_before`.
+        The number can be passed to `unanswered` and `forget_before`.
         """
         return next(self._serials)
 
@@ -581,7 +580,7 @@ class RequestLog:
         return self._size_bytes
 
     def unanswered(self, mark: int) -> tuple[ReplyHandler, ...]:
-        """Return the handlers of all unanswered requests from before a mark (see `RequestLog.mark`)."""
+        """Return the handlers of all unanswered requests from before a mark (see `RequestLog.new_mark`)."""
         return tuple(
             sent.reply_handler for sent in self._sent if sent.serial < mark and not sent.reply_handler.done
         )
@@ -701,7 +700,7 @@ class RequestLog:
                 where = {"step": step_number(reply_handler.step)}
                 reply_handler.fail(abandoned(error, text, StepAbortedError, **where))
             else:
-                seen |= reply_handler.is_awaited
+                seen |= reply_handler.error_is_seen
                 reply_handler.fail(error)
         return seen
 

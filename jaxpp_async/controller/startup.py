@@ -87,7 +87,7 @@ class Startup:
                 self.handles[spec.process_id] = handle
                 connection = await self._unless_dead(process_rank, arrival, remedy)
         except TimeoutError:
-            raise self._late(process_rank, "did not connect", remedy) from None
+            raise self._timeout_error(process_rank, "did not connect", remedy) from None
         except OSError as error:
             raise launch_error(process_rank, f"could not be started: {error}") from error
         return make_link(process_rank, handle, connection)
@@ -144,7 +144,7 @@ class Startup:
             async with asyncio.timeout(self._timeout_s):
                 return await self._unless_dead(process_rank, task)
         except TimeoutError:
-            raise self._late(process_rank, late) from None
+            raise self._timeout_error(process_rank, late) from None
         except RemoteError as error:
             raise unready_error(link.info, error) from None
         finally:
@@ -182,7 +182,7 @@ class Startup:
         finally:
             dead.cancel()
 
-    def _late(self, process_rank: ProcessRank, what: str, remedy: str = "") -> ActorError:
+    def _timeout_error(self, process_rank: ProcessRank, what: str, remedy: str = "") -> ActorError:
         handle = self.handles.get(process_rank.process)
         tail = handle.output_tail() if handle is not None else ()
         return launch_error(

@@ -99,7 +99,7 @@ class StateReplication:
             A task that ends when the copy is complete or has failed; it logs or reports a failure itself.
         """
         self._steps_since = 0
-        generation, mark = next(self._generations), self._request_log.mark
+        generation, mark = next(self._generations), self._request_log.new_mark()
         asked = {
             process: link.ask(TakeReplica(self._request_log.number(), generation), ReplicaTaken)
             for process, link in self._actor_group.links.items()
@@ -152,12 +152,12 @@ class StateReplication:
         generation, everyone = self._generation, sorted(self._actor_group.links)
         if generation is not None:
             await self._ask_each(everyone, lambda: DropReplicas(self._request_log.number(), generation))
-            await self._bring_back(generation, lost)
+            await self._send_to_replaced(generation, lost)
             # Restore the second copies that the lost actors stored for others. Until that is done, the loss
             # of one more actor could lose its state.
             gone = self._actor_group.processes.processes_of_all(lost)
             orphans = {p: self._contents[p] for p in everyone if self._holder_of(p) in gone}
-            await self._hand_over(generation, orphans)
+            await self._send_to_holders(generation, orphans)
         size_bytes = sum(n for kept in self._contents.values() for array in kept for n in array.shard_bytes)
         try:
             async with awake_timeout(ROLLBACK_S + size_bytes / SLOW_BYTES_PER_S):
@@ -189,11 +189,11 @@ class StateReplication:
 
         Args:
             generation: the number of the copy; each copy has the next one.
-            mark: the point in the request log at which the copy is made; see `RequestLog.mark`.
+            mark: the point in the request log at which the copy is made; see `RequestLog.new_mark`.
             asked: the request to each process to copy its arrays.
         """
         kept = {process: (await reply).arrays for process, reply in asked.items()}
-        await self._hand_over(generation, kept)
+        await self._send_to_holders(generation, kept)
         for reply_handler in self._request_log.unanswered(mark):
             answered = asyncio.Event()
             reply_handler.when_done(answered.set)
@@ -209,7 +209,9 @@ class StateReplication:
 
     # ------------------------------------------------------------ moving copies
 
-    async def _hand_over(self, generation: int, arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]]) -> None:
+    async def _send_to_holders(
+        self, generation: int, arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]]
+    ) -> None:
         """Send each process's copy of its arrays to its holder, the process that stores the second copy.
 
         Args:
@@ -219,7 +221,7 @@ class StateReplication:
         routes = {process: (process, self._holder_of(process)) for process in arrays}
         await self._move(generation, arrays, routes)
 
-    async def _bring_back(self, generation: int, lost: Collection[ActorId]) -> None:
+    async def _send_to_replaced(self, generation: int, lost: Collection[ActorId]) -> None:
         """Send the lost actors' arrays from the processes that hold their second copies to the new processes.
 
         Args:
@@ -268,7 +270,7 @@ class StateReplication:
             number, epoch = self._request_log.number, self._actor_group.epoch
             receive = ReceiveReplica(number(), epoch, generation, of, source, arrays[of])
             send = SendReplica(number(), epoch, generation, of, to)
-            halves = {to: self._run_half(to, receive), source: self._run_half(source, send)}
+            halves = {to: self._run_one_end(to, receive), source: self._run_one_end(source, send)}
             await all_of(halves, f"carry the copy of process {of}")
             arrived.add(of)
 
@@ -289,7 +291,7 @@ class StateReplication:
                 f"{what}, or slower than 50 MB/s (progress_timeout_s)", actor=ends[1]
             ) from None
 
-    async def _run_half(self, process: ProcessId, message: ReceiveReplica | SendReplica) -> None:
+    async def _run_one_end(self, process: ProcessId, message: ReceiveReplica | SendReplica) -> None:
         """Run the sending or the receiving half of one transfer of a copy, on an actor or in the controller.
 
         Args:

@@ -256,7 +256,7 @@ class Wire:
 
     def _on_hello(self, body: bytes) -> None:
         hello = _read_greeting(Hello, body)
-        check_greeting(hello.role, "actor", hello.nonce)
+        check_handshake_message(hello.role, "actor", hello.nonce)
         self._hello = hello
         self._said = transcript(hello, "controller", self._version, self._nonce)
         proof = prove(self._secret, "controller", self._said)
@@ -265,7 +265,7 @@ class Wire:
 
     def _on_challenge(self, body: bytes) -> None:
         challenge = _read_greeting(Challenge, body)
-        check_greeting(challenge.role, "controller", challenge.nonce)
+        check_handshake_message(challenge.role, "controller", challenge.nonce)
         hello = self._hello
         assert hello is not None
         self._said = transcript(hello, challenge.role, challenge.version, challenge.nonce)
@@ -473,46 +473,48 @@ def transcript(hello: Hello, role: str, version: str, nonce: bytes) -> bytes:
     return hashlib.sha256(MAGIC + pack((hello, role, version, nonce))).digest()
 
 
-def prove(secret: bytes, role: Role, said: bytes) -> bytes:
+def prove(secret: bytes, role: Role, transcript_hash: bytes) -> bytes:
     """Return the proof that the side of this role knows the secret, for one handshake.
 
     Args:
         secret: the mesh's secret.
         role: the side that proves itself.
-        said: the hash of the handshake's first messages, from `transcript`.
+        transcript_hash: the hash of the handshake's first messages, from `transcript`.
     """
-    return _mac(secret, f"{role} proof", said)
+    return _mac(secret, f"{role} proof", transcript_hash)
 
 
-def check_proof(secret: bytes, role: Role, said: bytes, proof: bytes) -> None:
+def check_proof(secret: bytes, role: Role, transcript_hash: bytes, proof: bytes) -> None:
     """Check that a peer's handshake proof shows that the peer knows the secret, in this role and for this
     handshake.
 
     Args:
         secret: the mesh's secret.
         role: the peer's role.
-        said: the hash of the handshake's first messages, from `transcript`.
+        transcript_hash: the hash of the handshake's first messages, from `transcript`.
         proof: the proof that the peer has sent.
 
     Raises:
         HandshakeError: the peer does not know the secret, or its proof is for another handshake or role.
     """
-    if not hmac.compare_digest(prove(secret, role, said), proof):
+    if not hmac.compare_digest(prove(secret, role, transcript_hash), proof):
         raise HandshakeError(f"a peer claimed to be the {role} but does not know this mesh's secret; refused")
 
 
-def derive_keys(secret: bytes, said: bytes) -> Keys:
+def derive_keys(secret: bytes, transcript_hash: bytes) -> Keys:
     """Derive the keys that sign both directions of a conversation.
 
     Args:
         secret: the mesh's secret.
-        said: the hash of the handshake's first messages, from `transcript`.
+        transcript_hash: the hash of the handshake's first messages, from `transcript`.
     """
-    to_actor, to_controller = (_mac(secret, f"key to {side}", said) for side in ("actor", "controller"))
+    to_actor, to_controller = (
+        _mac(secret, f"key to {side}", transcript_hash) for side in ("actor", "controller")
+    )
     return Keys(FrameKey(to_actor), FrameKey(to_controller))
 
 
-def check_greeting(role: str, expected: Role, nonce: bytes) -> None:
+def check_handshake_message(role: str, expected: Role, nonce: bytes) -> None:
     """Check the role and the nonce in a peer's handshake message.
 
     Args:
@@ -598,8 +600,8 @@ def version_mismatch(ours: Mapping[str, str], theirs: Mapping[str, str | None], 
     return None
 
 
-def _mac(secret: bytes, label: str, said: bytes) -> bytes:
-    return hmac.digest(secret, b"jaxpp-async " + label.encode() + b"\0" + said, "sha256")
+def _mac(secret: bytes, label: str, transcript_hash: bytes) -> bytes:
+    return hmac.digest(secret, b"jaxpp-async " + label.encode() + b"\0" + transcript_hash, "sha256")
 
 
 def _read_greeting(cls: type[T], body: bytes) -> T:

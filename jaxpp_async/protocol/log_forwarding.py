@@ -59,7 +59,7 @@ class RateLimit:
         self._per_s, self._burst, self._left, self._then_s = per_s, burst, float(burst), now_s
         self.num_refused = 0
 
-    def lets_through(self, now_s: float, num_waiting: int) -> bool:
+    def admit(self, now_s: float, num_waiting: int) -> bool:
         """Return whether one more log record may be sent, and count it as sent or as refused.
 
         Args:
@@ -117,7 +117,7 @@ class RecordSender(logging.Handler):
         any thread.
         """
         with self._guard:  # before formatting: a flood of records must cost little
-            is_wanted = self._limit.lets_through(self._clock(), len(self._waiting))
+            is_wanted = self._limit.admit(self._clock(), len(self._waiting))
         if is_wanted:
             try:
                 message = as_message(record, self.step())
