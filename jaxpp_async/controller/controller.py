@@ -141,7 +141,7 @@ class Controller:
                 options,
                 end=self._end,
                 on_restarted=self._on_restarted,
-                on_copy_error=self._suspect,
+                on_replica_error=self._suspect,
             )
             if options.restarts
             else None
@@ -489,9 +489,10 @@ class Controller:
         self._check_usable()
 
     def before_save(self) -> None:
-        """Start a copy of the actors' state if one is due, since none can start during the save that follows.
+        """Start a replica of the actors' state if one is due, since none can start during the save that
+        follows.
 
-        Without `max_restarts` there are no such copies, so this does nothing.
+        Without `max_restarts` there are no replicas, so this does nothing.
         """
         if self._recovery is not None:
             self._recovery.replication.take_if_due()

@@ -466,8 +466,8 @@ class RequestLog:
     """A log of the requests to the actors of one mesh, which sends them and can send them again in a restart.
 
     The arrays of an actor follow from the requests that it was sent, in their order. In a restart, every
-    actor first returns to a copy of its arrays. Two kinds of requests since that copy are then sent again:
-    all that change which arrays an actor has, answered or not, and all that have not been answered. If
+    actor first returns to a replica of its arrays. Two kinds of requests since that replica are then sent
+    again: all that change which arrays an actor has, answered or not, and all that have not been answered. If
     `options` allow no restarts, requests are sent without being remembered.
 
     Args:
@@ -587,9 +587,7 @@ class RequestLog:
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether a checkpoint is being saved, which keeps arrays that a copy of the actors' state would not
-        include.
-        """
+        """Whether a checkpoint is being saved, which keeps arrays that a replica of the state would not include."""
         return any(isinstance(sent.message, BeginSnapshot) for sent in self._needed())
 
     @property
@@ -607,7 +605,7 @@ class RequestLog:
         await self._is_open.wait()
 
     def forget_before(self, mark: int) -> None:
-        """Forget the requests from before a mark, because a copy of the state at that mark is complete."""
+        """Forget the requests from before a mark, because a replica of the state at that mark is complete."""
         self._keep([sent for sent in self._needed() if sent.serial > mark])
 
     def _remember(self, sent: SentRequest) -> None:
