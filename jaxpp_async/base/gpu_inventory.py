@@ -21,12 +21,12 @@ from typing import Any
 from jaxpp_async.errors import MeshError
 
 MEMORY_FRACTION = 0.9
-"""The part of a GPU's memory that all processes on it may have together. Contexts, libraries, UCX and NCCL
-need the rest.
+"""The fraction of a GPU's memory that all processes on it may have together. Contexts, libraries, UCX and
+NCCL need the rest.
 """
 
 JAX_FRACTION = "0.75"
-"""The part of a GPU's memory that JAX takes unless it is told otherwise."""
+"""The fraction of a GPU's memory that JAX reserves unless a variable sets another one."""
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _FRACTIONS = (_FRACTION, "XLA_CLIENT_MEM_FRACTION")

@@ -16,15 +16,15 @@ from urllib.parse import unquote, urlsplit
 from jaxpp_async.errors import InstallError
 
 CUDA_MAJORS = (13, 12)
-"""The major versions of CUDA for which there are extras; the preferred one first."""
+"""The major versions of CUDA for which this package has pip extras, the preferred one first."""
 
 SAME_VERSIONS = ("jax", "jaxlib")
-"""Packages of which the controller and every actor need the same version, besides this package itself."""
+"""The packages of which the controller and every actor need the same version, besides this package itself."""
 
 _NAME, _GONE = "jaxpp-async", "gone: "
 
 SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
-"""Makes ucxx load the UCX that the system has, and the one that pip installed where the system has none."""
+"""The environment variable that makes ucxx load the system's UCX, or, if there is none, the one from pip."""
 
 
 def extra_of(platform: str, cuda: tuple[int, int] | None = None) -> str:

@@ -31,23 +31,27 @@ ROOT = "."
 """The path of a tree that is itself a leaf."""
 
 PlainValue: TypeAlias = bool | int | float | complex | str
-"""The types of leaves whose value stands in the manifest itself."""
+"""The types of leaves whose values are stored in the manifest itself, and not in a file of arrays."""
 
 PLAIN_TYPES: tuple[type, ...] = (bool, int, float, complex, str)
 
 _LIMIT = 1 << 63
 _MAX_AXES, _MAX_ITEM_BYTES = 64, 32
-"""The limits of numpy's arrays, which have fewer than `_LIMIT` bytes."""
+"""The most axes of a numpy array, and the most bytes of one of its elements. The array has fewer than
+`_LIMIT` bytes.
+"""
 
 _OF_ML_DTYPES = [t for t in vars(ml_dtypes).values() if isinstance(t, type) and issubclass(t, np.generic)]
 _DTYPES = frozenset(
     np.dtype(kind).name
     for kind in (*"?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], *_OF_ML_DTYPES)
 )
-"""Names of the types of numbers: bytes that are read as another type may be pointers."""
+"""The names of the dtypes that a manifest may name: all of them are types of numbers. Bytes from a file that
+were read as another type, such as `object`, could be taken for pointers.
+"""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-"""A file in the checkpoint's own folder: no manifest can name a file outside."""
+"""The pattern of a file's name in a manifest, by which the file lies in the checkpoint's own folder."""
 
 
 @dataclass(frozen=True, slots=True)

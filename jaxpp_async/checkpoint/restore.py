@@ -26,10 +26,12 @@ from jaxpp_async.storage import checkpoint_folder, tensor_files
 from jaxpp_async.storage.checkpoint_folder import CheckpointPath
 
 _SHOWN = 5
-"""How many other checkpoints an error names."""
+"""The most other checkpoints that an error names."""
 
 _ATTEMPTS = 10
-"""How often a restore begins: once more each time a save has replaced the checkpoint that was being read."""
+"""The most attempts at one restore; there is another attempt each time a save has replaced the checkpoint
+while it was being read.
+"""
 
 
 async def restore(controller: Controller, values: RemoteValues, path: CheckpointPath, like: Any) -> Any:

@@ -495,9 +495,9 @@ class _Job:
 # ---------------------------------------------------------------- save plan
 
 FILE_BYTES = 256 << 20
-"""Size in bytes of the files in which arrays are put together.
+"""The size in bytes up to which several arrays are put together in one file.
 
-The size is the unit of progress, and of what a writer holds twice.
+Progress is reported once per file, and a process that writes holds the bytes of one file twice.
 """
 
 
@@ -597,7 +597,7 @@ def _writers(
 # ---------------------------------------------------------------- removing files on the actors
 
 CLEAN_S = 5.0
-"""How many seconds actors may take to end a save that failed."""
+"""The most seconds that actors may take to end a save that failed."""
 
 
 class FileRemovals:

@@ -26,7 +26,7 @@ from jaxpp_async.session.step import DistributedStep, Slot
 # ---------------------------------------------------------------- saving
 
 _MOST_DIGITS = 4000
-"""The most digits of a saved whole number: Python reads no more than 4300."""
+"""The most digits of a saved whole number; by default Python reads no number of more than 4300 digits."""
 
 _TOO_LARGE = 10**_MOST_DIGITS
 

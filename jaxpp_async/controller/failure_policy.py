@@ -32,7 +32,9 @@ from jaxpp_async.protocol.messages import Beat
 from jaxpp_async.protocol.task_group import OwnedTasks
 
 GRACE_S = 1.0
-"""How long a failure that looks like a consequence waits for its cause to be noticed."""
+"""The seconds for which the report of a failure that looks like a consequence is delayed, so that its cause
+can be noticed.
+"""
 
 
 class FailurePolicy:

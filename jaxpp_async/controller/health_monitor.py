@@ -31,10 +31,12 @@ from jaxpp_async.protocol.task_group import OwnedTasks
 _LOG = logging.getLogger("jaxpp_async")
 
 REPORT_S = 2.0
-"""How long an actor may take to report where it is."""
+"""The most seconds that an actor may take to report its position in its program."""
 
 _QUIET_S = 1.5
-"""An actor that was not heard for so long is judged by the failure detector alone: it may be stopped."""
+"""The seconds without a heartbeat after which the failure detector alone judges an actor, whose process may
+have been stopped.
+"""
 
 
 class HealthMonitor:
@@ -259,7 +261,7 @@ def _log_fields(info: ActorInfo) -> dict[str, object]:
 # ---------------------------------------------------------------- clocks
 
 FORGET_S = 5.0
-"""Seconds after which a question may be repeated without an answer: a restart may have dropped it."""
+"""The seconds after which a question that has no answer is repeated, since a restart may have dropped it."""
 
 
 class ClockWatch:

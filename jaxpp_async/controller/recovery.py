@@ -46,17 +46,19 @@ from jaxpp_async.protocol.task_group import OwnedTasks, all_of, awake_timeout
 _LOG = logging.getLogger("jaxpp_async")
 
 WINDOW_S = 600.0
-"""The length of the time in which restarts are counted."""
+"""The length in seconds of the time window within which at most `max_restarts` restarts are allowed."""
 
 FREE_STARTS = 2
-"""How many starts of an actor may fail without being counted, since this process may have been blocked."""
+"""The number of failed starts of actors in a row that are not counted as restarts, since this process may
+have been blocked.
+"""
 
 MAX_PAUSE_S = 30.0
-"""How long the next attempt waits, at most, when an actor could not be started."""
+"""The most seconds between a start of an actor that failed and the next attempt."""
 
 ABORT_S, CONNECT_S = 10.0, 30.0
-"""How long a living actor may take to drop its work and to make a new end of the data plane, and how long all
-actors may take to connect those ends."""
+"""The most seconds that a living actor may take to drop its work and to make a new end of the data plane, and
+the most seconds that all actors may take to connect these ends."""
 
 
 class Recovery:

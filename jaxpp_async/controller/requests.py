@@ -281,7 +281,7 @@ class StepHandle:
 
 
 ReplyHandler: TypeAlias = PendingRequest | StepHandle
-"""The objects that take replies; `RequestLog` and `ActorLink` use the methods that both classes have."""
+"""The objects that handle replies; `RequestLog` and `ActorLink` use the methods that both classes have."""
 
 
 class ActorLink:
@@ -414,13 +414,15 @@ def _ignore_late_reply(message: Any) -> None:
 # ---------------------------------------------------------------- request log
 
 StartTransfers: TypeAlias = Callable[[], None]
-"""Starts the data transfers that go with a request, in the data plane's epoch at the time of the call."""
+"""A function that starts the data transfers that go with a request. Their tags have the mesh's epoch at the
+time of the call.
+"""
 
 _STATE_CHANGES = (Store, Step, BeginSnapshot, ReadFile)
-"""The requests that decide which arrays an actor holds."""
+"""The types of the requests that change which arrays an actor holds."""
 
 _PRUNE_AFTER = 256
-"""How many requests are remembered before those that are no longer needed are dropped."""
+"""The number of remembered requests above which those that are no longer needed are dropped."""
 
 
 @dataclass(slots=True)

@@ -20,10 +20,10 @@ from jaxpp_async.protocol.clocks import TICK_S
 from jaxpp_async.protocol.messages import OpenTransfer, Reported, StepId, step_text
 
 PROGRESS_S = 10.0
-"""How many seconds a step may stand still."""
+"""The seconds for which a step may make no progress before it counts as stuck."""
 
 SLOW_BYTES_PER_S = 50e6
-"""A link that is slower than this may be taken for a broken one."""
+"""The bytes per second below which a link between actors may be taken for a broken one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +228,13 @@ def _extra_s(reports: Collection[Reported]) -> float:
 # ---------------------------------------------------------------- diagnosis
 
 ProgramOf: TypeAlias = Callable[[int, ActorId], ActorProgram | None]
-"""Gives an actor's part of a program for (program id, actor), or None if there is none."""
+"""A function that returns an actor's part of a program for (program id, actor), or None if it has none."""
 
 Cause: TypeAlias = Literal["lost", "deaf", "idle", "controller", "none", "cycle"]
-"""Why nothing goes on, the surest cause first: a transfer that both ends have begun; an actor that does not
-answer, that has not begun the step, that waits for the controller, that waits for nothing; a circle of
-actors."""
+"""The reason why a step makes no progress, the surest reason first: a transfer that both ends have begun is
+lost; an actor does not answer, has not begun the step, waits for the controller, or waits for nothing; or
+actors wait for each other in a cycle.
+"""
 
 _CAUSES: tuple[Cause, ...] = ("lost", "deaf", "idle", "controller", "none", "cycle")
 _MOST_WAITS, _MOST_LINES = 4, 32  # the most lines about one actor, and in one list

@@ -35,10 +35,14 @@ from jaxpp_async.protocol.parent_watch import ExitCode
 
 _LOG = logging.getLogger("jaxpp_async")
 _LATE_REPORT_S = 0.3
-"""How long a process's last message and its death may lie apart: they come by different ways."""
+"""The most seconds between the arrival of a process's last message and the report of its death, which do not
+arrive over the same connection.
+"""
 
 _PLAIN: Final[dict[str, type[JaxppAsyncError]]] = {"InstallError": InstallError, "MeshError": MeshError}
-"""Errors of an actor whose text tells a user everything: the user gets the same error without a traceback."""
+"""The errors of an actor whose text tells a user everything, by class name. The user gets an error of the
+same class without a traceback.
+"""
 
 T = TypeVar("T")
 

@@ -49,9 +49,9 @@ alone.
 """
 
 MAGIC = b"jpp2"
-"""Opens every handshake message: `jpp` and the number of the format. The number grows with every change of
-handshake or frames, so that copies of the package that cannot talk to each other report it. `jpp1` had two
-MACs a frame.
+"""The first bytes of every handshake message: `jpp` and the number of the format. The number grows with every
+change of handshake or frames, so that copies of the package that cannot talk to each other report it. The
+format `jpp1` had two MACs per frame.
 """
 
 SECRET_BYTES = NONCE_BYTES = 32
@@ -62,13 +62,15 @@ State: TypeAlias = Literal["greeting", "proving", "open", "failed"]
 
 MAX_HANDSHAKE_BYTES: Final = 4096
 HANDSHAKE_TIMEOUT_S: Final = 5.0
-"""How long the caller gives a peer until the wire is open."""
+"""The most seconds that a handshake may take; the owner of the wire enforces this limit."""
 
 DEFAULT_MAX_FRAME_BYTES: Final = 1 << 30
-"""Generous, since programs travel in frames; only an authenticated peer may use it."""
+"""The most bytes of a frame after the handshake. The limit is high, since programs are sent in frames, and
+only authenticated peers can use it.
+"""
 
 MAX_BEAT_BYTES: Final = 256
-"""The longest frame of a channel that carries heartbeats alone."""
+"""The most bytes of a frame on a channel that carries only heartbeats."""
 
 _GREETING = struct.Struct(">4sH")
 _HEADER = struct.Struct(">QQ")
@@ -76,7 +78,7 @@ _PREFIX_BYTES: Final = _HEADER.size + MAC_BYTES
 _JOIN_BYTES: Final = 1 << 16  # below this size one copy is cheaper than one more write
 
 SHORT_BYTES: Final = 4096
-"""A payload of at most this many bytes comes without a MAC of its length."""
+"""The most bytes of a payload whose length is sent without a MAC of its own."""
 
 TO_ACTOR = codec.message_types(Request)
 TO_CONTROLLER = codec.message_types(Reply | Log)

@@ -22,18 +22,19 @@ from jaxpp_async.protocol.actor_info import ActorInfo
 from jaxpp_async.protocol.messages import Log
 
 RECORDS_PER_S = 200.0
-"""Number of records that an actor may send a second, in the long run. Further ones are counted
-and dropped.
+"""The number of log records that an actor may send per second on average. Further records are counted and
+dropped.
 """
 
 BURST = 400
-"""Number of records that an actor may send at once, and that may wait to be sent."""
+"""The most log records that an actor may send in quick succession, and the most that may wait to be sent."""
 
 REPORT_AFTER_S = 1.0
-"""Seconds for which dropped records are counted before the controller is informed."""
+"""The seconds for which dropped log records are counted before their number is reported to the controller."""
 
 PER_TURN = 16
-"""Number of records sent in one turn of the event loop: about as long as a small task takes."""
+"""The most log records that are sent in one turn of the event loop; this takes about as long as a small task.
+"""
 
 MAX_MESSAGE_CHARS, MAX_TRACEBACK_CHARS, MAX_NAME_CHARS = 4096, 16384, 200
 

@@ -154,7 +154,9 @@ class CallSignature:
 
 
 _CALLS_KEPT = 4
-"""How many calls a step recalls: for training, evaluation, and the shorter batch at the end of either."""
+"""The number of latest call signatures that a step remembers together with their compiled steps: those of
+training, of evaluation, and of the shorter batch at the end of either.
+"""
 
 
 class DistributedStep:

@@ -24,7 +24,7 @@ from jaxpp_async.program.instructions import ActorId, Recv, Send
 from jaxpp_async.timeline.events import Recorded, TransferKey, stamp_range
 
 Bounds = tuple[float, float]
-"""The least and the most by which a clock is ahead."""
+"""The least and the most, in seconds, by which an actor's clock may be ahead of the controller's."""
 
 _ROUNDING_S = 1e-9
 
