@@ -60,7 +60,7 @@ class AdaptiveSpin:
 
     def record_message(self, now_s: float) -> None:
         """End the wait because a message came at the time `now_s`, and adapt `limit_s` to the length of the
-        wait. It does not matter whether the waiter was polling or sleeping.
+        wait, whether the waiter was polling or sleeping.
         """
         since_s, self._since_s = self._since_s, None
         if since_s is None:

@@ -1,7 +1,7 @@
 """Convert the description of a checkpoint's content to JSON text and back, and choose who writes which array.
 
 The description is called the manifest. The functions of this module are pure: they read and write no file.
-They trust no field that they parse, because a checkpoint may come from anywhere.
+The parsing functions trust no field, because a checkpoint may come from anywhere.
 
 A path names a leaf as `jax.tree_util.keystr(path, simple=True, separator="/")` does, for example
 `params/blocks/0/w`. A `/` or `~` inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901). The

@@ -322,7 +322,7 @@ class _Job:
     def _begin(self) -> None:
         """Make the checkpoint's folder and read the manifest that is in it.
 
-        This runs in a thread. It stores its results in attributes rather than return them, because a
+        This runs in a thread, and stores its results in attributes rather than return them, because a
         cancelled await would not get a returned value.
         """
         self.made_folders = checkpoint_folder.make(self.folder)
@@ -472,7 +472,7 @@ class _Job:
     def _is_in_place(self) -> bool:
         """Return whether this save's manifest is in the folder; this runs in a thread.
 
-        It may be there although the commit failed: a file system may report an error when it puts a file in
+        The manifest may be there although the commit failed: a file system may report an error when it puts a file in
         place, or makes it durable, and store the file nevertheless.
         """
         return bool(self.manifest) and checkpoint_folder.read_manifest(self.folder) == self.manifest

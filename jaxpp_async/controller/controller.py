@@ -1,6 +1,6 @@
 """Do what a mesh asks of its actors: load programs, run steps, put and fetch values, and close all of it.
 
-`Controller` takes programs and numpy arrays, and returns step statistics and numpy arrays. It sends requests
+`Controller` takes programs and numpy arrays, and returns step statistics and numpy arrays. Requests are sent
 through the `RequestLog`; the `ActorGroup` owns the processes. After a failure, the `FailurePolicy` decides
 which error describes it. Then either `Recovery` replaces the lost actors (with `max_restarts`), or the first
 cause ends the mesh: every pending request fails, and the other actors are told to abort. Everything runs on

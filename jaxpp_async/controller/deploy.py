@@ -98,7 +98,7 @@ class Deployment:
             await self._request_log.drain(process)
             return await call
         except (ActorError, MeshError):
-            # It is unknown which executables the actor has, so they will be sent again.
+            # Nobody knows which of these executables the actor has, so they will be sent again.
             known -= set(message.blobs)
             raise
 

@@ -1,7 +1,7 @@
 """Find silent actors and steps that make no progress, by judging heartbeats and reports every half second.
 
-`HealthMonitor` runs on asyncio; the pure `failure_detector` and `stall_detector` make its decisions. It logs
-warnings about suspect actors, and makes the errors about actors that hang and steps that are stuck.
+`HealthMonitor` runs on asyncio; the pure `failure_detector` and `stall_detector` make its decisions. The
+monitor logs warnings about suspect actors, and makes the errors about actors that hang and steps that are stuck.
 `failure_policy` decides what such an error means for the mesh. `ClockWatch` estimates from heartbeats and
 reports how the actors' clocks differ from this process's clock.
 """
@@ -47,7 +47,7 @@ class HealthMonitor:
         program_of: returns an actor's part of a program for (program id, actor), or None.
         under_way: the steps that have not ended, by step id.
         info: returns the host, pid and state of a process.
-        ask: sends `Report` to a process and returns the future reply. It may raise `ActorError`.
+        ask: sends `Report` to a process and returns the future reply; may raise `ActorError`.
         fail: called with the error for a silent actor or a stuck step.
         options: the deadlines, and the number of processes per actor.
         read_progress: returns a process's position from the page of memory that it shares with this host, or
@@ -272,7 +272,7 @@ class ClockWatch:
     That is two small messages every half second, without a timer or an asyncio task.
 
     Args:
-        ask: sends `Report` to a process and returns the future reply. It may raise `ActorError`.
+        ask: sends `Report` to a process and returns the future reply; may raise `ActorError`.
         own: the name of this process's clock; None: determine it. Tests choose one.
     """
 

@@ -113,7 +113,7 @@ class PendingRequest:
 class StepHandle:
     """A step that has been sent to its actors.
 
-    Awaiting the handle waits until every actor has finished the step. It then returns each actor's
+    Awaiting the handle waits until every actor has finished the step, and then returns each actor's
     `StepStats` by actor id, or raises the step's error. If an await is cancelled, the step continues and can
     be awaited again.
 
@@ -536,7 +536,7 @@ class RequestLog:
                 request.
 
         Returns:
-            A future of the reply. It raises `RemoteError` if the request failed on the actor, and
+            A future of the reply, which raises `RemoteError` if the request failed on the actor, and
             `ActorError` if the mesh failed.
 
         Raises:

@@ -1,8 +1,8 @@
 """Find the actors that cannot continue a step, and tell from their reports why.
 
-An actor makes no progress while its position in its program does not change. It is stuck when it, every actor
-that it may be waiting for, and every actor that those may be waiting for in turn, have made no progress until
-the deadline, and none of them computes or is silent. These actors are then asked what they wait for
+An actor makes no progress while its position in its program does not change. An actor is stuck when it, every
+actor that it may be waiting for, and every actor that those may be waiting for in turn, have made no progress
+until the deadline, and none of them computes or is silent. These actors are then asked what they wait for
 (`Report`), and `_Examination` finds the reason. The time is a parameter of each method, so that tests can
 choose it.
 """
@@ -95,8 +95,8 @@ class StallDetector:
             unfinished: for each actor, the id of the oldest step that it has not finished; actors without one
                 are left out.
             positions: the last known position of each of these actors in its program, or None.
-            silent: the actors whose heartbeats have been missing for a while. They may be making progress
-                unseen, so groups with one of them are not returned.
+            silent: the actors whose heartbeats have been missing for a while. Such actors may be making
+                progress unseen, so groups with one of them are not returned.
         """
         self._update(now, unfinished, positions)
         still = {a for a, c in self._progress_of.items() if now - c.since >= self._progress_s + c.extra_s}

@@ -356,7 +356,7 @@ def host_array(leaf: Any) -> np.ndarray:
     """Convert a host value to the form in which it is sent: C order, JAX's dtype, PRNG keys as their data.
 
     Returns:
-        The array. It may share memory with `leaf`.
+        The array, which may share memory with `leaf`.
 
     Raises:
         TypeError: as `shape_struct`.

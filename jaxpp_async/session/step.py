@@ -464,8 +464,8 @@ class DistributedStep:
             given: for each argument leaf, the user's sharding or None.
 
         Raises:
-            ShardingError: a sharding splits the dimension of the microbatches. They run one after the other,
-                so splitting them over devices gains nothing.
+            ShardingError: a sharding splits the dimension of the microbatches. Microbatches run one after the
+                other, so splitting them over devices gains nothing.
         """
         spec_of = dict(zip(traced.flat.inputs, zip(traced.arg_names, given, strict=True), strict=False))
         loops = [op for op in traced.flat.ops if isinstance(op, Loop)]
