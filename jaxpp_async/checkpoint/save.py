@@ -472,8 +472,8 @@ class _Job:
     def _is_in_place(self) -> bool:
         """Return whether this save's manifest is in the folder; this runs in a thread.
 
-        The manifest may be there although the commit failed: a file system may report an error when it puts a file in
-        place, or makes it durable, and store the file nevertheless.
+        The manifest may be there although the commit failed: a file system may report an error when it puts
+        a file in place, or makes it durable, and store the file nevertheless.
         """
         return bool(self.manifest) and checkpoint_folder.read_manifest(self.folder) == self.manifest
 

@@ -19,7 +19,7 @@ from jaxpp_async.protocol.actor_info import ActorInfo
 from jaxpp_async.transport.nccl.order import MULTI_RANK, ONE_GPU
 
 MOST = 1.0
-"""The most to which the fractions of one GPU's memory may add up that its processes set aside."""
+"""The largest allowed sum of the fractions of one GPU's memory that the processes on it set aside."""
 
 
 _SLACK = 1e-6  # a third may have been written as .333333

@@ -1,9 +1,9 @@
 """Find silent actors and steps that make no progress, by judging heartbeats and reports every half second.
 
 `HealthMonitor` runs on asyncio; the pure `failure_detector` and `stall_detector` make its decisions. The
-monitor logs warnings about suspect actors, and makes the errors about actors that hang and steps that are stuck.
-`failure_policy` decides what such an error means for the mesh. `ClockWatch` estimates from heartbeats and
-reports how the actors' clocks differ from this process's clock.
+monitor logs warnings about suspect actors, and makes the errors about actors that hang and steps that are
+stuck. `failure_policy` decides what such an error means for the mesh. `ClockWatch` estimates from heartbeats
+and reports how the actors' clocks differ from this process's clock.
 """
 
 from __future__ import annotations

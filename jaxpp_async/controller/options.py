@@ -29,8 +29,8 @@ class ActorConfig:
     Fields that are not listed here are described at `messages.Configure`.
 
     Args:
-        env, defaults: environment variables for the actors. Variables of `defaults` apply only where neither the
-            host's environment nor `env` has them.
+        env, defaults: environment variables for the actors. Variables of `defaults` apply only where neither
+            the host's environment nor `env` has them.
         processes_per_actor: the number of processes of each actor.
     """
 

@@ -589,7 +589,9 @@ class RequestLog:
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether a save of a checkpoint still needs arrays that a replica of the state would not include."""
+        """Whether a checkpoint is being saved, for which actors keep arrays that a replica of the state would
+        not include.
+        """
         return any(isinstance(sent.message, BeginSnapshot) for sent in self._needed())
 
     @property

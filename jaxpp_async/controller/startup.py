@@ -35,8 +35,8 @@ from jaxpp_async.protocol.parent_watch import ExitCode
 
 _LOG = logging.getLogger("jaxpp_async")
 _LATE_REPORT_S = 0.3
-"""The most seconds between the arrival of a process's last message and the report of its death, which do not
-arrive over the same connection.
+"""The most seconds between the arrival of a process's last message and the report of its death, which
+reach this process independently of each other.
 """
 
 _PLAIN: Final[dict[str, type[JaxppAsyncError]]] = {"InstallError": InstallError, "MeshError": MeshError}

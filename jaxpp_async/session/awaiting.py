@@ -19,8 +19,8 @@ class UnawaitedCoroutine:
 
     An `UnawaitedCoroutine` works wherever a coroutine does: `await`, `asyncio.create_task`, `gather`,
     `wait_for`, `TaskGroup`, `asyncio.run`, `inspect.iscoroutine`. The class is a wrapper because Python's
-    own coroutine type cannot be subclassed. Its methods are the wrapped coroutine's own, so a task that runs it
-    costs nothing more.
+    own coroutine type cannot be subclassed. Its methods are the wrapped coroutine's own, so a task that runs
+    it costs nothing more.
     """
 
     __slots__ = ("__weakref__", "_coroutine", "close", "send", "throw")

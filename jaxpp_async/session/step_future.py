@@ -294,7 +294,8 @@ class Printer:
             handle: the step's handle.
 
         Returns:
-            The task, which raises what a user's callback raises, and the mesh's failure if the values are lost.
+            The task, which raises what a user's callback raises, and the mesh's failure if the values are
+            lost.
         """
         task = asyncio.get_running_loop().create_task(self._print(traced, list(shown), handle, self._last))
         # nobody is obliged to await a step; JAX has logged what a callback raised

@@ -2,8 +2,8 @@
 as a trace.
 
 A trace is in Chrome's event format, for https://ui.perfetto.dev or chrome://tracing. The trace shows the
-controller and each actor as a process, with one thread each for tasks, sends and receives, and with an arrow from each
-send to its receive. Its times are microseconds since the start of the first step.
+controller and each actor as a process, with one thread each for tasks, sends and receives, and with an arrow
+from each send to its receive. Its times are microseconds since the start of the first step.
 
 Source: "Trace Event Format", the JSON that Chrome's tracing writes: `X` is a slice, `s` and `f` are the ends
 of an arrow, `M` gives names.
