@@ -51,7 +51,7 @@ were read as another type, such as `object`, could be taken for pointers.
 """
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-"""The pattern of a file's name in a manifest, by which the file lies in the checkpoint's own folder."""
+"""The pattern of a file's name in a manifest, so that no manifest names a file outside of its folder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,7 @@ class StateReplication:
         one.
 
         Args:
-            generation: the number of the replica; replicas are counted.
+            generation: the number of the replica; each replica has the next number.
             mark: the point in the request log at which the replica is made; see `RequestLog.new_mark`.
             asked: the request to each process to copy its arrays.
         """
