@@ -37,7 +37,7 @@ def request(num_stages: int, num_microbatches: int, spmd_mesh: dict[str, int] | 
     shape = transformer.Shape(num_stages)
     step, state = transformer.train_step(shape, jpp.Interleaved1F1B(num_stages))
     axes = spmd_mesh or {}
-    target = mesh_options.target(axes, ["auto"] * len(axes), {}, "cpu")
+    target = mesh_options.make_target(axes, ["auto"] * len(axes), {}, "cpu")
     runner: Any = SimpleNamespace(num_actors=NUM_ACTORS, target=target)
     options = StepOptions(in_shardings=None, out_shardings=None, donate_argnums=(0,), static_argnums=())
     distributed = DistributedStep(runner, step, options)

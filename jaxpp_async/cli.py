@@ -27,7 +27,7 @@ from jaxpp_async.launch.options import LaunchOptions
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 WRONG_USE = 2
-"""Exit status where the options are wrong, as of every command line."""
+"""The exit status when the options are wrong, as is usual for command lines."""
 
 
 class PlatformChoice(StrEnum):

@@ -85,8 +85,11 @@ class LaunchError(ActorError):
 
 
 class ActorDiedError(ActorError):
-    """An actor's process ended unexpectedly. The message has the signal or exit code and the end of the
-    process's stderr.
+    """An actor was lost: its process ended unexpectedly, or lost its connection to the controller although it
+    may still run.
+
+    If the process ended, the message has its signal or exit code. Both messages end with the last lines that
+    the process printed. This error also ends a mesh whose restart failed because of a bug or of the launcher.
     """
 
 

@@ -79,7 +79,8 @@ class RemoteMesh:
             the folder that `JAX_COMPILATION_CACHE_DIR` names, else one for each host in the user's cache
             folder. With `launcher="inline"` this process's JAX uses it until the mesh closes, unless JAX has
             a cache of its own.
-        launch_timeout_s: the seconds within which every actor has to be ready.
+        launch_timeout_s: the most seconds that each stage of starting an actor may take: to start its process
+            and connect it, and to start JAX and the transport.
         lease_s: the seconds for which actors wait for a sign of life of this process, after which each actor
             ends itself. Only a stopped process, or a native call that holds Python's GIL, gives none for that
             long. See docs/operations.md.
@@ -119,12 +120,12 @@ class RemoteMesh:
         launch_timeout_s: float = LAUNCH_TIMEOUT_S,
         lease_s: float = LEASE_S,
     ):
-        self.num_actors = mesh_options.actor_count(num_actors)
-        self.spmd_mesh = mesh_options.axes(spmd_mesh)
-        self.axis_rules = mesh_options.checked_rules(axis_rules, self.spmd_mesh)
-        max_restarts = mesh_options.count_of("max_restarts", max_restarts, least=0)
-        kinds, given = mesh_options.axis_types(axis_types, self.spmd_mesh), platform
-        platform = mesh_options.platform(given)
+        self.num_actors = mesh_options.check_actor_count(num_actors)
+        self.spmd_mesh = mesh_options.check_axes(spmd_mesh)
+        self.axis_rules = mesh_options.check_axis_rules(axis_rules, self.spmd_mesh)
+        max_restarts = mesh_options.check_count("max_restarts", max_restarts, least=0)
+        kinds, given = mesh_options.check_axis_types(axis_types, self.spmd_mesh), platform
+        platform = mesh_options.choose_platform(given)
         self._launcher, inline, each = mesh_options.make_launcher(
             launcher,
             self.num_actors,
@@ -139,36 +140,36 @@ class RemoteMesh:
             ssh_options=ssh_options,
             spmd_mesh=self.spmd_mesh,
             platform=platform,
-            lease_s=mesh_options.seconds("lease_s", lease_s, least=1.0, most=1e6),
+            lease_s=mesh_options.check_seconds("lease_s", lease_s, least=1.0, most=1e6),
             max_restarts=max_restarts,
             env=env,
         )
         self._same_python = launcher in (None, "local") and hosts is None and python is None
         mesh_options.refuse_idle_devices(given, platform, self._launcher, devices)
         mesh_options.spare_gpus(platform, inline=inline)
-        config = mesh_options.actor_config(
+        config = mesh_options.make_actor_config(
             spmd_mesh=self.spmd_mesh,
             axis_types=kinds,
             platform=platform,
             setup=setup,
             env=env,
             cache_dir=compilation_cache,
-            transport=mesh_options.transport(
+            transport=mesh_options.choose_transport(
                 transport, self._launcher, inline, platform=platform, num_actors=self.num_actors
             ),
             inline=inline,
             processes_per_actor=each,
         )
-        max_inflight = mesh_options.count_of("max_inflight", max_inflight, least=1)
+        max_inflight = mesh_options.check_count("max_inflight", max_inflight, least=1)
         self._options = ControllerOptions(
             config,
             max_restarts=max_restarts,
-            progress_s=mesh_options.seconds("progress_timeout_s", progress_timeout_s),
-            backup_every=mesh_options.count_of("backup_every", backup_every, least=1),
-            launch_timeout_s=mesh_options.seconds("launch_timeout_s", launch_timeout_s),
+            progress_s=mesh_options.check_seconds("progress_timeout_s", progress_timeout_s),
+            backup_every=mesh_options.check_count("backup_every", backup_every, least=1),
+            launch_timeout_s=mesh_options.check_seconds("launch_timeout_s", launch_timeout_s),
         )
         self._controller: Controller | None = None
-        target = mesh_options.target(self.spmd_mesh, kinds, self.axis_rules, config.platform)
+        target = mesh_options.make_target(self.spmd_mesh, kinds, self.axis_rules, config.platform)
         self._values = RemoteValues(self._running, target)
         self._events = EventLog()
         self._saver = Saver(self._running, self._values, self._events.emit)

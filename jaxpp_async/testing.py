@@ -28,7 +28,7 @@ GetMesh: TypeAlias = "Callable[..., Awaitable[RemoteMesh]]"
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def remote_mesh() -> AsyncIterator[GetMesh]:
-    """Offer `await remote_mesh(num_actors, **options)` to tests. It returns a running `RemoteMesh` that all
+    """Offer `await remote_mesh(num_actors, **options)` to tests: it returns a running `RemoteMesh` that all
     tests of the session share, and that is closed at the session's end.
 
     The options are those of `RemoteMesh`. A mesh that has failed or closed is replaced by a new one.

@@ -36,7 +36,7 @@ from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
 from jaxpp_async.layout.state_replicas import ReplicaStore
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, Input, ProcessId, Recv, Send
 from jaxpp_async.protocol import messages as m
-from jaxpp_async.protocol.actor_info import NoteProgress, ProcessRank, no_progress
+from jaxpp_async.protocol.actor_info import NoteProgress, ProcessRank, ignore_progress
 from jaxpp_async.protocol.messages import OpenTransfer, Reported
 from jaxpp_async.protocol.task_group import OwnedTasks
 from jaxpp_async.transport.base import Transport
@@ -65,7 +65,7 @@ class Actor:
         make_transport: Callable[[str, Network], Transport],
         send: Callable[[m.Message], None],
         inline: bool = False,
-        note_progress: NoteProgress = no_progress,
+        note_progress: NoteProgress = ignore_progress,
         open_devices: Callable[[Sequence[Any], str], CudaDevices | None] = open_cuda,
     ):
         self._process_rank = ProcessRank(process_id)  # until `Configure` says how many processes an actor has

@@ -30,7 +30,7 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 
-from jaxpp_async.base.gpu_inventory import VISIBLE, is_part, memory_fraction, read_visible
+from jaxpp_async.base.gpu_inventory import VISIBLE, is_mig_instance, memory_fraction, read_visible
 from jaxpp_async.base.install_hints import cuda_install, jax_cuda_majors
 from jaxpp_async.errors import InstallError
 from jaxpp_async.protocol.messages import Hardware
@@ -275,7 +275,7 @@ def _uuid(runtime: Any, ordinal: int) -> str:
         ordinal: the number by which CUDA knows the device in this process.
     """
     named = read_visible(os.environ.get(VISIBLE, ""), ()).names[ordinal : ordinal + 1]
-    if named and is_part(named[0]):
+    if named and is_mig_instance(named[0]):
         return f"MIG-{named[0][4:].lower()}"  # spelled as NVIDIA's tools do, whatever the user wrote
     found = runtime.getDeviceProperties(ordinal).get("uuid", b"")
     if len(found) != 16:

@@ -35,7 +35,7 @@ from jaxpp_async.actors.receive_buffers import ReceivePool
 from jaxpp_async.actors.rollback import Rollbacks
 from jaxpp_async.actors.shards import Layouts
 from jaxpp_async.layout.state_replicas import ReplicaStore
-from jaxpp_async.protocol.actor_info import NoteProgress, ProcessRank, no_progress
+from jaxpp_async.protocol.actor_info import NoteProgress, ProcessRank, ignore_progress
 from jaxpp_async.protocol.messages import Configure, Ready
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.nccl.order import ranks_may_share
@@ -194,7 +194,7 @@ class StepResources:
     pool: ReceivePool
     layouts: Layouts
     device_lock: threading.Lock | None = None
-    note_progress: NoteProgress = no_progress
+    note_progress: NoteProgress = ignore_progress
     device: DeviceWork | None = None
     may_begin: Callable[[CountedStep], bool] | None = None
 

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from jaxpp_async.errors import MeshError
 
 _identities: dict[int, tuple[int, int]] = {}
-"""Device and inode behind each descriptor that is kept from children, since its number may be another
-descriptor's by now.
+"""The device and the inode of the file behind each descriptor that is kept from children, by
+descriptor, to recognize a number that belongs to another file by now.
 """
 
 

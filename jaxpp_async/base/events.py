@@ -169,8 +169,8 @@ class EventLog:
 
 
 class Events(AsyncIterator[Event]):
-    """An async iterator over events that ends after the event `closed`. It has no resources and need not be
-    closed.
+    """An async iterator over events that ends after the event `closed`. An iterator has no resources and need
+    not be closed.
     """
 
     def __init__(self, log: EventLog, position: int):

@@ -21,12 +21,12 @@ from typing import Any
 from jaxpp_async.errors import MeshError
 
 MEMORY_FRACTION = 0.9
-"""The part of a GPU's memory that all processes on it may have together. Contexts, libraries, UCX and NCCL
-need the rest.
+"""The fraction of a GPU's memory that all processes on it may have together. Contexts, libraries, UCX and
+NCCL need the rest.
 """
 
 JAX_FRACTION = "0.75"
-"""The part of a GPU's memory that JAX takes unless it is told otherwise."""
+"""The fraction of a GPU's memory that JAX reserves unless a variable sets another one."""
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _FRACTIONS = (_FRACTION, "XLA_CLIENT_MEM_FRACTION")
@@ -49,7 +49,7 @@ class GpuShare:
     sharers: int
 
 
-def share(devices: Sequence[str], index: int, count: int, each: int) -> GpuShare:
+def choose_gpus(devices: Sequence[str], index: int, count: int, each: int) -> GpuShare:
     """Choose the GPUs of one of the processes that run on a host.
 
     Each process gets its own GPUs, perhaps more than it needs, if there are enough of them; otherwise
@@ -76,7 +76,7 @@ def share(devices: Sequence[str], index: int, count: int, each: int) -> GpuShare
         )
     if count * each <= len(devices):
         first, end = index * len(devices) // count, (index + 1) * len(devices) // count
-        return GpuShare(tuple(devices[first : first + each if is_part(devices[first]) else end]), 1)
+        return GpuShare(tuple(devices[first : first + each if is_mig_instance(devices[first]) else end]), 1)
     groups = len(devices) // each
     group = index % groups
     return GpuShare(tuple(devices[group * each : (group + 1) * each]), len(range(group, count, groups)))
@@ -95,7 +95,7 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
             a GPU together would take more than its memory; or the process would get several instances of GPUs
             (MIG).
     """
-    if len(given.devices) > 1 and any(map(is_part, given.devices)):
+    if len(given.devices) > 1 and any(map(is_mig_instance, given.devices)):
         raise MeshError(
             f"an actor's process needs {len(given.devices)} GPUs and would have instances of GPUs (MIG) "
             "for them, "
@@ -109,7 +109,7 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
     if name is None:
         return env | {_FRACTION: f"{MEMORY_FRACTION / given.sharers:.3f}"}
     fraction = user[name]
-    if _fraction(name, fraction) * given.sharers > 1 and _sets_aside(user):
+    if _fraction(name, fraction) * given.sharers > 1 and _preallocates(user):
         raise MeshError(
             f"{given.sharers} processes share GPU {env[VISIBLE]}, and each is to take {fraction} of its "
             f"memory ({name}); set at most {math.floor(100 / given.sharers) / 100:.2f}, or leave it out"
@@ -124,7 +124,7 @@ def memory_fraction(environ: Mapping[str, str]) -> float:
     Raises:
         MeshError: the environment sets the fraction to something that is not a number above 0 and up to 1.
     """
-    if not _sets_aside(environ):
+    if not _preallocates(environ):
         return 0.0
     name = next((name for name in _FRACTIONS if environ.get(name)), _FRACTION)
     return _fraction(name, environ.get(name) or JAX_FRACTION)
@@ -185,7 +185,7 @@ def host_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     return visible_gpus(environ).names
 
 
-def is_part(name: str) -> bool:
+def is_mig_instance(name: str) -> bool:
     """Return whether a name in `CUDA_VISIBLE_DEVICES` is that of a part of a GPU (an instance of MIG)."""
     return _kind(name) == _PART
 
@@ -228,7 +228,7 @@ def _gpu_called(name: str, uuids: Sequence[str]) -> int | str | None:
     return called[0] if len(called) == 1 else None
 
 
-def _sets_aside(environ: Mapping[str, str]) -> bool:
+def _preallocates(environ: Mapping[str, str]) -> bool:
     """Return whether JAX reserves its part of a GPU's memory when it starts, given a process's environment
     variables. With the allocator `platform` it does not: this allocator asks CUDA for the memory of each
     array.

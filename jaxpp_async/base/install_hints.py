@@ -16,15 +16,15 @@ from urllib.parse import unquote, urlsplit
 from jaxpp_async.errors import InstallError
 
 CUDA_MAJORS = (13, 12)
-"""The major versions of CUDA for which there are extras; the preferred one first."""
+"""The major versions of CUDA for which this package has pip extras, the preferred one first."""
 
 SAME_VERSIONS = ("jax", "jaxlib")
-"""Packages of which the controller and every actor need the same version, besides this package itself."""
+"""The packages of which the controller and every actor need the same version, besides this package itself."""
 
 _NAME, _GONE = "jaxpp-async", "gone: "
 
 SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
-"""Makes ucxx load the UCX that the system has, and the one that pip installed where the system has none."""
+"""The environment variable that makes ucxx load the system's UCX, or, if there is none, the one from pip."""
 
 
 def extra_of(platform: str, cuda: tuple[int, int] | None = None) -> str:
@@ -46,10 +46,10 @@ def pip_install(extra: str, python: str = "", source: str | None = None) -> str:
     Args:
         extra: the name of the extra, such as `"cpu"`.
         python: the interpreter that runs pip; empty if the command is to call `pip` itself.
-        source: the pip requirement of this package, as `source_here` returned it on the host where the
+        source: the pip requirement of this package, as `pip_source` returned it on the host where the
             command will run; None for the host of this process.
     """
-    source = source_here() if source is None else source
+    source = pip_source() if source is None else source
     gone, source = source.startswith(_GONE), source.removeprefix(_GONE)
     option, source = ("-e ", source.removeprefix("-e ")) if source.startswith("-e ") else ("", source)
     name, at, url = source.partition(" @ ") if source.startswith(f"{_NAME} @ ") else (source, "", "")
@@ -66,7 +66,7 @@ def cuda_install() -> str:
     return f"{preferred}  (for a driver older than 580: {other})"
 
 
-def source_here() -> str:
+def pip_source() -> str:
     """Return the pip requirement that installs the same copy of this package again on this host.
 
     Returns:
@@ -91,7 +91,7 @@ def source_here() -> str:
 
 def _source_of(found: dict[str, Any]) -> str:
     """Return the pip requirement for the package that a `direct_url.json` file (PEP 610) names, in the form
-    of `source_here`; an empty text if the file names nothing that pip could install.
+    of `pip_source`; an empty text if the file names nothing that pip could install.
 
     Args:
         found: the parsed content of the file.
@@ -162,5 +162,5 @@ def page(name: str) -> str:
     Args:
         name: the file name of the page, such as `restarts.md`.
     """
-    path = Path(source_here().removeprefix("-e "), "docs", name)
+    path = Path(pip_source().removeprefix("-e "), "docs", name)
     return str(path) if path.is_absolute() and path.is_file() else f"docs/{name} in jaxpp-async's repository"

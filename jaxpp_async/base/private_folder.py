@@ -45,12 +45,12 @@ def make_private_folder(folder: str) -> None:
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
-            # Another process, of any user, has created it meanwhile; `_check_way` checks it.
+            # Another process, of any user, has created it meanwhile; `_check_path` checks it.
             continue
-    _check_way(folder)
+    _check_path(folder)
 
 
-def _check_way(folder: str) -> None:
+def _check_path(folder: str) -> None:
     """Check each folder on the path from the root to `folder`, following links as the kernel does.
 
     Raises:
@@ -97,10 +97,10 @@ def _check_folder(path: str, found: os.stat_result, *, is_last: bool) -> None:
 
 
 def _is_trusted(uid: int) -> bool:
-    return uid in (0, os.geteuid(), _roots_number())
+    return uid in (0, os.geteuid(), _root_uid())
 
 
-def _roots_number() -> int:
+def _root_uid() -> int:
     """Return the user id of root, taken from the owner of the root folder: in a container without privileges,
     root has another id than 0.
     """

@@ -20,11 +20,13 @@ import time
 from collections.abc import Callable, Iterable
 
 SHORTEST_S = 20e-6
-"""A look shorter than this is not worth its cost, so that it becomes none."""
+"""The shortest time in seconds that is worth polling; instead of a shorter time, a waiter does not poll at
+all.
+"""
 
 LONGEST_S = 1e-3
-"""The longest time that a `LoopSpin` stays awake: as long as a training loop takes to send the next step when
-it does little else.
+"""The longest time in seconds for which a `LoopSpin` polls: as long as a training loop that does little else
+takes to send the next step.
 """
 
 
@@ -58,7 +60,7 @@ class AdaptiveSpin:
 
     def record_message(self, now_s: float) -> None:
         """End the wait because a message came at the time `now_s`, and adapt `limit_s` to the length of the
-        wait. It does not matter whether the waiter was polling or sleeping.
+        wait, whether the waiter was polling or sleeping.
         """
         since_s, self._since_s = self._since_s, None
         if since_s is None:

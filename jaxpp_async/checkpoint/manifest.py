@@ -1,7 +1,7 @@
 """Convert the description of a checkpoint's content to JSON text and back, and choose who writes which array.
 
 The description is called the manifest. The functions of this module are pure: they read and write no file.
-They trust no field that they parse, because a checkpoint may come from anywhere.
+The parsing functions trust no field, because a checkpoint may come from anywhere.
 
 A path names a leaf as `jax.tree_util.keystr(path, simple=True, separator="/")` does, for example
 `params/blocks/0/w`. A `/` or `~` inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901). The
@@ -31,23 +31,27 @@ ROOT = "."
 """The path of a tree that is itself a leaf."""
 
 PlainValue: TypeAlias = bool | int | float | complex | str
-"""The types of leaves whose value stands in the manifest itself."""
+"""The types of leaves whose values are stored in the manifest itself, and not in a file of arrays."""
 
 PLAIN_TYPES: tuple[type, ...] = (bool, int, float, complex, str)
 
 _LIMIT = 1 << 63
 _MAX_AXES, _MAX_ITEM_BYTES = 64, 32
-"""The limits of numpy's arrays, which have fewer than `_LIMIT` bytes."""
+"""The most axes of a numpy array, and the most bytes of one of its elements. The array has fewer than
+`_LIMIT` bytes.
+"""
 
 _OF_ML_DTYPES = [t for t in vars(ml_dtypes).values() if isinstance(t, type) and issubclass(t, np.generic)]
 _DTYPES = frozenset(
     np.dtype(kind).name
     for kind in (*"?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], *_OF_ML_DTYPES)
 )
-"""Names of the types of numbers: bytes that are read as another type may be pointers."""
+"""The names of the dtypes that a manifest may name: all of them are types of numbers. Bytes from a file that
+were read as another type, such as `object`, could be taken for pointers.
+"""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-"""A file in the checkpoint's own folder: no manifest can name a file outside."""
+"""The pattern of a file's name in a manifest, so that no manifest names a file outside of its folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +230,7 @@ def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
         raise ValueError(
             f"pieces of {sum(math.prod(p.shape) for p in pieces)} elements are no array {shape!r:.80}"
         )
-    if not _are_apart(pieces):  # as many elements as the array, none twice: together they are all of it
+    if not _are_grid_cells(pieces):  # as many elements as the array, none twice: together they are all of it
         raise ValueError(f"pieces of an array {shape!r:.80} overlap, or are no grid")
     if array.file not in files:
         raise ValueError(f"{_short(array.file)} is none of its files")
@@ -238,7 +242,7 @@ def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
     return array
 
 
-def _are_apart(pieces: Sequence[Piece]) -> bool:
+def _are_grid_cells(pieces: Sequence[Piece]) -> bool:
     """Return whether no two pieces overlap and all are cells of one grid, like parts of a sharded array."""
     pieces = [piece for piece in pieces if 0 not in piece.shape]
     if len({piece.start for piece in pieces}) < len(pieces):

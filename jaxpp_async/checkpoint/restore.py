@@ -26,10 +26,12 @@ from jaxpp_async.storage import checkpoint_folder, tensor_files
 from jaxpp_async.storage.checkpoint_folder import CheckpointPath
 
 _SHOWN = 5
-"""How many other checkpoints an error names."""
+"""The most other checkpoints that an error names."""
 
 _ATTEMPTS = 10
-"""How often a restore begins: once more each time a save has replaced the checkpoint that was being read."""
+"""The most attempts at one restore; there is another attempt each time a save has replaced the checkpoint
+while it was being read.
+"""
 
 
 async def restore(controller: Controller, values: RemoteValues, path: CheckpointPath, like: Any) -> Any:
@@ -190,7 +192,7 @@ class _Reading:
         return found
 
     def _finished(self, target: RestoreTarget, array: np.ndarray | None, path: str) -> Any:
-        value = trees.finished(target, self._manifest.values[path] if array is None else array)
+        value = trees.to_user_value(target, self._manifest.values[path] if array is None else array)
         if target.like is not None or target.value_type is None:
             return value
         return RemoteArray(self._values, self._controller.new_array_id(), target.value_type, (), host=value)

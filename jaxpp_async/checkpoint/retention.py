@@ -92,8 +92,8 @@ class Checkpoints:
         await self.wait()
 
         async def prune() -> None:
-            # Checkpoints of higher numbers are of another run, or of this run before it was set back. They do
-            # not count, so that this save stays in any case.
+            # Checkpoints of higher numbers are of another run, or of this run before it was set back; these
+            # do not count, so that this save stays in any case.
             for number in [n for n in self.step_numbers() if n <= step_number][: -self._keep]:
                 await self._mesh.saver.remove(self.path(number))
 

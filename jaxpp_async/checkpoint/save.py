@@ -97,18 +97,18 @@ class Saving:
 
         Args:
             tasks: the group to which the new task is added.
-            work: the coroutine that does the save and calls `settle` with its outcome.
+            work: the coroutine that does the save and calls `set_outcome`.
             on_end: called when the task has ended, in whatever way.
         """
 
         def ended(_: asyncio.Task[None]) -> None:
-            self.settle(CheckpointError(f"{shown(self.path)}: the save was cancelled"))
+            self.set_outcome(CheckpointError(f"{shown(self.path)}: the save was cancelled"))
             on_end()
 
         self._task = tasks.start(f"save {shown(self.path)}", work)
         self._task.add_done_callback(ended)
 
-    def settle(self, error: Exception | None = None) -> None:
+    def set_outcome(self, error: Exception | None = None) -> None:
         """Set the outcome of the save, which ends all awaits of it. Only the mesh calls this.
 
         Only the first call has an effect.
@@ -158,7 +158,7 @@ class Saver:
         folder = checkpoint_folder.absolute(path)
         await self._one_at_a_time.acquire()
         try:
-            await self._removals.wait_over(folder)
+            await self._removals.wait_until_done(folder)
             saving = self._start(folder, tree, on_progress, after_commit, awaited=wait)
         except BaseException:  # also a cancellation: the next save may begin
             self._one_at_a_time.release()
@@ -284,7 +284,7 @@ class _Job:
         except BaseException as error:  # also a cancellation: nothing half-written may stay
             if not self.is_committed:
                 await self._remove_own_files()
-                self.saving.settle(self._user_error(error))
+                self.saving.set_outcome(self._user_error(error))
                 if not isinstance(error, Exception):
                     raise
                 return
@@ -292,7 +292,7 @@ class _Job:
         try:
             await self._remove_replaced()
         finally:  # this checkpoint is whole, whatever became of the older ones
-            self.saving.settle()
+            self.saving.set_outcome()
 
     def _report_saved(self, seconds: float) -> None:
         size_bytes, count = self.saving.size_bytes, len(self.arrays)
@@ -322,7 +322,7 @@ class _Job:
     def _begin(self) -> None:
         """Make the checkpoint's folder and read the manifest that is in it.
 
-        This runs in a thread. It stores its results in attributes rather than return them, because a
+        This runs in a thread, and stores its results in attributes rather than return them, because a
         cancelled await would not get a returned value.
         """
         self.made_folders = checkpoint_folder.make(self.folder)
@@ -472,8 +472,8 @@ class _Job:
     def _is_in_place(self) -> bool:
         """Return whether this save's manifest is in the folder; this runs in a thread.
 
-        It may be there although the commit failed: a file system may report an error when it puts a file in
-        place, or makes it durable, and store the file nevertheless.
+        The manifest may be there although the commit failed: a file system may report an error when it puts
+        a file in place, or makes it durable, and store the file nevertheless.
         """
         return bool(self.manifest) and checkpoint_folder.read_manifest(self.folder) == self.manifest
 
@@ -495,9 +495,9 @@ class _Job:
 # ---------------------------------------------------------------- save plan
 
 FILE_BYTES = 256 << 20
-"""Size in bytes of the files in which arrays are put together.
+"""The size in bytes up to which several arrays are put together in one file.
 
-The size is the unit of progress, and of what a writer holds twice.
+Progress is reported once per file, and a process that writes holds the bytes of one file twice.
 """
 
 
@@ -597,7 +597,7 @@ def _writers(
 # ---------------------------------------------------------------- removing files on the actors
 
 CLEAN_S = 5.0
-"""How many seconds actors may take to end a save that failed."""
+"""The most seconds that actors may take to end a save that failed."""
 
 
 class FileRemovals:
@@ -641,10 +641,11 @@ class FileRemovals:
                 "files of an ended save may be left: %s", errors or f"{len(late)} actors did not answer"
             )
 
-    async def wait_over(self, folder: str) -> None:
+    async def wait_until_done(self, folder: str) -> None:
         """Wait until no actor removes files in the folder any more.
 
-        This also waits for actors for which `run` did not, because it was cancelled or they were late.
+        This also covers removals that `run` did not await to the end, because it was cancelled or an actor
+        took too long.
         """
         while sweeps := self._under_way.get(folder):
             await asyncio.wait(sweeps)

@@ -19,14 +19,14 @@ from jaxpp_async.errors import CheckpointError, MeshError
 from jaxpp_async.jax_bridge import private_api
 from jaxpp_async.layout.array_parts import numpy_dtype
 from jaxpp_async.program.instructions import ActorId, Aval
-from jaxpp_async.session.argument_binding import as_user_sees, travelling_type
+from jaxpp_async.session.argument_binding import as_user_sees, sent_type
 from jaxpp_async.session.remote_array import Owner, RemoteArray, is_remote
 from jaxpp_async.session.step import DistributedStep, Slot
 
 # ---------------------------------------------------------------- saving
 
 _MOST_DIGITS = 4000
-"""The most digits of a saved whole number: Python reads no more than 4300."""
+"""The most digits of a saved whole number; by default Python reads no number of more than 4300 digits."""
 
 _TOO_LARGE = 10**_MOST_DIGITS
 
@@ -240,7 +240,7 @@ def _target(key: str, leaf: Any) -> RestoreTarget:
         return RestoreTarget(ValueType(Aval(leaf.shape, leaf.dtype.name)), like=leaf)
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         like = leaf if isinstance(leaf, jax.Array) else None
-        return RestoreTarget(travelling_type(leaf), like=like)
+        return RestoreTarget(sent_type(leaf), like=like)
     where = f"`like{key}`" if key else "`like` itself"
     if isinstance(leaf, DistributedStep):
         raise CheckpointError(
@@ -304,7 +304,7 @@ def _fits(target: RestoreTarget, manifest: Manifest, path: str) -> bool:
 def _as_array_type(value: bool | int | float | complex) -> Aval | None:
     """Return the array type that a plain value has as an argument of a step; None if it is too large."""
     try:
-        aval = travelling_type(value).aval
+        aval = sent_type(value).aval
     except OverflowError:  # an int that is too large for JAX's
         return None
     if isinstance(value, int) and not isinstance(value, bool):
@@ -318,7 +318,7 @@ def _kind(dtype: str) -> type:
     return type(np.zeros((), numpy_dtype(dtype)).item())
 
 
-def finished(target: RestoreTarget, value: Any) -> Any:
+def to_user_value(target: RestoreTarget, value: Any) -> Any:
     """Convert a restored value in this process to the Python type of the leaf that the user gave for it.
 
     Args:

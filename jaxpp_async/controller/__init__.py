@@ -7,7 +7,7 @@ Modules in reading order:
     requests: requests and their replies, steps in flight, and the log of requests that a restart repeats.
     failure_policy: decides which error a failure is, and which of several failures caused the others.
     recovery: one restart, from the loss of actors to the repeated requests.
-    state_replicas: copies of the actors' arrays in other actors' memory, and restoring arrays from them.
+    state_replicas: replicas of the actors' arrays in other actors' memory, and restoring arrays from them.
     actor_group: starts, connects, aborts, replaces and ends the actors' processes.
     startup: starts one process up to its JAX, checks the devices of all processes together, and waits for
         processes to end within a time limit.

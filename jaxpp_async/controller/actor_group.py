@@ -54,11 +54,14 @@ from jaxpp_async.transport.ucx.context import START_DESCRIPTORS
 _LOG = logging.getLogger("jaxpp_async")
 
 SHUTDOWN_S, TERMINATE_S, KILL_S = 4.0, 1.5, 1.5
-"""How long actors may take to end when asked, to end when signalled, and to be reaped when killed."""
+"""The most seconds that actors may take to end after a request, to end after SIGTERM, and to be gone after
+SIGKILL.
+"""
 
 PROCESS_DESCRIPTORS = 8
-"""How many of the driver's descriptors one actor process takes: 6 for its pipes, connections and progress, 2
-more for TCP's data plane."""
+"""The number of this process's file descriptors that one actor process takes: 6 for its pipes, connections
+and progress page, and 2 more for a data plane over TCP.
+"""
 
 
 class ActorGroup:
@@ -477,8 +480,8 @@ async def wait_all_dead(handles: Mapping[ProcessId, ActorHandle], timeout_s: flo
     """Wait until every process has ended; return False if one of them has not within `timeout_s` seconds."""
     loop = asyncio.get_running_loop()
     waits = [
-        loop.create_task(handle.wait_dead(), name=f"wait for the end of actor {actor}")
-        for actor, handle in handles.items()
+        loop.create_task(handle.wait_dead(), name=f"wait for the end of process {process}")
+        for process, handle in handles.items()
     ]
     if not waits:
         return True

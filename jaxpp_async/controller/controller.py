@@ -1,6 +1,6 @@
 """Do what a mesh asks of its actors: load programs, run steps, put and fetch values, and close all of it.
 
-`Controller` takes programs and numpy arrays, and returns step statistics and numpy arrays. It sends requests
+`Controller` takes programs and numpy arrays, and returns step statistics and numpy arrays. Requests are sent
 through the `RequestLog`; the `ActorGroup` owns the processes. After a failure, the `FailurePolicy` decides
 which error describes it. Then either `Recovery` replaces the lost actors (with `max_restarts`), or the first
 cause ends the mesh: every pending request fails, and the other actors are told to abort. Everything runs on
@@ -50,7 +50,7 @@ from jaxpp_async.layout.array_parts import Gathering, Scattering
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId
 from jaxpp_async.protocol.actor_info import ActorInfo, Topology
-from jaxpp_async.protocol.clocks import OUR_CLOCK, Clock
+from jaxpp_async.protocol.clocks import OWN_CLOCK, Clock
 from jaxpp_async.protocol.messages import (
     ArrayId,
     Done,
@@ -141,7 +141,7 @@ class Controller:
                 options,
                 end=self._end,
                 on_restarted=self._on_restarted,
-                on_copy_error=self._suspect,
+                on_replica_error=self._suspect,
             )
             if options.restarts
             else None
@@ -233,7 +233,7 @@ class Controller:
         For an actor of several processes, that is the clock of the first one.
         """
         if not self._actor_group.has_processes:
-            return OUR_CLOCK
+            return OWN_CLOCK
         return self._failure_policy.clocks.clock_of(self._actor_group.processes.process(actor, 0))
 
     # ------------------------------------------------------------ programs and steps
@@ -307,13 +307,13 @@ class Controller:
             MeshError: a message cannot be encoded; nothing of the step was sent.
         """
         self._check_usable()
-        places = self._programs.places_of(program_id)
+        processes_by_actor = self._programs.processes_by_actor(program_id)
         step = step_id(self._num_steps, kind, self._num_ahead)
-        handle = StepHandle(step, program_id, [p for _, processes in places for p in processes])
+        handle = StepHandle(step, program_id, [p for _, processes in processes_by_actor for p in processes])
         frees, number, epoch = self._frees.take(), self.request_log.number, self._actor_group.epoch
         posts: list[SentRequest] = []
         freed = dict(frees)
-        for actor, processes in places:
+        for actor, processes in processes_by_actor:
             values = puts.get(actor) if puts else None
             small, large = self._actor_group.host_transfers.prepare(actor, values) if values else ((), {})
             before = frees.pop(actor, ())
@@ -346,14 +346,14 @@ class Controller:
         if frees:
             self._frees.give_back(frees)  # those of actors that have no part in this step
         if frees_before:
-            running = dict(places)
+            running = dict(processes_by_actor)
             self._frees.give_back({a: ids for a, ids in frees_before.items() if a not in running})
         if self._recovery is not None:
             self._recovery.replication.note_step()
         if self._loop_spin is not None:
             handle.when_done(self._loop_spin.end)
             self._loop_spin.begin()
-        if not places:
+        if not processes_by_actor:
             handle.finish()
         return handle
 
@@ -489,9 +489,10 @@ class Controller:
         self._check_usable()
 
     def before_save(self) -> None:
-        """Start a copy of the actors' state if one is due, since none can start during the save that follows.
+        """Start a replica of the actors' state if one is due, since none can start during the save that
+        follows.
 
-        Without `max_restarts` there are no such copies, so this does nothing.
+        Without `max_restarts` there are no replicas, so this does nothing.
         """
         if self._recovery is not None:
             self._recovery.replication.take_if_due()

@@ -98,7 +98,7 @@ class Deployment:
             await self._request_log.drain(process)
             return await call
         except (ActorError, MeshError):
-            # It is unknown which executables the actor has, so they will be sent again.
+            # Nobody knows which of these executables the actor has, so they will be sent again.
             known -= set(message.blobs)
             raise
 
@@ -305,8 +305,8 @@ class LinkSetup:
 
 # ---------------------------------------------------------------- programs
 
-Places: TypeAlias = tuple[tuple[ActorId, tuple[ProcessId, ...]], ...]
-"""The actors of a program with their processes, both in order."""
+ProcessesByActor: TypeAlias = tuple[tuple[ActorId, tuple[ProcessId, ...]], ...]
+"""The actors that run a part of a program, in ascending order, each with its processes in order of rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,7 @@ class _Program:
     """One loaded program of a mesh, with all that is needed to load it again into a replaced actor.
 
     Args:
-        places: each actor that runs a part of the program, with its processes.
+        processes_by_actor: each actor that runs a part of the program, with its processes.
         parts: the part of each actor.
         texts: the text of each actor's part, for the `Load` message.
         keys: for each actor, the content key of each executable index that its part uses.
@@ -322,7 +322,7 @@ class _Program:
         names: the names of the step's arguments by argument number, for errors that actors report.
     """
 
-    places: Places
+    processes_by_actor: ProcessesByActor
     parts: dict[ActorId, ActorProgram]
     texts: dict[ActorId, str]
     keys: dict[ActorId, dict[int, str]]
@@ -368,10 +368,12 @@ class LoadedPrograms:
         order = sorted(parts)
         texts = {actor: str(parts[actor]) for actor in order}
         used = {actor: dict(keys.get(actor, {})) for actor in order}
-        places = tuple((actor, tuple(self._processes.processes_of(actor))) for actor in order)
+        processes_by_actor = tuple((actor, tuple(self._processes.processes_of(actor))) for actor in order)
         # Tests of the control plane load texts that are not `ActorProgram`s.
         in_order = {a: part for a in order if isinstance(part := parts[a], ActorProgram)}
-        self._programs[program_id] = _Program(places, in_order, texts, used, dict(blobs), dict(names))
+        self._programs[program_id] = _Program(
+            processes_by_actor, in_order, texts, used, dict(blobs), dict(names)
+        )
 
     def note_loaded(self, program_id: int) -> None:
         """Note that all actors have loaded a program.
@@ -408,9 +410,9 @@ class LoadedPrograms:
         blobs = {key: program.blobs[key] for key in sorted(new)}
         return Load(request, program_id, program.texts[actor], keys, blobs, program.names)
 
-    def places_of(self, program_id: int) -> Places:
+    def processes_by_actor(self, program_id: int) -> ProcessesByActor:
         """Return the actors that run a part of a program, each with its processes, in order."""
-        return self._programs[program_id].places
+        return self._programs[program_id].processes_by_actor
 
     def parts(self, program_id: int) -> dict[ActorId, ActorProgram]:
         """Return each actor's part of a program, by actor; empty if there is no such program."""

@@ -19,14 +19,14 @@ from jaxpp_async.protocol.actor_info import ActorInfo
 from jaxpp_async.transport.nccl.order import MULTI_RANK, ONE_GPU
 
 MOST = 1.0
-"""The most to which shares of one GPU's memory may add up."""
+"""The largest allowed sum of the fractions of one GPU's memory that the processes on it set aside."""
 
 
 _SLACK = 1e-6  # a third may have been written as .333333
 
 
 _UNIQUE = ("GPU-", "MIG-")
-"""Beginnings of names that no two GPUs in the world share."""
+"""The beginnings of GPU names that are unique worldwide: UUIDs of GPUs, and of their instances (MIG)."""
 
 
 @dataclass(frozen=True, slots=True)

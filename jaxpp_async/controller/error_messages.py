@@ -32,12 +32,16 @@ _CONSEQUENCES = ("TransferError", "StepAbortedError", "CancelledError")
 
 _OF_OTHER_PROCESSES = ("JaxRuntimeError", "XlaRuntimeError")
 _COLLECTIVE = re.compile(r"\b(Gloo|NCCL|[Cc]oordination service)\b")
-"""Words in XLA's error for a collective that another process has left; a ValueError after a reset."""
+"""The words by which XLA's error for a collective that another process has left is recognized, whose type
+does not tell: after a reset of the connection it is a ValueError.
+"""
 
 _OF_A_STEP: dict[str, type[ActorError]] = {
     f"{c.__module__}.{c.__name__}": c for c in (ProtocolError, TransferError)
 }
-"""Errors that fail a step on an actor without any user code: the user gets an error of the same class."""
+"""The errors of an actor that fail a step without any user code being involved, by qualified name. The user
+gets an error of the same class.
+"""
 
 _OUT_OF_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED|\bMemoryError\b|std::bad_alloc|[Cc]annot allocate memory|[Oo]ut of memory"
@@ -64,7 +68,7 @@ def is_consequence(failed: Failed, *, of_several: bool = False) -> bool:
     return kind in _CONSEQUENCES or (of_several and of_another)
 
 
-def is_echo(process: ActorInfo, death: Death) -> bool:
+def follows_first_process(process: ActorInfo, death: Death) -> bool:
     """Return whether a process probably ended only because the first process of its actor did.
 
     JAX aborts the other processes of an actor when the first one is gone.

@@ -14,7 +14,7 @@ from jaxpp_async.program.instructions import ProcessId
 from jaxpp_async.protocol.actor_info import Position
 
 SUSPECT_S, DEAD_S = 3.0, 10.0
-"""Seconds of silence after which a process is suspect, and after which it is given up."""
+"""The seconds without a heartbeat after which a process is suspect, and after which it is declared dead."""
 
 
 @dataclass(frozen=True, slots=True)

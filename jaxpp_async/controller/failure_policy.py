@@ -16,8 +16,8 @@ from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.deploy import LoadedPrograms
 from jaxpp_async.controller.error_messages import (
     died_error,
+    follows_first_process,
     is_consequence,
-    is_echo,
     lost_error,
     remote_error,
 )
@@ -32,7 +32,9 @@ from jaxpp_async.protocol.messages import Beat
 from jaxpp_async.protocol.task_group import OwnedTasks
 
 GRACE_S = 1.0
-"""How long a failure that looks like a consequence waits for its cause to be noticed."""
+"""The seconds for which the report of a failure that looks like a consequence is delayed, so that its cause
+can be noticed.
+"""
 
 
 class FailurePolicy:
@@ -90,7 +92,7 @@ class FailurePolicy:
         failures.
         """
         link.connection.on_message = partial(self._on_message, link)
-        link.connection.on_closed = partial(self._on_lost, link)
+        link.connection.on_closed = partial(self._on_connection_lost, link)
         self._mesh_events.started(link.info)
         process = link.info.process
         self._tasks.start(f"watch {link.info}", self._watch_death(link))
@@ -98,7 +100,7 @@ class FailurePolicy:
         if self._actor_group.has_processes:
             self.health_monitor.watch(process)
         if not link.connection.is_open:
-            self._on_lost(link, None)
+            self._on_connection_lost(link, None)
 
     def unwatch(self, process: ProcessId) -> None:
         """Stop expecting heartbeats of a process that is dead or will be killed."""
@@ -162,9 +164,9 @@ class FailurePolicy:
             self.unwatch(process)
             step = self._step_of(process)
             error = died_error(link.info, death, step, self._instruction_of(link, step))
-            self.suspect(error) if is_echo(link.info, death) else self.report(error, process)
+            self.suspect(error) if follows_first_process(link.info, death) else self.report(error, process)
 
-    def _on_lost(self, link: ActorLink, error: Exception | None) -> None:
+    def _on_connection_lost(self, link: ActorLink, error: Exception | None) -> None:
         """Report a lost control connection as a failure, unless a better explanation is noticed within a
         moment.
 

@@ -1,9 +1,9 @@
 """Find silent actors and steps that make no progress, by judging heartbeats and reports every half second.
 
-`HealthMonitor` runs on asyncio; the pure `failure_detector` and `stall_detector` make its decisions. It logs
-warnings about suspect actors, and makes the errors about actors that hang and steps that are stuck.
-`failure_policy` decides what such an error means for the mesh. `ClockWatch` estimates from heartbeats and
-reports how the actors' clocks differ from this process's clock.
+`HealthMonitor` runs on asyncio; the pure `failure_detector` and `stall_detector` make its decisions. The
+monitor logs warnings about suspect actors, and makes the errors about actors that hang and steps that are
+stuck. `failure_policy` decides what such an error means for the mesh. `ClockWatch` estimates from heartbeats
+and reports how the actors' clocks differ from this process's clock.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from jaxpp_async.protocol.task_group import OwnedTasks
 _LOG = logging.getLogger("jaxpp_async")
 
 REPORT_S = 2.0
-"""How long an actor may take to report where it is."""
+"""The most seconds that an actor may take to report its position in its program."""
 
 _QUIET_S = 1.5
-"""An actor that was not heard for so long is judged by the failure detector alone: it may be stopped."""
+"""The seconds without a heartbeat after which the failure detector alone judges an actor, whose process may
+have been stopped.
+"""
 
 
 class HealthMonitor:
@@ -45,7 +47,7 @@ class HealthMonitor:
         program_of: returns an actor's part of a program for (program id, actor), or None.
         under_way: the steps that have not ended, by step id.
         info: returns the host, pid and state of a process.
-        ask: sends `Report` to a process and returns the future reply. It may raise `ActorError`.
+        ask: sends `Report` to a process and returns the future reply; may raise `ActorError`.
         fail: called with the error for a silent actor or a stuck step.
         options: the deadlines, and the number of processes per actor.
         read_progress: returns a process's position from the page of memory that it shares with this host, or
@@ -200,14 +202,15 @@ class HealthMonitor:
         unfinished = self._unfinished(
             [process for process in self._failure_detector.watched if process in reports_of]
         )
-        hindmost_of = {
-            a: _hindmost(processes, reports_of) for a, processes in self._by_actor(unfinished).items()
+        judged_process_of = {
+            a: _furthest_behind_or_silent(processes, reports_of)
+            for a, processes in self._by_actor(unfinished).items()
         }
-        reports = {actor: reports_of[process] for actor, process in hindmost_of.items()}
+        reports = {actor: reports_of[process] for actor, process in judged_process_of.items()}
         diagnosis = self._stall_detector.conclude(now, stall, self._steps(unfinished), reports, silent)
         if diagnosis is None or self._is_paused or self._closed:
             return
-        actors = {actor: self._info(process) for actor, process in hindmost_of.items()}
+        actors = {actor: self._info(process) for actor, process in judged_process_of.items()}
         self._stall_detector.restart()
         self._fail(stuck_error(diagnosis, stall.still_s, actors))
 
@@ -228,7 +231,9 @@ class HealthMonitor:
             return {}
 
 
-def _hindmost(processes: Sequence[ProcessId], reports_of: Mapping[ProcessId, Reported | None]) -> ProcessId:
+def _furthest_behind_or_silent(
+    processes: Sequence[ProcessId], reports_of: Mapping[ProcessId, Reported | None]
+) -> ProcessId:
     """Choose the process whose report counts for its actor in the search for the reason of a stall.
 
     That is a process that did not answer, or else the one whose reported position is furthest behind: the
@@ -256,7 +261,7 @@ def _log_fields(info: ActorInfo) -> dict[str, object]:
 # ---------------------------------------------------------------- clocks
 
 FORGET_S = 5.0
-"""Seconds after which a question may be repeated without an answer: a restart may have dropped it."""
+"""The seconds after which a question that has no answer is repeated, since a restart may have dropped it."""
 
 
 class ClockWatch:
@@ -264,50 +269,47 @@ class ClockWatch:
 
     Each heartbeat names the clock of the process that sends it. If that is not this process's clock, the
     heartbeat is followed by a question for the sender's time, unless the last question is still unanswered.
-    That is two small messages every half second, without a timer or an asyncio task. The parameters `actor`
-    are process numbers, which differ from actor ids where actors have several processes.
+    That is two small messages every half second, without a timer or an asyncio task.
 
     Args:
-        ask: sends `Report` to a process and returns the future reply. It may raise `ActorError`.
+        ask: sends `Report` to a process and returns the future reply; may raise `ActorError`.
         own: the name of this process's clock; None: determine it. Tests choose one.
     """
 
-    def __init__(self, ask: Callable[[ActorId], asyncio.Future[Reported]], own: str | None = None):
+    def __init__(self, ask: Callable[[ProcessId], asyncio.Future[Reported]], own: str | None = None):
         self._ask = ask
         self._clocks = Clocks(clock_name() if own is None else own)
-        self._asked: dict[ActorId, float] = {}
+        self._asked: dict[ProcessId, float] = {}
 
-    def begin(self, actor: ActorId) -> None:
+    def begin(self, process: ProcessId) -> None:
         """Start to estimate the clock of a process that has just started; forget its predecessor's."""
-        self._clocks.forget(actor)
-        self._asked.pop(actor, None)
+        self._clocks.forget(process)
+        self._asked.pop(process, None)
 
     def record_heartbeat(self, identity: Identity, beat: Beat) -> None:
         """Record the clock that a heartbeat names, and ask its sender for the time if that clock is not ours.
 
         The listener calls this (`ControlListener.on_beat`).
         """
-        actor, now = identity.process_id, time.monotonic()
-        self._clocks.name(actor, beat.clock)
-        if self._clocks.clock_of(actor).is_ours or now - self._asked.get(actor, -math.inf) < FORGET_S:
+        process, now = identity.process_id, time.monotonic()
+        self._clocks.name(process, beat.clock)
+        if self._clocks.clock_of(process).is_own or now - self._asked.get(process, -math.inf) < FORGET_S:
             return
         try:
-            answer = self._ask(actor)
+            answer = self._ask(process)
         except ActorError:  # the mesh or the actor has ended
             return
-        self._asked[actor] = now
-        answer.add_done_callback(lambda future: self._note_answer(actor, now, future))
+        self._asked[process] = now
+        answer.add_done_callback(lambda future: self._note_answer(process, now, future))
 
-    def clock_of(self, actor: ActorId) -> Clock:
-        """Return the clock of the process whose number is `actor`; later answers of the process keep it up to
-        date.
-        """
-        return self._clocks.clock_of(actor)
+    def clock_of(self, process: ProcessId) -> Clock:
+        """Return the clock of a process; later answers of the process keep it up to date."""
+        return self._clocks.clock_of(process)
 
-    def _note_answer(self, actor: ActorId, sent_s: float, answer: asyncio.Future[Reported]) -> None:
-        if self._asked.get(actor) != sent_s:
+    def _note_answer(self, process: ProcessId, sent_s: float, answer: asyncio.Future[Reported]) -> None:
+        if self._asked.get(process) != sent_s:
             return  # the question was for this process's predecessor
-        del self._asked[actor]
-        if answer.cancelled() or answer.exception() is not None or (there_s := answer.result().now_s) is None:
+        del self._asked[process]
+        if answer.cancelled() or answer.exception() is not None or (shown_s := answer.result().now_s) is None:
             return
-        self._clocks.note(actor, sent_s, there_s, time.monotonic())
+        self._clocks.note(process, sent_s, shown_s, time.monotonic())

@@ -29,10 +29,10 @@ from jaxpp_async.protocol.messages import INLINE_BYTES, ArrayId, Fetch, Fetched,
 from jaxpp_async.transport.base import HOST_CHANNEL, SEQUENCE_BITS, Transport, make_tag
 
 Sending: TypeAlias = tuple[int, np.ndarray[Any, Any]]
-"""Sequence number and bytes of one value for the data plane."""
+"""The sequence number and the bytes of one host value that is sent over the data plane."""
 
 Transfer: TypeAlias = "asyncio.Future[None]"
-"""A transfer under way; done when the data has left or has come."""
+"""The future of a transfer, which ends when all data has been sent, or has been received."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

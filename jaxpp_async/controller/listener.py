@@ -26,13 +26,16 @@ from jaxpp_async.protocol.messages import Beat
 _LOG = logging.getLogger("jaxpp_async.control")
 
 MAX_UNPROVEN = 256
-"""How many connections may be in their handshake at one time; fewer, where this process may not open so many.
-With one more, the oldest from the address that has most of them is closed: it had the most time, and silent
-peers could otherwise keep all others out until their own handshakes time out."""
+"""The most connections that may be in their handshake at one time. The limit is lower where this process may
+not open so many descriptors. If there is one more, the oldest connection of the address with the most of them
+is closed: it had the most time, and silent peers could otherwise keep all others out until their own
+handshakes time out.
+"""
 
 BACKLOG = 100
-"""How many connections may wait to be accepted. asyncio accepts so many at once before it reports any: they
-all have descriptors before the first is closed for being one too many."""
+"""The most connections that may wait to be accepted. asyncio accepts up to this number together before it
+reports any of them, so all of them have descriptors before the first is closed for being one too many.
+"""
 
 Arrival: TypeAlias = "asyncio.Future[Connection]"
 
@@ -226,7 +229,7 @@ class ControlListener:
 
 MOST = 20
 WINDOW_S = 10.0
-"""How many lines of refusals the log gets at most, and in how many seconds."""
+"""The most lines about refused connections that are logged in each period, and the period in seconds."""
 
 
 class RateLimitedLog:

@@ -124,9 +124,10 @@ class MeshEvents:
 # ---------------------------------------------------------------- routes
 
 _READ_DEVICE_MEMORY = ("rc", "dc", "gga")
-"""Beginnings of UCX's names of transports between hosts (`rc_mlx5`, `dc_mlx5`) that can read and write device
-memory where it lies. They also need a driver for that (docs/gpu.md), and UCX does not say whether it is
-there."""
+"""The beginnings of UCX's names of those transports between hosts (such as `rc_mlx5`, `dc_mlx5`) that can
+access GPU memory directly. These transports also need a driver for that (docs/gpu.md), and UCX does not say
+whether the driver is there.
+"""
 
 
 def staged(routes: Mapping[ProcessId, tuple[str, ...]]) -> dict[ProcessId, tuple[str, ...]]:

@@ -19,7 +19,7 @@ from jaxpp_async.transport.base import Transport
 
 LAUNCH_TIMEOUT_S = 120.0
 BACKUP_EVERY = 10
-"""How many steps lie between two copies of the state, with `max_restarts`."""
+"""The number of steps from one replica of the state to the next, with `max_restarts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class ActorConfig:
     Fields that are not listed here are described at `messages.Configure`.
 
     Args:
-        env, defaults: environment variables for the actors. Those in `defaults` apply only where neither the
-            host's environment nor `env` has them.
+        env, defaults: environment variables for the actors. Variables of `defaults` apply only where neither
+            the host's environment nor `env` has them.
         processes_per_actor: the number of processes of each actor.
     """
 
@@ -88,7 +88,7 @@ class ControllerOptions:
         suspect_s, dead_s: the seconds of silence after which an actor is suspect, and after which it is dead.
         progress_s: how many seconds a step or a transfer may make no progress before it counts as stuck.
         max_restarts: how many restarts, which replace lost actors, are allowed within ten minutes; 0: none.
-        backup_every: the number of steps from one copy of the state to the next, with `max_restarts`.
+        backup_every: the number of steps from one replica of the state to the next, with `max_restarts`.
         launch_timeout_s: the limit in seconds for each stage of starting the actors, or a replacement of one.
         max_frame_bytes: the length of the longest control frame.
         make_transport: makes the controller's own end of the data plane from the transport's name; None: the

@@ -1,7 +1,7 @@
 """Recover from the loss of actors, or of connections between them, by a restart.
 
-In a restart the lost actors are replaced, all actors return to the last complete copy of their arrays, and
-the requests that were made since that copy are sent again.
+In a restart the lost actors are replaced, all actors return to the last complete replica of their arrays,
+and the requests that were made since that replica are sent again.
 
 The actors that still live keep their processes, their JAX and their compiled programs. A caller that awaits a
 step only waits longer, and gets the arrays that it would have got, since the same programs run on the same
@@ -46,17 +46,19 @@ from jaxpp_async.protocol.task_group import OwnedTasks, all_of, awake_timeout
 _LOG = logging.getLogger("jaxpp_async")
 
 WINDOW_S = 600.0
-"""The length of the time in which restarts are counted."""
+"""The length in seconds of the time window within which at most `max_restarts` restarts are allowed."""
 
 FREE_STARTS = 2
-"""How many starts of an actor may fail without being counted, since this process may have been blocked."""
+"""The number of failed starts of actors in a row that are not counted as restarts, since this process may
+have been blocked.
+"""
 
 MAX_PAUSE_S = 30.0
-"""How long the next attempt waits, at most, when an actor could not be started."""
+"""The most seconds between a start of an actor that failed and the next attempt."""
 
 ABORT_S, CONNECT_S = 10.0, 30.0
-"""How long a living actor may take to drop its work and to make a new end of the data plane, and how long all
-actors may take to connect those ends."""
+"""The most seconds that a living actor may take to drop its work and to make a new end of the data plane, and
+the most seconds that all actors may take to connect these ends."""
 
 
 class Recovery:
@@ -68,14 +70,14 @@ class Recovery:
         programs: the programs that replaced actors have to load again.
         linking: makes the NCCL links between actors again.
         failure_policy: watches the processes that are started.
-        options: the number of allowed restarts, and when to copy the state.
+        options: the number of allowed restarts, and the number of steps between replicas of the state.
         end: called with an error to end the mesh.
         on_restarted: called when a restart has succeeded, with the replaced actors and with how many steps
             that had already finished are run again.
-        on_copy_error: called with the error of a copy of the state that did not arrive.
+        on_replica_error: called with the error of a replica of the state that did not arrive.
 
     Attributes:
-        replication: the copies of the actors' state.
+        replication: makes the replicas of the actors' state.
     """
 
     def __init__(
@@ -89,11 +91,11 @@ class Recovery:
         *,
         end: Callable[[ActorError], None],
         on_restarted: Callable[[list[ActorId], int], None],
-        on_copy_error: Callable[[TransferError], None],
+        on_replica_error: Callable[[TransferError], None],
     ):
         self._actor_group, self._request_log, self._programs = actor_group, request_log, programs
         self._linking, self._failure_policy = linking, failure_policy
-        self.replication = StateReplication(actor_group, request_log, options, on_copy_error)
+        self.replication = StateReplication(actor_group, request_log, options, on_replica_error)
         self._budget, self._end, self._on_restarted = Budget(options.max_restarts), end, on_restarted
         self._tasks = OwnedTasks()
         self._task: asyncio.Task[None] | None = None
@@ -169,7 +171,7 @@ class Recovery:
         self._task = self._tasks.start("restart", self._run(before, error))
 
     async def aclose(self) -> None:
-        """Cancel a restart that is in progress, and stop copying the state."""
+        """Cancel a restart that is in progress, and stop making replicas of the state."""
         self._task = None
         await self._tasks.aclose()
         await self.replication.aclose()
@@ -263,11 +265,13 @@ class Recovery:
         """
         processes = self._actor_group.processes
         replacing = {processes.process(actor, 0): self._replace(actor) for actor in lost}
-        settling = {process: self._settle(process, cause) for process in processes.processes_of_all(living)}
+        resetting = {
+            process: self._abort_and_reset(process, cause) for process in processes.processes_of_all(living)
+        }
         host = self._actor_group.reset_host_transport()
-        await all_of({**replacing, **settling, CONTROLLER: host}, "prepare")
+        await all_of({**replacing, **resetting, CONTROLLER: host}, "prepare")
 
-    async def _settle(self, process: ProcessId, cause: str) -> None:
+    async def _abort_and_reset(self, process: ProcessId, cause: str) -> None:
         """Have a process that still runs drop its work and make a new end of the data plane.
 
         Args:

@@ -71,8 +71,8 @@ class PendingRequest:
         return self.future.__await__()
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether this request is open and a caller awaits it, and so will see an error that ends it."""
+    def error_is_seen(self) -> bool:
+        """Whether a caller will see an error that ends this request: it is open, and the caller awaits it."""
         return self._awaited and not self.future.done()
 
     @property
@@ -113,7 +113,7 @@ class PendingRequest:
 class StepHandle:
     """A step that has been sent to its actors.
 
-    Awaiting the handle waits until every actor has finished the step. It then returns each actor's
+    Awaiting the handle waits until every actor has finished the step, and then returns each actor's
     `StepStats` by actor id, or raises the step's error. If an await is cancelled, the step continues and can
     be awaited again.
 
@@ -166,7 +166,7 @@ class StepHandle:
         return self._stats
 
     @property
-    def is_awaited(self) -> bool:
+    def error_is_seen(self) -> bool:
         """Whether a caller will see an error that ends this step. Every step has a caller, so this is True
         until the end.
         """
@@ -281,7 +281,7 @@ class StepHandle:
 
 
 ReplyHandler: TypeAlias = PendingRequest | StepHandle
-"""The objects that take replies; `RequestLog` and `ActorLink` use the methods that both classes have."""
+"""The objects that handle replies; `RequestLog` and `ActorLink` use the methods that both classes have."""
 
 
 class ActorLink:
@@ -414,13 +414,15 @@ def _ignore_late_reply(message: Any) -> None:
 # ---------------------------------------------------------------- request log
 
 StartTransfers: TypeAlias = Callable[[], None]
-"""Starts the data transfers that go with a request, in the data plane's epoch at the time of the call."""
+"""A function that starts the data transfers that go with a request. Their tags have the mesh's epoch at the
+time of the call.
+"""
 
 _STATE_CHANGES = (Store, Step, BeginSnapshot, ReadFile)
-"""The requests that decide which arrays an actor holds."""
+"""The types of the requests that change which arrays an actor holds."""
 
 _PRUNE_AFTER = 256
-"""How many requests are remembered before those that are no longer needed are dropped."""
+"""The number of remembered requests above which those that are no longer needed are dropped."""
 
 
 @dataclass(slots=True)
@@ -466,8 +468,8 @@ class RequestLog:
     """A log of the requests to the actors of one mesh, which sends them and can send them again in a restart.
 
     The arrays of an actor follow from the requests that it was sent, in their order. In a restart, every
-    actor first returns to a copy of its arrays. Two kinds of requests since that copy are then sent again:
-    all that change which arrays an actor has, answered or not, and all that have not been answered. If
+    actor first returns to a replica of its arrays. Two kinds of requests since that replica are then sent
+    again: all that change which arrays an actor has, answered or not, and all that have not been answered. If
     `options` allow no restarts, requests are sent without being remembered.
 
     Args:
@@ -534,7 +536,7 @@ class RequestLog:
                 request.
 
         Returns:
-            A future of the reply. It raises `RemoteError` if the request failed on the actor, and
+            A future of the reply, which raises `RemoteError` if the request failed on the actor, and
             `ActorError` if the mesh failed.
 
         Raises:
@@ -567,11 +569,10 @@ class RequestLog:
 
     # ------------------------------------------------------------ remembering
 
-    @property
-    def mark(self) -> int:
-        """A new number that separates the requests made so far from those to come.
+    def new_mark(self) -> int:
+        """Return a new number that separates the requests made so far from those to come.
 
-        Each access gives another number, which can be passed to `unanswered` and `forget_before`.
+        The number can be passed to `unanswered` and `forget_before`.
         """
         return next(self._serials)
 
@@ -581,15 +582,15 @@ class RequestLog:
         return self._size_bytes
 
     def unanswered(self, mark: int) -> tuple[ReplyHandler, ...]:
-        """Return the handlers of all unanswered requests from before a mark (see `RequestLog.mark`)."""
+        """Return the handlers of all unanswered requests from before a mark (see `RequestLog.new_mark`)."""
         return tuple(
             sent.reply_handler for sent in self._sent if sent.serial < mark and not sent.reply_handler.done
         )
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether a checkpoint is being saved, which keeps arrays that a copy of the actors' state would not
-        include.
+        """Whether a checkpoint is being saved, for which actors keep arrays that a replica of the state would
+        not include.
         """
         return any(isinstance(sent.message, BeginSnapshot) for sent in self._needed())
 
@@ -608,7 +609,7 @@ class RequestLog:
         await self._is_open.wait()
 
     def forget_before(self, mark: int) -> None:
-        """Forget the requests from before a mark, because a copy of the state at that mark is complete."""
+        """Forget the requests from before a mark, because a replica of the state at that mark is complete."""
         self._keep([sent for sent in self._needed() if sent.serial > mark])
 
     def _remember(self, sent: SentRequest) -> None:
@@ -701,7 +702,7 @@ class RequestLog:
                 where = {"step": step_number(reply_handler.step)}
                 reply_handler.fail(abandoned(error, text, StepAbortedError, **where))
             else:
-                seen |= reply_handler.is_awaited
+                seen |= reply_handler.error_is_seen
                 reply_handler.fail(error)
         return seen
 

@@ -1,8 +1,8 @@
 """Find the actors that cannot continue a step, and tell from their reports why.
 
-An actor makes no progress while its position in its program does not change. It is stuck when it, every actor
-that it may be waiting for, and every actor that those may be waiting for in turn, have made no progress until
-the deadline, and none of them computes or is silent. These actors are then asked what they wait for
+An actor makes no progress while its position in its program does not change. An actor is stuck when it, every
+actor that it may be waiting for, and every actor that those may be waiting for in turn, have made no progress
+until the deadline, and none of them computes or is silent. These actors are then asked what they wait for
 (`Report`), and `_Examination` finds the reason. The time is a parameter of each method, so that tests can
 choose it.
 """
@@ -20,10 +20,10 @@ from jaxpp_async.protocol.clocks import TICK_S
 from jaxpp_async.protocol.messages import OpenTransfer, Reported, StepId, step_text
 
 PROGRESS_S = 10.0
-"""How many seconds a step may stand still."""
+"""The seconds for which a step may make no progress before it counts as stuck."""
 
 SLOW_BYTES_PER_S = 50e6
-"""A link that is slower than this may be taken for a broken one."""
+"""The bytes per second below which a link between actors may be taken for a broken one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Stall:
 
 
 @dataclass(slots=True)
-class _Standstill:
+class _ActorProgress:
     """A record of the position at which an actor makes no progress, and since when.
 
     Args:
@@ -70,14 +70,14 @@ class StallDetector:
 
     def __init__(self, program_of: ProgramOf, progress_s: float = PROGRESS_S):
         self._program_of, self._progress_s = program_of, progress_s
-        self._standstills: dict[ActorId, _Standstill] = {}
+        self._progress_of: dict[ActorId, _ActorProgress] = {}
 
     def restart(self) -> None:
         """Forget since when actors have made no progress.
 
         This is needed after an abort, a restart or the loading of a program, during which no step progresses.
         """
-        self._standstills.clear()
+        self._progress_of.clear()
 
     def judge(
         self,
@@ -95,16 +95,16 @@ class StallDetector:
             unfinished: for each actor, the id of the oldest step that it has not finished; actors without one
                 are left out.
             positions: the last known position of each of these actors in its program, or None.
-            silent: the actors whose heartbeats have been missing for a while. They may be making progress
-                unseen, so groups with one of them are not returned.
+            silent: the actors whose heartbeats have been missing for a while. Such actors may be making
+                progress unseen, so groups with one of them are not returned.
         """
         self._update(now, unfinished, positions)
-        still = {a for a, c in self._standstills.items() if now - c.since >= self._progress_s + c.extra_s}
+        still = {a for a, c in self._progress_of.items() if now - c.since >= self._progress_s + c.extra_s}
         for actor in sorted(still - set(silent)):
             chain = self._may_wait_for(actor, positions, unfinished)
             if still.issuperset(chain) and not chain & set(silent):
                 others = tuple(sorted(chain - {actor}))
-                return Stall((actor, *others), min(now - self._standstills[a].since for a in chain))
+                return Stall((actor, *others), min(now - self._progress_of[a].since for a in chain))
         return None
 
     def conclude(
@@ -129,7 +129,7 @@ class StallDetector:
         gone_on = [
             a
             for a in stall.actors
-            if a not in self._standstills or self._standstills[a].since > now - self._progress_s
+            if a not in self._progress_of or self._progress_of[a].since > now - self._progress_s
         ]
         for actor, reported in reports.items():
             if reported is not None and actor in unfinished and self._has_moved(actor, reported, now):
@@ -141,20 +141,20 @@ class StallDetector:
             return None
         extra_s = _extra_s([r for a in diagnosis.chain if (r := reports.get(a)) is not None])
         for actor in diagnosis.chain:
-            if actor in self._standstills:
-                self._standstills[actor].extra_s = extra_s
+            if actor in self._progress_of:
+                self._progress_of[actor].extra_s = extra_s
         return diagnosis if stall.still_s >= self._progress_s + extra_s else None
 
     def _update(
         self, now: float, unfinished: Mapping[ActorId, int], positions: Mapping[ActorId, Position | None]
     ) -> None:
-        for actor in self._standstills.keys() - unfinished.keys():
-            del self._standstills[actor]
+        for actor in self._progress_of.keys() - unfinished.keys():
+            del self._progress_of[actor]
         for actor, step in unfinished.items():
-            position, standstill = positions.get(actor), self._standstills.get(actor)
+            position, progress = positions.get(actor), self._progress_of.get(actor)
             computing = position is not None and position.computing
-            if standstill is None or computing or standstill.at != (step, position):
-                self._standstills[actor] = _Standstill((step, position), now)
+            if progress is None or computing or progress.at != (step, position):
+                self._progress_of[actor] = _ActorProgress((step, position), now)
 
     def _has_moved(self, actor: ActorId, reported: Reported, now: float) -> bool:
         """Return whether an actor executes a task, or has made progress since its last report.
@@ -164,16 +164,16 @@ class StallDetector:
             reported: its new report.
             now: the time in seconds.
         """
-        standstill = self._standstills.get(actor)
-        if standstill is None:
+        progress = self._progress_of.get(actor)
+        if progress is None:
             return False
-        before, standstill.done = standstill.done, (reported.instruction, reported.transfers_done)
-        _, position = standstill.at
-        moved = before is not None and before != standstill.done
+        before, progress.done = progress.done, (reported.instruction, reported.transfers_done)
+        _, position = progress.at
+        moved = before is not None and before != progress.done
         if before is None and position is not None and position.waiting and position.step == reported.step:
             moved = position.instruction != reported.instruction
         if moved or reported.running:
-            standstill.since, standstill.extra_s = now, 0.0
+            progress.since, progress.extra_s = now, 0.0
         return moved or reported.running
 
     def _may_wait_for(
@@ -228,12 +228,13 @@ def _extra_s(reports: Collection[Reported]) -> float:
 # ---------------------------------------------------------------- diagnosis
 
 ProgramOf: TypeAlias = Callable[[int, ActorId], ActorProgram | None]
-"""Gives an actor's part of a program for (program id, actor), or None if there is none."""
+"""A function that returns an actor's part of a program for (program id, actor), or None if it has none."""
 
 Cause: TypeAlias = Literal["lost", "deaf", "idle", "controller", "none", "cycle"]
-"""Why nothing goes on, the surest cause first: a transfer that both ends have begun; an actor that does not
-answer, that has not begun the step, that waits for the controller, that waits for nothing; a circle of
-actors."""
+"""The reason why a step makes no progress, the surest reason first: a transfer that both ends have begun is
+lost; an actor does not answer, has not begun the step, waits for the controller, or waits for nothing; or
+actors wait for each other in a cycle.
+"""
 
 _CAUSES: tuple[Cause, ...] = ("lost", "deaf", "idle", "controller", "none", "cycle")
 _MOST_WAITS, _MOST_LINES = 4, 32  # the most lines about one actor, and in one list

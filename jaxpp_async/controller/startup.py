@@ -35,10 +35,14 @@ from jaxpp_async.protocol.parent_watch import ExitCode
 
 _LOG = logging.getLogger("jaxpp_async")
 _LATE_REPORT_S = 0.3
-"""How long a process's last message and its death may lie apart: they come by different ways."""
+"""The most seconds between the arrival of a process's last message and the report of its death, which
+reach this process independently of each other.
+"""
 
 _PLAIN: Final[dict[str, type[JaxppAsyncError]]] = {"InstallError": InstallError, "MeshError": MeshError}
-"""Errors of an actor whose text tells a user everything: the user gets the same error without a traceback."""
+"""The errors of an actor whose text tells a user everything, by class name. The user gets an error of the
+same class without a traceback.
+"""
 
 T = TypeVar("T")
 
@@ -87,7 +91,7 @@ class Startup:
                 self.handles[spec.process_id] = handle
                 connection = await self._unless_dead(process_rank, arrival, remedy)
         except TimeoutError:
-            raise self._late(process_rank, "did not connect", remedy) from None
+            raise self._timeout_error(process_rank, "did not connect", remedy) from None
         except OSError as error:
             raise launch_error(process_rank, f"could not be started: {error}") from error
         return make_link(process_rank, handle, connection)
@@ -144,7 +148,7 @@ class Startup:
             async with asyncio.timeout(self._timeout_s):
                 return await self._unless_dead(process_rank, task)
         except TimeoutError:
-            raise self._late(process_rank, late) from None
+            raise self._timeout_error(process_rank, late) from None
         except RemoteError as error:
             raise unready_error(link.info, error) from None
         finally:
@@ -182,7 +186,7 @@ class Startup:
         finally:
             dead.cancel()
 
-    def _late(self, process_rank: ProcessRank, what: str, remedy: str = "") -> ActorError:
+    def _timeout_error(self, process_rank: ProcessRank, what: str, remedy: str = "") -> ActorError:
         handle = self.handles.get(process_rank.process)
         tail = handle.output_tail() if handle is not None else ()
         return launch_error(

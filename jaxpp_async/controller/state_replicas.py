@@ -1,8 +1,9 @@
-"""Copy all actors' arrays regularly, store each copy in another actor's memory, and restore arrays from it.
+"""Make replicas of the state regularly, store each of them twice, and restore the actors' arrays from them.
 
-A restart needs such a copy: all actors return to it. A copy is complete once every actor has made its own
-part, another actor (the holder) has that part as well, and all earlier requests have been answered. Only then
-are the previous copy and the requests from before the new one forgotten. `recovery` replaces processes and
+A replica of the state is a copy of all actors' arrays in host memory. A restart needs one: all actors return
+to it. Each process makes its own part of the replica, and another actor (the holder) stores that part as
+well. The replica is complete once both have each part, and all earlier requests have been answered. Only then
+are the previous replica and the requests from before the new one forgotten. `recovery` replaces processes and
 sends requests again.
 """
 
@@ -38,24 +39,24 @@ _LOG = logging.getLogger("jaxpp_async")
 _SECURE_ATTEMPTS, _SAVE_POLL_S = 10, 0.1
 
 ROLLBACK_S = 30.0
-"""How long going back may take; a second more for each 50 MB."""
+"""The seconds within which all actors have to restore their arrays; each 50 MB of arrays add a second."""
 
 MAX_REMEMBERED_BYTES = 1 << 30
-"""With this much host data in remembered requests a copy is taken before it is due."""
+"""The bytes of host data in remembered requests above which a replica is made before it is due."""
 
 
 class StateReplication:
-    """The maker of regular copies of one mesh's state (all arrays of its actors), which restarts need.
+    """The maker of regular replicas of one mesh's state (all arrays of its actors), which restarts need.
 
     Each process's arrays are copied to its own host memory and to that of another actor. With a single actor,
-    the controller stores the second copy. A transfer of copies may take `progress_s` seconds, and a second
+    the controller stores the second copy. A transfer of replicas may take `progress_s` seconds, and a second
     more for each 50 MB.
 
     Args:
         actor_group: the actors' processes.
-        request_log: the log of requests, which are forgotten once a later copy is complete.
-        options: the number of steps between copies, and `progress_s`.
-        on_error: called with the error of a copy that does not arrive: a hint that a connection is broken.
+        request_log: the log of requests, which are forgotten once a later replica is complete.
+        options: the number of steps between replicas, and `progress_s`.
+        on_error: called with the error of a replica that does not arrive: a hint that a connection is broken.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class StateReplication:
     ):
         self._actor_group, self._request_log, self._on_error = actor_group, request_log, on_error
         self._every, self._patience_s = options.backup_every, options.progress_s
-        # The first copy is made after one step, since until then all host values are remembered.
+        # The first replica is made after one step, since until then all host values are remembered.
         self._steps_since = self._every - 1
         self._generations = itertools.count()
         self._generation: int | None = None
@@ -77,14 +78,14 @@ class StateReplication:
         self._task: asyncio.Task[None] | None = None
 
     def note_step(self) -> None:
-        """Count a step that has just been sent, and start a copy of the state after it if one is due."""
+        """Count a step that has just been sent, and start a replica of the state after it if one is due."""
         self._steps_since += 1
         self.take_if_due()
 
     def take_if_due(self) -> None:
-        """Start a copy of the state if enough steps or bytes of host data were sent since the last one.
+        """Start a replica of the state if enough steps or bytes of host data were sent since the last one.
 
-        Call this before each save as well: no copy is made during a save, and the next save may follow
+        Call this before each save as well: no replica is made during a save, and the next save may follow
         immediately.
         """
         is_due = self._steps_since >= self._every or self._request_log.size_bytes > MAX_REMEMBERED_BYTES
@@ -92,25 +93,25 @@ class StateReplication:
             self.take()
 
     def take(self) -> asyncio.Task[None]:
-        """Start a copy of the state as it is after all requests made so far. Later requests do not wait for
-        it.
+        """Start a replica of the state as it is after all requests made so far. Later requests do not wait
+        for it.
 
         Returns:
-            A task that ends when the copy is complete or has failed; it logs or reports a failure itself.
+            A task that ends when the replica is complete or has failed; it logs or reports a failure itself.
         """
         self._steps_since = 0
-        generation, mark = next(self._generations), self._request_log.mark
+        generation, mark = next(self._generations), self._request_log.new_mark()
         asked = {
             process: link.ask(TakeReplica(self._request_log.number(), generation), ReplicaTaken)
             for process, link in self._actor_group.links.items()
         }
         work = self._complete_or_report(generation, mark, asked)
-        task = self._task = self._tasks.start(f"copy {generation} of the state", work)
+        task = self._task = self._tasks.start(f"replica {generation} of the state", work)
         task.add_done_callback(self._on_ended)
         return task
 
     async def secure(self) -> None:
-        """Wait until a complete copy has all arrays that were read from files, so that the files may be
+        """Wait until a complete replica has all arrays that were read from files, so that the files may be
         deleted.
 
         If several attempts fail, this logs a warning and returns.
@@ -124,50 +125,54 @@ class StateReplication:
                 attempts += 1
                 await asyncio.wait([self._task or self.take()])
             else:
-                _LOG.warning("no copy has what was restored: keep the files, a restart would read them again")
+                _LOG.warning(
+                    "no replica has the restored arrays: keep the files, a restart would read them again"
+                )
                 return
 
     def cancel(self) -> None:
-        """Cancel the copy that is being made, if any, so that it sends no further requests."""
+        """Cancel the replica that is being made, if any, so that it sends no further requests."""
         if self._task is not None:
             self._task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel the copy that is being made, and wait until it has stopped. Another may be started later."""
+        """Cancel the replica that is being made, and wait until its task has ended. Another may be started
+        later.
+        """
         await self._tasks.aclose()
 
     async def roll_back(self, lost: Collection[ActorId]) -> None:
-        """Restore the arrays of all actors from the last complete copy.
+        """Restore the arrays of all actors from the last complete replica.
 
-        If there is no copy yet, all actors drop their arrays.
+        If there is no replica yet, all actors drop their arrays.
 
         Args:
-            lost: the actors that have been replaced, whose new processes have no arrays and no copies.
+            lost: the actors that have been replaced, whose new processes have no arrays and no replicas.
 
         Raises:
             StateLostError: an actor was lost together with the actor that held its second copy.
-            TransferError: a copy does not arrive.
+            TransferError: a part of the replica does not arrive.
             ActorUnresponsiveError: actors did not restore their arrays in time.
         """
         generation, everyone = self._generation, sorted(self._actor_group.links)
         if generation is not None:
             await self._ask_each(everyone, lambda: DropReplicas(self._request_log.number(), generation))
-            await self._bring_back(generation, lost)
+            await self._send_to_replaced(generation, lost)
             # Restore the second copies that the lost actors stored for others. Until that is done, the loss
             # of one more actor could lose its state.
             gone = self._actor_group.processes.processes_of_all(lost)
             orphans = {p: self._contents[p] for p in everyone if self._holder_of(p) in gone}
-            await self._hand_over(generation, orphans)
+            await self._send_to_holders(generation, orphans)
         size_bytes = sum(n for kept in self._contents.values() for array in kept for n in array.shard_bytes)
         try:
             async with awake_timeout(ROLLBACK_S + size_bytes / SLOW_BYTES_PER_S):
                 await self._ask_each(everyone, lambda: Rollback(self._request_log.number(), generation))
         except TimeoutError:
             raise ActorUnresponsiveError(
-                "actors did not go back to the last copy of their arrays in time"
+                "actors did not go back to the last replica of their arrays in time"
             ) from None
 
-    # ------------------------------------------------------------ taking
+    # ------------------------------------------------------------ making replicas
 
     async def _complete_or_report(
         self, generation: int, mark: int, asked: Mapping[ProcessId, PendingRequest]
@@ -176,24 +181,24 @@ class StateReplication:
             await self._complete(generation, mark, asked)
         except TransferError as error:
             self._on_error(error)
-        except RemoteError as error:  # such as too little memory; the previous copy is still valid
+        except RemoteError as error:  # such as too little memory; the previous replica is still valid
             _LOG.warning(
-                "no copy of the state could be taken, the next is tried in %d steps: %s", self._every, error
+                "no replica of the state could be made, the next is tried in %d steps: %s", self._every, error
             )
         except ActorError:  # the mesh has ended, and later calls raise the reason
-            _LOG.debug("copy %d of the state was not finished", generation)
+            _LOG.debug("replica %d of the state was not finished", generation)
 
     async def _complete(self, generation: int, mark: int, asked: Mapping[ProcessId, PendingRequest]) -> None:
-        """Wait until a copy is complete, then drop the previous copy and the requests from before the new
+        """Wait until a replica is complete, then drop the previous one and the requests from before the new
         one.
 
         Args:
-            generation: the number of the copy; each copy has the next one.
-            mark: the point in the request log at which the copy is made; see `RequestLog.mark`.
+            generation: the number of the replica; each replica has the next number.
+            mark: the point in the request log at which the replica is made; see `RequestLog.new_mark`.
             asked: the request to each process to copy its arrays.
         """
         kept = {process: (await reply).arrays for process, reply in asked.items()}
-        await self._hand_over(generation, kept)
+        await self._send_to_holders(generation, kept)
         for reply_handler in self._request_log.unanswered(mark):
             answered = asyncio.Event()
             reply_handler.when_done(answered.set)
@@ -202,28 +207,30 @@ class StateReplication:
         self._request_log.forget_before(mark)
         self._replica_store.forget(generation)
         await self._ask_each(sorted(kept), lambda: DropReplicas(self._request_log.number(), generation))
-        _LOG.debug("copy %d of the state is whole", generation)
+        _LOG.debug("replica %d of the state is complete", generation)
 
     def _on_ended(self, _: asyncio.Task[None]) -> None:
         self._task = None
 
-    # ------------------------------------------------------------ moving copies
+    # ------------------------------------------------------------ moving replicas
 
-    async def _hand_over(self, generation: int, arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]]) -> None:
-        """Send each process's copy of its arrays to its holder, the process that stores the second copy.
+    async def _send_to_holders(
+        self, generation: int, arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]]
+    ) -> None:
+        """Send each process's part of a replica to its holder, the process that stores the second copy.
 
         Args:
-            generation: the number of the copy.
-            arrays: the arrays in the copy of each process whose copy is to be sent.
+            generation: the number of the replica.
+            arrays: the arrays of each process whose part is to be sent.
         """
         routes = {process: (process, self._holder_of(process)) for process in arrays}
         await self._move(generation, arrays, routes)
 
-    async def _bring_back(self, generation: int, lost: Collection[ActorId]) -> None:
+    async def _send_to_replaced(self, generation: int, lost: Collection[ActorId]) -> None:
         """Send the lost actors' arrays from the processes that hold their second copies to the new processes.
 
         Args:
-            generation: the number of the copy.
+            generation: the number of the replica.
             lost: the actors that have been replaced.
 
         Raises:
@@ -250,16 +257,16 @@ class StateReplication:
         arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]],
         routes: Mapping[ProcessId, tuple[ProcessId, ProcessId]],
     ) -> None:
-        """Send copies of arrays from process to process, all at the same time.
+        """Send parts of a replica from process to process, all at the same time.
 
         Args:
-            generation: the number of the copy.
-            arrays: the arrays in each process's copy.
-            routes: for each process whose copy is to be sent, the process that sends it and the one that
+            generation: the number of the replica.
+            arrays: the arrays of each process.
+            routes: for each process whose part is to be sent, the process that sends it and the one that
                 receives it.
 
         Raises:
-            TransferError: a copy does not arrive.
+            TransferError: a part does not arrive.
         """
         size_bytes = sum(n for of in routes for array in arrays[of] for n in array.shard_bytes)
         arrived: set[ProcessId] = set()
@@ -268,13 +275,13 @@ class StateReplication:
             number, epoch = self._request_log.number, self._actor_group.epoch
             receive = ReceiveReplica(number(), epoch, generation, of, source, arrays[of])
             send = SendReplica(number(), epoch, generation, of, to)
-            halves = {to: self._run_half(to, receive), source: self._run_half(source, send)}
-            await all_of(halves, f"carry the copy of process {of}")
+            ends = {to: self._run_one_end(to, receive), source: self._run_one_end(source, send)}
+            await all_of(ends, f"move the replica of process {of}")
             arrived.add(of)
 
         try:
             async with awake_timeout(self._patience_s + size_bytes / SLOW_BYTES_PER_S):
-                await all_of({of: move(of, *route) for of, route in routes.items()}, "carry copies")
+                await all_of({of: move(of, *route) for of, route in routes.items()}, "move replicas")
         except TimeoutError:
             of = next(of for of in routes if of not in arrived)
             source, to = routes[of]
@@ -284,17 +291,17 @@ class StateReplication:
                 if CONTROLLER in (source, to)
                 else f"between actors {ends[0]} and {ends[1]}"
             )
-            what = f"the copy of actor {owner}'s arrays does not arrive: the link {link} is broken"
+            what = f"the replica of actor {owner}'s arrays does not arrive: the link {link} is broken"
             raise TransferError(
                 f"{what}, or slower than 50 MB/s (progress_timeout_s)", actor=ends[1]
             ) from None
 
-    async def _run_half(self, process: ProcessId, message: ReceiveReplica | SendReplica) -> None:
-        """Run the sending or the receiving half of one transfer of a copy, on an actor or in the controller.
+    async def _run_one_end(self, process: ProcessId, message: ReceiveReplica | SendReplica) -> None:
+        """Run the sending or the receiving end of a transfer of a replica, on an actor or in the controller.
 
         Args:
-            process: the process that runs this half.
-            message: the request for this half.
+            process: the process that runs this end.
+            message: the request for this end.
         """
         if process != CONTROLLER:
             await self._actor_group.links[process].ask(message, Done)

@@ -177,7 +177,7 @@ class HostFacts:
             empty if nothing was wrong.
         verbs_devices: the number of devices /dev/infiniband/uverbs* that this process may open.
         settings: the environment variables that configure JAX, UCX, NCCL and CUDA.
-        source: the pip requirement that installs the same copy of this package (`install_hints.source_here`).
+        source: the pip requirement that installs the same copy of this package (`install_hints.pip_source`).
     """
 
     hostname: str

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpp_async.base import gpu_inventory
-from jaxpp_async.base.install_hints import source_here
+from jaxpp_async.base.install_hints import pip_source
 from jaxpp_async.doctor.facts import (
     UNLIMITED,
     Driver,
@@ -63,7 +63,7 @@ async def gather(platform: str) -> HostFacts:
     return HostFacts(
         hostname=socket.gethostname(),
         executable=sys.executable,
-        source=source_here(),
+        source=pip_source(),
         python=system_platform.python_version(),
         system=f"{system_platform.system()} {system_platform.release()} {system_platform.machine()}",
         packages=find_packages(),

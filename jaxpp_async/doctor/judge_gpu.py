@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxpp_async.base.gpu_inventory import VISIBLE, gpu_environment, memory_fraction, share
+from jaxpp_async.base.gpu_inventory import VISIBLE, choose_gpus, gpu_environment, memory_fraction
 from jaxpp_async.base.install_hints import extra_of
 from jaxpp_async.controller.device_checks import ProcessDevices, check_agreement
 from jaxpp_async.doctor.facts import (
@@ -243,7 +243,7 @@ def _find_refusal(
     nccl = _find_nccl_version(facts) if asked.transport == "nccl" else ""
     try:
         for index in range(num_processes):
-            given = share(names, index, num_processes, slots.devices_each)
+            given = choose_gpus(names, index, num_processes, slots.devices_each)
             fraction = memory_fraction({**settings, **gpu_environment(given, settings)})
             actor = index // slots.per_actor
             who = f"actor {actor}" + (f", process {index % slots.per_actor}" if slots.per_actor > 1 else "")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from jaxpp_async.base.gpu_inventory import VISIBLE, GpuShare, gpu_environment, share, visible_gpus
+from jaxpp_async.base.gpu_inventory import VISIBLE, GpuShare, choose_gpus, gpu_environment, visible_gpus
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch.commands import command_here, command_there, inherited_environment
 from jaxpp_async.launch.process_supervisor import ProcessSupervisor, SupervisedProcess
@@ -148,7 +148,7 @@ class ActorRequest:
                 f"{visible.stopped_at}, or more than one of that name; `nvidia-smi -L` there lists them"
             )
         alone = self.gpus_are_its_own and len(there) == self.gpus
-        given = GpuShare(there, 1) if alone else share(there, self.index, self.count, self.gpus)
+        given = GpuShare(there, 1) if alone else choose_gpus(there, self.index, self.count, self.gpus)
         return gpu_environment(given, env)
 
     def first_line(self, progress_page: int | None) -> bytes:

@@ -180,7 +180,7 @@ class ProgressPage:
         self._page.close()
 
 
-def no_progress(
+def ignore_progress(
     step: int, program_id: int, instruction: int, waiting: bool, computing: bool = False, /
 ) -> None:
     """Ignore an actor's position. This is the `NoteProgress` of inline actors, which run inside the
@@ -188,7 +188,7 @@ def no_progress(
     """
 
 
-# ---------------------------------------------------------------- seats
+# ---------------------------------------------------------------- process numbers
 
 
 def process_of(actor: ActorId, rank: int, size: int) -> ProcessId:

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from jaxpp_async.program.instructions import ActorId
+from jaxpp_async.program.instructions import ProcessId
 
 NUM_READINGS = 16
-"""Number of readings kept of an actor: those of the last eight seconds."""
+"""The number of readings that are kept of each process's clock: those of the last eight seconds."""
 
 DRIFT = 1e-4
-"""Seconds by which two clocks may drift apart in a second, at most. Quartz is good to some 30 parts in a
+"""The most seconds by which two clocks may drift apart in a second. Quartz is good to some 30 parts in a
 million; a clock that is being corrected may run 500 off for a while, which the next readings show.
 """
 
@@ -66,12 +66,12 @@ class Reading:
 
     Args:
         sent_s: when this process asked for the reading, in seconds of its own clock.
-        there_s: the time that the other clock showed, in seconds.
+        shown_s: the time that the other clock showed, in seconds.
         received_s: when this process received the answer, in seconds of its own clock.
     """
 
     sent_s: float
-    there_s: float
+    shown_s: float
     received_s: float
 
     def offset(self, at_s: float) -> Offset:
@@ -81,7 +81,7 @@ class Reading:
         """
         away_s = max(0.0, self.sent_s - at_s, at_s - self.received_s)
         middle_s, half_s = (self.sent_s + self.received_s) / 2, (self.received_s - self.sent_s) / 2
-        return Offset(self.there_s - middle_s, half_s + DRIFT * away_s)
+        return Offset(self.shown_s - middle_s, half_s + DRIFT * away_s)
 
 
 Readings: TypeAlias = tuple[Reading, ...]
@@ -92,20 +92,20 @@ class Clock:
     other one, the new process gets another `Clock`, and this object keeps the data of the old one.
 
     Args:
-        is_ours: whether the clock is known to be this process's own clock, which needs no readings.
+        is_own: whether the clock is known to be this process's own clock, which needs no readings.
 
     Attributes:
         name: the other process's `clock_name()`; None until it has sent it.
-        is_ours: the argument `is_ours`, updated when the name is known.
+        is_own: the argument `is_own`, updated when the name is known.
         readings: the latest readings. The tuple is never changed in place, so that callers can store it as it
             was at some time.
     """
 
-    __slots__ = ("is_ours", "name", "readings")
+    __slots__ = ("is_own", "name", "readings")
 
-    def __init__(self, *, is_ours: bool = False):
+    def __init__(self, *, is_own: bool = False):
         self.name: str | None = None
-        self.is_ours = is_ours
+        self.is_own = is_own
         self.readings: Readings = ()
 
     def note(self, reading: Reading) -> None:
@@ -121,17 +121,17 @@ class Clock:
             kept: readings that the caller stored near that time, which are more precise for it than much
                 later ones.
         """
-        if self.is_ours:
+        if self.is_own:
             return Offset(0.0, 0.0)
         return min((r.offset(at_s) for r in (*kept, *self.readings)), key=lambda o: o.error_s, default=None)
 
 
-OUR_CLOCK = Clock(is_ours=True)
-"""The clock of an actor inside of this process."""
+OWN_CLOCK = Clock(is_own=True)
+"""The clock of an actor that lives in this process."""
 
 
 class Clocks:
-    """The clocks of the actors of a mesh, as seen by this process.
+    """The clocks of a mesh's actor processes, as seen by this process. Each is found by its process number.
 
     Args:
         own: this process's `clock_name()`.
@@ -139,42 +139,39 @@ class Clocks:
 
     def __init__(self, own: str):
         self._own = own
-        self._clocks: dict[ActorId, Clock] = {}
+        self._clocks: dict[ProcessId, Clock] = {}
 
-    def clock_of(self, actor: ActorId) -> Clock:
-        """Return the clock of the process that runs this actor now; later calls of `note` add readings to
-        it.
-        """
-        if actor not in self._clocks:
-            self._clocks[actor] = Clock()
-        return self._clocks[actor]
+    def clock_of(self, process: ProcessId) -> Clock:
+        """Return the clock of a process; later calls of `note` add readings to it."""
+        if process not in self._clocks:
+            self._clocks[process] = Clock()
+        return self._clocks[process]
 
-    def name(self, actor: ActorId, name: str) -> None:
-        """Record the name of the clock that an actor's process has sent (its `clock_name()`). If the actor
-        had a clock of another name, another process has replaced the actor's process, and the old clock is
-        forgotten.
+    def name(self, process: ProcessId, name: str) -> None:
+        """Record the name of the clock that a process has sent (its `clock_name()`). If there was a clock of
+        another name under this process number, that process has been replaced, and its clock is forgotten.
         """
-        clock = self.clock_of(actor)
+        clock = self.clock_of(process)
         if clock.name == name:
             return
         if clock.name is not None:
-            self.forget(actor)
-            clock = self.clock_of(actor)
-        clock.name, clock.is_ours = name, bool(self._own) and name == self._own
+            self.forget(process)
+            clock = self.clock_of(process)
+        clock.name, clock.is_own = name, bool(self._own) and name == self._own
 
-    def forget(self, actor: ActorId) -> None:
-        """Forget the clock of an actor whose process is about to be replaced."""
-        self._clocks.pop(actor, None)
+    def forget(self, process: ProcessId) -> None:
+        """Forget the clock of a process that is about to be replaced."""
+        self._clocks.pop(process, None)
 
-    def note(self, actor: ActorId, sent_s: float, there_s: float, received_s: float) -> None:
-        """Add a reading of an actor's clock; the other arguments are those of `Reading`."""
-        self.clock_of(actor).note(Reading(sent_s, there_s, received_s))
+    def note(self, process: ProcessId, sent_s: float, shown_s: float, received_s: float) -> None:
+        """Add a reading of a process's clock; the other arguments are those of `Reading`."""
+        self.clock_of(process).note(Reading(sent_s, shown_s, received_s))
 
 
 # ---------------------------------------------------------------- awake
 
 TICK_S = 0.5
-"""Seconds between two ticks of a `SuspendAwareClock`."""
+"""The seconds between two ticks of a `SuspendAwareClock`."""
 
 
 class SuspendAwareClock:

@@ -24,19 +24,20 @@ Decode: TypeAlias = Callable[[Any], Any]
 T = TypeVar("T")
 
 MAX_DEPTH = 32
-"""How deep values of type `Any` may be nested; deeper ones would end in the recursion limit."""
+"""The depth to which values of type `Any` may be nested; deeper values could exceed Python's recursion limit.
+"""
 
 _PLAIN = (int, str, bytes, bool, float)
 _SCALARS = frozenset({type(None), *_PLAIN})
 
 _UNSEEN_ELEMENTS = 256
-"""Longest array that is decoded without a check that its elements are there. msgpack allocates an array
-before it has seen the elements, for up to a thousand nested ones: 4 KiB of headers would take 32 MiB, and
-with this limit 2 MiB.
+"""The length of the longest array that is decoded without a check that the message contains all its elements.
+msgpack allocates an array before it has seen the elements, for up to a thousand nested arrays: 4 KiB of
+headers would take 32 MiB of memory without this limit, and take 2 MiB with it.
 """
 
 _KEEP_BYTES = 1 << 20
-"""An encoder frees its buffer after a longer message than this."""
+"""The length in bytes of the longest message after which an encoder keeps its buffer for the next one."""
 
 
 class _BadValue(Exception):

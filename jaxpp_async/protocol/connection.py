@@ -24,16 +24,16 @@ from jaxpp_async.protocol.task_group import retrieve
 _LOG = logging.getLogger("jaxpp_async.control")
 
 _GRACE_S = 5.0
-"""How much longer a control connection may be out of reach than the connection for heartbeats: that one is to
-be lost first, since its loss says what is wrong.
+"""The seconds for which a control connection may be without contact beyond the limit for the heartbeat
+connection. The heartbeat connection is to be lost first, since its loss says what is wrong.
 """
 
 DRAIN_ABOVE_BYTES = 1 << 20
 LOG_ABOVE_BYTES = 1 << 20
-"""With this much unsent, log records are dropped, so that they never delay a reply."""
+"""The number of unsent bytes above which log records are dropped, so that they never delay a reply."""
 
 MAX_UNSENT_BYTES = 4 << 30
-"""With this much unsent, the peer is taken to be stuck and the connection ends."""
+"""The number of unsent bytes above which the peer is taken to be stuck, and the connection is closed."""
 
 
 class Connection(asyncio.Protocol):

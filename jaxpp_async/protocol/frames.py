@@ -49,9 +49,9 @@ alone.
 """
 
 MAGIC = b"jpp2"
-"""Opens every handshake message: `jpp` and the number of the format. The number grows with every change of
-handshake or frames, so that copies of the package that cannot talk to each other report it. `jpp1` had two
-MACs a frame.
+"""The first bytes of every handshake message: `jpp` and the number of the format. The number grows with every
+change of handshake or frames, so that copies of the package that cannot talk to each other report it. The
+format `jpp1` had two MACs per frame.
 """
 
 SECRET_BYTES = NONCE_BYTES = 32
@@ -62,13 +62,15 @@ State: TypeAlias = Literal["greeting", "proving", "open", "failed"]
 
 MAX_HANDSHAKE_BYTES: Final = 4096
 HANDSHAKE_TIMEOUT_S: Final = 5.0
-"""How long the caller gives a peer until the wire is open."""
+"""The most seconds that a handshake may take; the owner of the wire enforces this limit."""
 
 DEFAULT_MAX_FRAME_BYTES: Final = 1 << 30
-"""Generous, since programs travel in frames; only an authenticated peer may use it."""
+"""The most bytes of a frame after the handshake. The limit is high, since programs are sent in frames, and
+only authenticated peers can use it.
+"""
 
 MAX_BEAT_BYTES: Final = 256
-"""The longest frame of a channel that carries heartbeats alone."""
+"""The most bytes of a frame on a channel that carries only heartbeats."""
 
 _GREETING = struct.Struct(">4sH")
 _HEADER = struct.Struct(">QQ")
@@ -76,7 +78,7 @@ _PREFIX_BYTES: Final = _HEADER.size + MAC_BYTES
 _JOIN_BYTES: Final = 1 << 16  # below this size one copy is cheaper than one more write
 
 SHORT_BYTES: Final = 4096
-"""A payload of at most this many bytes comes without a MAC of its length."""
+"""The most bytes of a payload whose length is sent without a MAC of its own."""
 
 TO_ACTOR = codec.message_types(Request)
 TO_CONTROLLER = codec.message_types(Reply | Log)
@@ -256,7 +258,7 @@ class Wire:
 
     def _on_hello(self, body: bytes) -> None:
         hello = _read_greeting(Hello, body)
-        check_greeting(hello.role, "actor", hello.nonce)
+        check_handshake_message(hello.role, "actor", hello.nonce)
         self._hello = hello
         self._said = transcript(hello, "controller", self._version, self._nonce)
         proof = prove(self._secret, "controller", self._said)
@@ -265,7 +267,7 @@ class Wire:
 
     def _on_challenge(self, body: bytes) -> None:
         challenge = _read_greeting(Challenge, body)
-        check_greeting(challenge.role, "controller", challenge.nonce)
+        check_handshake_message(challenge.role, "controller", challenge.nonce)
         hello = self._hello
         assert hello is not None
         self._said = transcript(hello, challenge.role, challenge.version, challenge.nonce)
@@ -473,46 +475,48 @@ def transcript(hello: Hello, role: str, version: str, nonce: bytes) -> bytes:
     return hashlib.sha256(MAGIC + pack((hello, role, version, nonce))).digest()
 
 
-def prove(secret: bytes, role: Role, said: bytes) -> bytes:
+def prove(secret: bytes, role: Role, transcript_hash: bytes) -> bytes:
     """Return the proof that the side of this role knows the secret, for one handshake.
 
     Args:
         secret: the mesh's secret.
         role: the side that proves itself.
-        said: the hash of the handshake's first messages, from `transcript`.
+        transcript_hash: the hash of the handshake's first messages, from `transcript`.
     """
-    return _mac(secret, f"{role} proof", said)
+    return _mac(secret, f"{role} proof", transcript_hash)
 
 
-def check_proof(secret: bytes, role: Role, said: bytes, proof: bytes) -> None:
+def check_proof(secret: bytes, role: Role, transcript_hash: bytes, proof: bytes) -> None:
     """Check that a peer's handshake proof shows that the peer knows the secret, in this role and for this
     handshake.
 
     Args:
         secret: the mesh's secret.
         role: the peer's role.
-        said: the hash of the handshake's first messages, from `transcript`.
+        transcript_hash: the hash of the handshake's first messages, from `transcript`.
         proof: the proof that the peer has sent.
 
     Raises:
         HandshakeError: the peer does not know the secret, or its proof is for another handshake or role.
     """
-    if not hmac.compare_digest(prove(secret, role, said), proof):
+    if not hmac.compare_digest(prove(secret, role, transcript_hash), proof):
         raise HandshakeError(f"a peer claimed to be the {role} but does not know this mesh's secret; refused")
 
 
-def derive_keys(secret: bytes, said: bytes) -> Keys:
+def derive_keys(secret: bytes, transcript_hash: bytes) -> Keys:
     """Derive the keys that sign both directions of a conversation.
 
     Args:
         secret: the mesh's secret.
-        said: the hash of the handshake's first messages, from `transcript`.
+        transcript_hash: the hash of the handshake's first messages, from `transcript`.
     """
-    to_actor, to_controller = (_mac(secret, f"key to {side}", said) for side in ("actor", "controller"))
+    to_actor, to_controller = (
+        _mac(secret, f"key to {side}", transcript_hash) for side in ("actor", "controller")
+    )
     return Keys(FrameKey(to_actor), FrameKey(to_controller))
 
 
-def check_greeting(role: str, expected: Role, nonce: bytes) -> None:
+def check_handshake_message(role: str, expected: Role, nonce: bytes) -> None:
     """Check the role and the nonce in a peer's handshake message.
 
     Args:
@@ -598,8 +602,8 @@ def version_mismatch(ours: Mapping[str, str], theirs: Mapping[str, str | None], 
     return None
 
 
-def _mac(secret: bytes, label: str, said: bytes) -> bytes:
-    return hmac.digest(secret, b"jaxpp-async " + label.encode() + b"\0" + said, "sha256")
+def _mac(secret: bytes, label: str, transcript_hash: bytes) -> bytes:
+    return hmac.digest(secret, b"jaxpp-async " + label.encode() + b"\0" + transcript_hash, "sha256")
 
 
 def _read_greeting(cls: type[T], body: bytes) -> T:

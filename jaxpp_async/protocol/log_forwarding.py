@@ -22,18 +22,19 @@ from jaxpp_async.protocol.actor_info import ActorInfo
 from jaxpp_async.protocol.messages import Log
 
 RECORDS_PER_S = 200.0
-"""Number of records that an actor may send a second, in the long run. Further ones are counted
-and dropped.
+"""The number of log records that an actor may send per second on average. Further records are counted and
+dropped.
 """
 
 BURST = 400
-"""Number of records that an actor may send at once, and that may wait to be sent."""
+"""The most log records that an actor may send in quick succession, and the most that may wait to be sent."""
 
 REPORT_AFTER_S = 1.0
-"""Seconds for which dropped records are counted before the controller is informed."""
+"""The seconds for which dropped log records are counted before their number is reported to the controller."""
 
 PER_TURN = 16
-"""Number of records sent in one turn of the event loop: about as long as a small task takes."""
+"""The most log records that are sent in one turn of the event loop; this takes about as long as a small task.
+"""
 
 MAX_MESSAGE_CHARS, MAX_TRACEBACK_CHARS, MAX_NAME_CHARS = 4096, 16384, 200
 
@@ -59,7 +60,7 @@ class RateLimit:
         self._per_s, self._burst, self._left, self._then_s = per_s, burst, float(burst), now_s
         self.num_refused = 0
 
-    def lets_through(self, now_s: float, num_waiting: int) -> bool:
+    def admit(self, now_s: float, num_waiting: int) -> bool:
         """Return whether one more log record may be sent, and count it as sent or as refused.
 
         Args:
@@ -117,7 +118,7 @@ class RecordSender(logging.Handler):
         any thread.
         """
         with self._guard:  # before formatting: a flood of records must cost little
-            is_wanted = self._limit.lets_through(self._clock(), len(self._waiting))
+            is_wanted = self._limit.admit(self._clock(), len(self._waiting))
         if is_wanted:
             try:
                 message = as_message(record, self.step())

@@ -15,10 +15,10 @@ from typing import Any, Final, Literal, TypeAlias
 from jaxpp_async.program.instructions import ActorId, Aval, BufferId, ProcessId, Tag
 
 ArrayId: TypeAlias = int
-"""Names one array of the mesh. The controller gives the ids out, counts them up, and uses none twice."""
+"""The number of one array of the mesh. The controller counts these ids up and never uses one twice."""
 
 StepId: TypeAlias = int
-"""Names one run of a program on all its actors; ids count up over a mesh's life.
+"""The number of one run of a program on all its actors; these ids increase over a mesh's life.
 
 Users count the steps that they run and nothing else. An id therefore starts with the number of the user's
 step that the run is, or that it precedes. Then follow the number of runs that precede that step too, and the
@@ -26,8 +26,8 @@ kind of the run; see `step_id`.
 """
 
 RunKind: TypeAlias = Literal["move", "init", "step"]
-"""`"move"` carries an argument to where a step needs it, `"init"` runs the program of a `step.init`, `"step"`
-is a step of the user's.
+"""The kind of a run: `"move"` carries an argument to the actors where a step needs it, `"init"` runs the
+program of a `step.init`, and `"step"` is a step of the user's.
 """
 
 _TEXTS: Final[dict[RunKind, str]] = {
@@ -80,7 +80,8 @@ def step_text(step: StepId) -> str:
 
 
 INLINE_BYTES = 16 * 1024
-"""Host values of at most this size travel in control frames; larger ones travel over the data plane."""
+"""The most bytes of a host value that is sent in a control frame; larger ones are sent over the data plane.
+"""
 
 
 # ---------------------------------------------------------------- start and end of a process

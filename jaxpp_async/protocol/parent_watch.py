@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 _PRINT_S = 1.0
-"""How long printing the last words may take: a driver that is stopped does not read them."""
+"""The most seconds that printing the last message may take; a driver that is stopped does not read it."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 LEASE_S = 15.0
-"""Seconds of silence of the driver after which an actor, or a host agent, ends itself, unless a mesh sets
-another value.
+"""The seconds without a sign of life of the driver after which an actor or a host agent ends itself, unless a
+mesh sets another value.
 """
 
 

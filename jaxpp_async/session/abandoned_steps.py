@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from jaxpp_async.controller.requests import StepHandle
 
 PATIENCE_S = 5.0
-"""How many seconds a step may wait behind an abandoned one until that is reported."""
+"""The number of seconds for which a step may wait behind an abandoned one before a warning reports it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -28,8 +28,8 @@ from jaxpp_async.session.remote_array import Owner, RemoteArray, is_remote
 
 ArrayId: TypeAlias = int
 
-HERE: ArrayId = -1
-"""Stands in place of an id: the value is in this process and goes to the actors with the step."""
+HOST_VALUE: ArrayId = -1
+"""A placeholder for the array id of an argument whose value is in this process and is sent with the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +66,22 @@ class Arguments:
         array_ids: for each actor that uses any argument, the array ids of its arguments, by position.
         puts: for each actor, the host values that are sent to it together with the step.
         frees_after: for each actor, the ids of arrays that it frees after this step.
-        settling: the `RemoteArray`s whose values are still in this process and are sent with the step; for
-            each, the actors to which it is sent, and its type from then on.
+        sent_arrays: the `RemoteArray`s whose values are still in this process and are sent with the step; for
+            each, the actors to which its value is sent, and the array's type from then on.
     """
 
     array_ids: dict[ActorId, dict[int, ArrayId]]
     puts: dict[ActorId, list[HostValue]] = field(default_factory=dict)
     frees_after: dict[ActorId, list[ArrayId]] = field(default_factory=dict)
-    settling: list[tuple[RemoteArray, tuple[ActorId, ...], ValueType]] = field(default_factory=list)
+    sent_arrays: list[tuple[RemoteArray, tuple[ActorId, ...], ValueType]] = field(default_factory=list)
 
-    def settle(self) -> None:
+    def mark_sent(self) -> None:
         """Record that the arrays whose values were sent with the step are on actors from now on.
 
         Call this once the step has been sent. If it could not be sent, the values stay in this process.
         """
-        for array, home, settled_type in self.settling:
-            array.relocate(home, value_type=settled_type)
+        for array, home, sent in self.sent_arrays:
+            array.relocate(home, value_type=sent)
 
 
 class Binding:
@@ -111,7 +111,7 @@ class Binding:
         self._taken, self._made = _by_actor(inputs), _by_actor(outputs)
 
     def ids(self, owner: Owner, leaves: Sequence[Any]) -> list[ArrayId] | None:
-        """Return the array id of each argument leaf, with `HERE` for host values.
+        """Return the array id of each argument leaf, with `HOST_VALUE` for host values.
 
         Args:
             owner: the mesh to which the arrays must belong.
@@ -133,7 +133,7 @@ class Binding:
             elif isinstance(leaf, jax.ShapeDtypeStruct):
                 return None
             else:
-                found.append(HERE)
+                found.append(HOST_VALUE)
         return found
 
     def bind(
@@ -156,7 +156,7 @@ class Binding:
         """
         bound = Arguments({})
         for arg, array_id in enumerate(ids):
-            if array_id == HERE and self._inputs[arg].actors:
+            if array_id == HOST_VALUE and self._inputs[arg].actors:
                 ids[arg] = new_id()
                 self._send_along(arg, ids[arg], leaves[arg], self._inputs[arg].actors, bound)
         ids.extend(array.array_id for array in hidden)
@@ -170,7 +170,7 @@ class Binding:
 
         Unlike `bind`, this method handles one array that is passed as several arguments, and an array of
         `mesh.put` whose value is still in this process. The handle of such an array changes only in
-        `Arguments.settle`, because binding another argument may still fail.
+        `Arguments.mark_sent`, because binding another argument may still fail.
 
         Args:
             leaves: the argument leaves of the call.
@@ -217,7 +217,7 @@ class Binding:
         if is_remote(leaf):
             host = leaf.host
             assert host is not None
-            bound.settling.append((leaf, home, replace(slot.type, weak=leaf.weak_type)))
+            bound.sent_arrays.append((leaf, home, replace(slot.type, weak=leaf.weak_type)))
         else:
             # Most often the value is in the form to send already; checking that costs less than converting.
             is_ready = (
@@ -232,7 +232,7 @@ class Binding:
         for actor in home:
             bound.puts.setdefault(actor, []).append(value)
 
-    def waiting(self, arg: int, leaf: Any) -> tuple[ValueType, np.ndarray]:
+    def returned_host_value(self, arg: int, leaf: Any) -> tuple[ValueType, np.ndarray]:
         """Return the type and value of an argument in this process that the step returns unchanged.
 
         A host value of the user's is copied, since the user may change it afterwards.
@@ -277,7 +277,7 @@ def _by_actor(slots: Sequence[Slot]) -> tuple[tuple[ActorId, tuple[int, ...]], .
 # ---------------------------------------------------------------- leaves
 
 LeafType: TypeAlias = tuple[tuple[int, ...], str, bool]
-"""Shape, dtype, and whether weakly typed: the part of a leaf's type on which a compiled form depends."""
+"""A leaf's shape, its dtype, and whether it is weakly typed; a compiled form of a step depends on these."""
 
 
 def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -319,13 +319,13 @@ def leaf_type(leaf: Any) -> LeafType:
     return struct.shape, str(struct.dtype), struct.weak_type
 
 
-def kind(leaf: Any) -> Any:
-    """Return a value by which the types of two leaves can be compared, cheaper to compute than the type.
+def type_key(leaf: Any) -> Any:
+    """Return a key by which the types of two leaves can be compared; it is cheaper to compute than the type.
 
-    Leaves of equal kinds have equal types, but leaves of equal types may have different kinds.
+    Leaves with equal keys have equal types, but leaves of equal types may have different keys.
 
     Returns:
-        The kind; None if a leaf has no such value, and only `leaf_type` can tell its type.
+        The key; None if a leaf has no such key, and only `leaf_type` can tell its type.
     """
     cls = type(leaf)
     if cls is RemoteArray:
@@ -342,7 +342,7 @@ def kind(leaf: Any) -> Any:
 _SCALARS = frozenset((bool, int, float, complex))
 
 
-def travelling_type(leaf: Any) -> ValueType:
+def sent_type(leaf: Any) -> ValueType:
     """Return the type with which a leaf is sent to actors: for PRNG keys, that of their `uint32` data.
 
     Raises:
@@ -356,7 +356,7 @@ def host_array(leaf: Any) -> np.ndarray:
     """Convert a host value to the form in which it is sent: C order, JAX's dtype, PRNG keys as their data.
 
     Returns:
-        The array. It may share memory with `leaf`.
+        The array, which may share memory with `leaf`.
 
     Raises:
         TypeError: as `shape_struct`.

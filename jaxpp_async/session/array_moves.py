@@ -224,7 +224,7 @@ class Moved:
 
 
 WARN_BYTES = 1 << 20
-"""Moves of more bytes than this before a step are worth a warning."""
+"""The number of bytes above which the moves of arrays before a step cause a warning."""
 
 
 def carried_bytes(moved: Sequence[Moved]) -> int:
@@ -291,7 +291,7 @@ def build(
 
 
 Copied: TypeAlias = tuple[tuple[ValueType, tuple[ActorId, ...]], ...]
-"""Arrays to be copied where they lie: the type of each, and the actors that hold it."""
+"""The arrays that each of their actors copies in its own memory: the type and the actors of each array."""
 
 
 def build_copies(copied: Copied, num_actors: int) -> tuple[ActorProgram, ...]:

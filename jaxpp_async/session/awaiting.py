@@ -18,9 +18,9 @@ class UnawaitedCoroutine:
     """A wrapper of a coroutine that, when used in place of the result, raises an error that says to await it.
 
     An `UnawaitedCoroutine` works wherever a coroutine does: `await`, `asyncio.create_task`, `gather`,
-    `wait_for`, `TaskGroup`, `asyncio.run`, `inspect.iscoroutine`. It is a wrapper because Python's own
-    coroutine type cannot be subclassed. Its methods are the wrapped coroutine's own, so a task that runs it
-    costs nothing more.
+    `wait_for`, `TaskGroup`, `asyncio.run`, `inspect.iscoroutine`. The class is a wrapper because Python's
+    own coroutine type cannot be subclassed. Its methods are the wrapped coroutine's own, so a task that runs
+    it costs nothing more.
     """
 
     __slots__ = ("__weakref__", "_coroutine", "close", "send", "throw")

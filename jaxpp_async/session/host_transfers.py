@@ -54,7 +54,7 @@ class RemoteValues:
         new_id = self._controller().new_array_id
         return [RemoteArray(self, new_id(), slot.type, slot.actors) for slot in slots]
 
-    def waiting(self, value_type: ValueType, host: np.ndarray) -> RemoteArray:
+    def new_host_array(self, value_type: ValueType, host: np.ndarray) -> RemoteArray:
         """Return the handle of a new array whose value, `host`, stays in this process until its first use."""
         return RemoteArray(self, self._controller().new_array_id(), value_type, (), host=host)
 
@@ -77,15 +77,15 @@ class RemoteValues:
         """Put the host values of a tree on actors, and return the tree of arrays; see `RemoteMesh.put`."""
         self._controller()
         values, treedef = jax.tree.flatten(tree)
-        types = [argument_binding.travelling_type(x) for x in values]
+        types = [argument_binding.sent_type(x) for x in values]
         hosts = [_own_copy(x) for x in values]
         if like is None:
-            arrays = [self.waiting(t, h) for t, h in zip(types, hosts, strict=True)]
+            arrays = [self.new_host_array(t, h) for t, h in zip(types, hosts, strict=True)]
             return jax.tree.unflatten(treedef, arrays)
         arrays = []
         for leaf_type, host, place in zip(types, hosts, _places(like, len(values)), strict=True):
             if not place.actors:
-                arrays.append(self.waiting(leaf_type, host))
+                arrays.append(self.new_host_array(leaf_type, host))
                 continue
             there = replace(leaf_type, aval=replace(leaf_type.aval, spec=place.spec))
             arrays.append(self.new_array(there, place.actors))

@@ -37,7 +37,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def count_of(name: str, value: Any, *, least: int) -> int:
+def check_count(name: str, value: Any, *, least: int) -> int:
     """Check that an option's value is a whole number of at least `least`, and return it.
 
     Args:
@@ -53,7 +53,7 @@ def count_of(name: str, value: Any, *, least: int) -> int:
     return value
 
 
-def seconds(name: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
+def check_seconds(name: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
     """Check that an option's value is a time in seconds, and return it as a float.
 
     Args:
@@ -94,7 +94,7 @@ def only_known(fn: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def actor_count(num_actors: Any) -> int:
+def check_actor_count(num_actors: Any) -> int:
     """Check the option `num_actors`, an int or a tuple of one int, and return the number of actors."""
     count = num_actors[0] if isinstance(num_actors, tuple) and len(num_actors) == 1 else num_actors
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -102,7 +102,7 @@ def actor_count(num_actors: Any) -> int:
     return count
 
 
-def axes(spmd_mesh: Any) -> dict[str, int]:
+def check_axes(spmd_mesh: Any) -> dict[str, int]:
     """Check the option `spmd_mesh`, and return the mesh axes of each actor's devices: axis name to size.
 
     Args:
@@ -127,7 +127,7 @@ def axes(spmd_mesh: Any) -> dict[str, int]:
     return found
 
 
-def axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
+def check_axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
     """Check the option `axis_types`, and return the type of each mesh axis: `"auto"` or `"explicit"`.
 
     Args:
@@ -143,7 +143,7 @@ def axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(by_name.get(name, "auto") for name in mesh_axes)
 
 
-def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dict[str, Any]:
+def check_axis_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dict[str, Any]:
     """Check the option `axis_rules`, which maps logical axis names to mesh axes, and return a copy of it.
 
     Raises:
@@ -180,13 +180,15 @@ def make_launcher(
     """
     sizes = options.pop("spmd_mesh", {}).values()
     if processes_per_actor is not None:
-        count_of("processes_per_actor", processes_per_actor, least=1)
+        check_count("processes_per_actor", processes_per_actor, least=1)
     options |= {"processes_per_actor": processes_per_actor, "num_devices": math.prod(sizes)}
     made, each = choose_launcher(LaunchOptions(launcher=launcher, **options), num_actors)
     return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 
 
-def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int) -> str:
+def choose_transport(
+    given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int
+) -> str:
     """Choose the transport, by which actors send arrays to each other, and return its name.
 
     Args:
@@ -214,7 +216,7 @@ def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, 
     return chosen
 
 
-def platform(given: str | None) -> str:
+def choose_platform(given: str | None) -> str:
     """Choose the actors' platform, `"cpu"` or `"cuda"`: the one that the user asked for, or else a default.
 
     The default is the platform that `jax_platforms` (or `JAX_PLATFORMS`) gives this process; if that is not
@@ -293,7 +295,7 @@ async def prepare(launcher: Any, config: ActorConfig, *, same_python: bool) -> N
         await launcher.prepare()
 
 
-def actor_config(
+def make_actor_config(
     *,
     spmd_mesh: Mapping[str, int],
     axis_types: Sequence[str],
@@ -357,7 +359,7 @@ def _check_local_devices(spmd_mesh: Mapping[str, int], platform: str) -> None:
         )
 
 
-def target(
+def make_target(
     spmd_mesh: Mapping[str, int], kinds: Sequence[str], rules: Mapping[str, Any], platform: str
 ) -> Target:
     """Return the description of one actor's devices for which the compiler lowers executables.

@@ -33,7 +33,7 @@ class Owner(Protocol):
 LIVE, DONATED, DELETED, FAILED = "live", "donated", "deleted", "failed"
 
 
-def _not_here(what: str) -> Any:
+def _needs_fetch(what: str) -> Any:
     """Return a method that raises an error because its operation needs the array's value in this process.
 
     Args:
@@ -234,28 +234,30 @@ class RemoteArray:
 
     # Without these methods Python would answer wrongly (`if loss`), or its error would not mention actors.
     __bool__, __int__, __float__, __complex__, __index__ = map(
-        _not_here, ("bool()", "int()", "float()", "complex()", "use as an index")
+        _needs_fetch, ("bool()", "int()", "float()", "complex()", "use as an index")
     )
-    __len__, __iter__, __getitem__, __contains__ = map(_not_here, ("len()", "iteration", "indexing", "`in`"))
-    __array__ = _not_here("conversion to numpy")
-    __lt__, __le__, __gt__, __ge__ = map(_not_here, ("`<`", "`<=`", "`>`", "`>=`"))
-    __add__ = __radd__ = _not_here("`+`")
-    __sub__ = __rsub__ = _not_here("`-`")
-    __mul__ = __rmul__ = _not_here("`*`")
-    __matmul__ = __rmatmul__ = _not_here("`@`")
-    __truediv__ = __rtruediv__ = _not_here("`/`")
-    __floordiv__ = __rfloordiv__ = _not_here("`//`")
-    __mod__ = __rmod__ = _not_here("`%`")
-    __pow__ = __rpow__ = _not_here("`**`")
-    __neg__, __pos__, __abs__, __round__ = map(_not_here, ("`-`", "`+`", "abs()", "round()"))
+    __len__, __iter__, __getitem__, __contains__ = map(
+        _needs_fetch, ("len()", "iteration", "indexing", "`in`")
+    )
+    __array__ = _needs_fetch("conversion to numpy")
+    __lt__, __le__, __gt__, __ge__ = map(_needs_fetch, ("`<`", "`<=`", "`>`", "`>=`"))
+    __add__ = __radd__ = _needs_fetch("`+`")
+    __sub__ = __rsub__ = _needs_fetch("`-`")
+    __mul__ = __rmul__ = _needs_fetch("`*`")
+    __matmul__ = __rmatmul__ = _needs_fetch("`@`")
+    __truediv__ = __rtruediv__ = _needs_fetch("`/`")
+    __floordiv__ = __rfloordiv__ = _needs_fetch("`//`")
+    __mod__ = __rmod__ = _needs_fetch("`%`")
+    __pow__ = __rpow__ = _needs_fetch("`**`")
+    __neg__, __pos__, __abs__, __round__ = map(_needs_fetch, ("`-`", "`+`", "abs()", "round()"))
     # A copy would be a second handle of the same buffers, and the first to be collected would free them.
-    __copy__, __deepcopy__, __reduce_ex__ = map(_not_here, ("copy.copy()", "copy.deepcopy()", "pickling"))
+    __copy__, __deepcopy__, __reduce_ex__ = map(_needs_fetch, ("copy.copy()", "copy.deepcopy()", "pickling"))
 
     def __eq__(self, other: object) -> bool:
         """Return whether `other` is the same handle; raise an error if `other` is a value to compare with."""
         if self is other or other is None or isinstance(other, RemoteArray | str):
             return self is other
-        return _not_here("`==`")(self)
+        return _needs_fetch("`==`")(self)
 
     __hash__ = object.__hash__
 
@@ -278,7 +280,7 @@ class RemoteArray:
         raise AttributeError(what, name=name, obj=self)
 
     def __format__(self, spec: str) -> str:
-        return _not_here(f"the format {spec!r}")(self) if spec else str(self)
+        return _needs_fetch(f"the format {spec!r}")(self) if spec else str(self)
 
     def __repr__(self) -> str:
         where = f"actors={list(self._actors)}" if self._actors else "on the controller"

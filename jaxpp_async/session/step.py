@@ -29,7 +29,7 @@ from jaxpp_async.markers import logical_axes
 from jaxpp_async.program.actor_program import format_program
 from jaxpp_async.program.instructions import ActorId
 from jaxpp_async.session import report
-from jaxpp_async.session.argument_binding import Binding, Slot, kind, leaf_type, shape_struct
+from jaxpp_async.session.argument_binding import Binding, Slot, leaf_type, shape_struct, type_key
 from jaxpp_async.session.awaiting import UnawaitedCoroutine, says_to_await
 from jaxpp_async.session.remote_array import RemoteArray
 
@@ -143,18 +143,20 @@ class CallSignature:
         static: the static arguments.
         static_hash: the hash of `static`.
         config: the settings of JAX on which tracing depends.
-        kinds: for each leaf, a value that determines its type (see `argument_binding.kind`).
+        type_keys: for each leaf, a value that determines its type (see `argument_binding.type_key`).
     """
 
     treedef: Any
     static: tuple[Any, ...]
     static_hash: int
     config: tuple[Any, ...]
-    kinds: list[Any]
+    type_keys: list[Any]
 
 
 _CALLS_KEPT = 4
-"""How many calls a step recalls: for training, evaluation, and the shorter batch at the end of either."""
+"""The number of latest call signatures that a step remembers together with their compiled steps: those of
+training, of evaluation, and of the shorter batch at the end of either.
+"""
 
 
 class DistributedStep:
@@ -283,7 +285,7 @@ class DistributedStep:
             once the step is compiled; None if the call cannot be remembered.
         """
         leaves, treedef = jax.tree.flatten(self._dynamic(args))
-        kinds, config = [kind(leaf) for leaf in leaves], jax_config.trace_settings()
+        type_keys, config = [type_key(leaf) for leaf in leaves], jax_config.trace_settings()
         static = self._static(args)
         try:
             static_hash = hash(static)
@@ -291,7 +293,7 @@ class DistributedStep:
             return leaves, None  # `signature` says which argument it is
         for call, compiled in self._calls:
             if (
-                call.kinds == kinds
+                call.type_keys == type_keys
                 and call.treedef == treedef
                 and call.config == config
                 and call.static_hash
@@ -299,11 +301,13 @@ class DistributedStep:
                 and call.static == static
             ):
                 self._latest = compiled
-                call.kinds[:] = (
-                    kinds  # the next call will most often bring these very objects: quick to compare
+                call.type_keys[:] = (
+                    type_keys  # the next call will most often bring these very objects: quick to compare
                 )
                 return leaves, compiled
-        return leaves, None if None in kinds else CallSignature(treedef, static, static_hash, config, kinds)
+        return leaves, None if None in type_keys else CallSignature(
+            treedef, static, static_hash, config, type_keys
+        )
 
     def remember(self, call: CallSignature, compiled: CompiledStep) -> None:
         """Store the compiled form of a call, so that `recall` finds it when an equal call comes.
@@ -460,8 +464,8 @@ class DistributedStep:
             given: for each argument leaf, the user's sharding or None.
 
         Raises:
-            ShardingError: a sharding splits the dimension of the microbatches. They run one after the other,
-                so splitting them over devices gains nothing.
+            ShardingError: a sharding splits the dimension of the microbatches. Microbatches run one after the
+                other, so splitting them over devices gains nothing.
         """
         spec_of = dict(zip(traced.flat.inputs, zip(traced.arg_names, given, strict=True), strict=False))
         loops = [op for op in traced.flat.ops if isinstance(op, Loop)]

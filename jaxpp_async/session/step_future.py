@@ -38,7 +38,7 @@ class StepFuture:
     To await it is to wait until every actor has finished the step; the await raises the step's error.
 
     Attributes:
-        outputs: the step's result tree of `RemoteArray`s. They may be passed to the next step immediately.
+        outputs: the step's result tree of `RemoteArray`s, which may be passed to the next step immediately.
         moves: the arguments that were moved to other actors or resharded before the step.
     """
 
@@ -294,7 +294,8 @@ class Printer:
             handle: the step's handle.
 
         Returns:
-            The task. It raises what a user's callback raises, and the mesh's failure if the values are lost.
+            The task, which raises what a user's callback raises, and the mesh's failure if the values are
+            lost.
         """
         task = asyncio.get_running_loop().create_task(self._print(traced, list(shown), handle, self._last))
         # nobody is obliged to await a step; JAX has logged what a callback raised

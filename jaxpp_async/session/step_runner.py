@@ -287,7 +287,7 @@ class StepRunner:
                     ids = binding.ids(self._values, leaves)
                     to_copy = _to_copy(compiled, leaves)
                     if ids is None or to_copy or len(compiled.hidden) < len(compiled.hidden_values):
-                        moved = await self._bring(step, compiled, leaves)
+                        moved = await self._prepare_arguments(step, compiled, leaves)
                         copies = await self._copies(compiled, leaves, to_copy)
                         ids = binding.ids(self._values, leaves)
                     future = self._start(step, compiled, leaves, ids, moved, copies, kind)
@@ -297,7 +297,7 @@ class StepRunner:
             entry.sent(future._handle)
             return future
 
-    async def _bring(
+    async def _prepare_arguments(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
     ) -> tuple[array_moves.Moved, ...]:
         """Prepare a step's start: check its arguments, send hidden ones, and move arrays to their actors.
@@ -371,7 +371,7 @@ class StepRunner:
                 results[result] = RemoteArray(self._values, leaf.array_id, leaf.value_type, leaf.actors)
                 taken_over.append(results[result])
             else:
-                results[result] = self._values.waiting(*binding.waiting(arg, leaf))
+                results[result] = self._values.new_host_array(*binding.returned_host_value(arg, leaf))
         traced = compiled.compiled.traced
         count = len(traced.out_names)
         try:
@@ -381,7 +381,7 @@ class StepRunner:
                 arguments.array_ids,
                 binding.results(results),
                 puts=arguments.puts,
-                frees_before=_untaken(compiled, leaves),
+                frees_before=_unused_donations(compiled, leaves),
                 frees_after=arguments.frees_after,
                 kind=kind,
             )
@@ -389,7 +389,7 @@ class StepRunner:
             for array in taken_over:  # the argument's handle keeps the buffers
                 array.retire(DELETED, "its step was not sent")
             raise
-        arguments.settle()
+        arguments.mark_sent()
         arrays = StepArrays(step.__name__, compiled, leaves, results)
         recording = Recording(step.__name__, handle, compiled.compiled.programs, controller)
         handle.when_done(lambda: self._finished(recording, arrays))
@@ -404,7 +404,7 @@ class StepRunner:
             arrays.fail(first_line(error))
 
 
-def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
+def _unused_donations(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
     """Return, for each actor, the ids of donated arrays that it holds but that the step does not use on it.
 
     The step's programs do not free these buffers, so the controller has to.

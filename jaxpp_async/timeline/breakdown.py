@@ -1,10 +1,10 @@
 """Account for the time of a step: for each actor what it did, and for the whole step what the time was spent
 on.
 
-`divide_time` measures. It assigns each moment, from the first actor's first instruction to the last actor's
-last one, to computing, waiting, transfer, dispatch or idle. The five shares add up to that time span.
+`divide_time` measures: each moment, from the first actor's first instruction to the last actor's
+last one, counts as computing, waiting, transfer, dispatch or idle. The five shares add up to that time span.
 
-`break_down_step` finds causes. It simulates the step with the task times that were measured, first without
+`break_down_step` finds causes: the step is simulated with the task times that were measured, first without
 any delays, then with one cause of delay after the other. Each item is what its cause adds to the length of
 the step, so the items add up to the whole step.
 """
@@ -85,7 +85,7 @@ def _find_arrival(
 ) -> tuple[float, float]:
     """Return when the last input of a task to arrive was sent by another actor, and when it arrived.
 
-    Both times are in seconds since the step's start. They are minus infinity if the task reads neither
+    Both times are in seconds since the step's start, or minus infinity if the task reads neither
     received data nor an argument of the step. For an argument, both are the time when it arrived.
 
     Args:

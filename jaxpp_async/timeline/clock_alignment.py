@@ -24,7 +24,7 @@ from jaxpp_async.program.instructions import ActorId, Recv, Send
 from jaxpp_async.timeline.events import Recorded, TransferKey, stamp_range
 
 Bounds = tuple[float, float]
-"""The least and the most by which a clock is ahead."""
+"""The least and the most, in seconds, by which an actor's clock may be ahead of the controller's."""
 
 _ROUNDING_S = 1e-9
 
@@ -65,7 +65,7 @@ def align_step(
         return ClockAlignment({a: r.offset_s for a, r in recorded.items()}, dict.fromkeys(recorded, 0.0), 0.0)
     steps = {a: _step_bounds(r, stamps[a], origin_s) for a, r in recorded.items()}
     estimated = {a: _estimated_bounds(r, steps[a]) for a, r in recorded.items()}
-    found = _find_leads(programs, stamps)
+    found = _transfer_bounds(programs, stamps)
     for bounds, transfers in ((estimated, found), (steps, found), (estimated, {})):
         aligned = align_clocks(bounds, transfers)
         if aligned is not None:
@@ -93,15 +93,15 @@ def align_clocks(
     for (a, b), lead_s in leads.items():
         most[index[a]][index[b]] = min(most[index[a]][index[b]], lead_s)
     for k in range(size):
-        _shorten(most, k, k, 0.0)
+        _tighten(most, k, k, 0.0)
     if any(most[k][k] < -_ROUNDING_S for k in range(size)):
         return None
     known = [row[:] for row in most]
     offsets = [0.0] * size
     for k in range(1, size):  # the middle of the interval that earlier choices leave for it
         offsets[k] = (most[0][k] - most[k][0]) / 2
-        _shorten(most, 0, k, offsets[k])
-        _shorten(most, k, 0, -offsets[k])
+        _tighten(most, 0, k, offsets[k])
+        _tighten(most, k, 0, -offsets[k])
     wrong = [[max(0.0, known[a][b] - (offsets[b] - offsets[a])) for b in range(size)] for a in range(size)]
     return ClockAlignment(
         {actor: offsets[k] for actor, k in index.items()},
@@ -110,7 +110,7 @@ def align_clocks(
     )
 
 
-def _find_leads(
+def _transfer_bounds(
     programs: Sequence[ActorProgram], stamps: Mapping[ActorId, Sequence[tuple[float, float]]]
 ) -> dict[tuple[ActorId, ActorId], float]:
     """Return for pairs (a, b) of actors the most, in seconds, by which b's clock can be ahead of a's.
@@ -138,7 +138,7 @@ def _find_leads(
     return found
 
 
-def _shorten(most: list[list[float]], a: int, b: int, lead_s: float) -> None:
+def _tighten(most: list[list[float]], a: int, b: int, lead_s: float) -> None:
     """Tighten all bounds in place with a new one: clock b is ahead of clock a by at most `lead_s` seconds.
 
     Args:

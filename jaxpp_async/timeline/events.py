@@ -30,7 +30,7 @@ from jaxpp_async.program.instructions import (
 Kind: TypeAlias = Literal["run", "send", "recv", "input", "output", "delete"]
 
 TransferKey: TypeAlias = tuple[ActorId, ActorId, Tag]
-"""(from, to, tag) of one transfer of a step."""
+"""The key of one transfer of a step: the sending actor, the receiving actor and the tag."""
 
 _STAMPS = struct.Struct("<dd")
 _KINDS: dict[type[Instruction], Kind] = {

@@ -1,9 +1,9 @@
 """Combine the actors' parts of one step into a `Timeline`, which can be queried, printed as tables or saved
 as a trace.
 
-A trace is in Chrome's event format, for https://ui.perfetto.dev or chrome://tracing. It shows the controller
-and each actor as a process, with one thread each for tasks, sends and receives, and with an arrow from each
-send to its receive. Its times are microseconds since the start of the first step.
+A trace is in Chrome's event format, for https://ui.perfetto.dev or chrome://tracing. The trace shows the
+controller and each actor as a process, with one thread each for tasks, sends and receives, and with an arrow
+from each send to its receive. Its times are microseconds since the start of the first step.
 
 Source: "Trace Event Format", the JSON that Chrome's tracing writes: `X` is a slice, `s` and `f` are the ends
 of an arrow, `M` gives names.
@@ -251,16 +251,22 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: tuple[int
 # ---------------------------------------------------------------- trace
 
 _LEAST_US = 0.001
-"""Perfetto counts nanoseconds; a slice of none would hold no arrow."""
+"""The shortest length of a slice in microseconds, which is one nanosecond. Perfetto counts nanoseconds, and
+an arrow cannot begin or end in a slice of zero length.
+"""
 
 _KINDS = ("steps", "tasks", "sends", "receives")
-"""Threads of a process, from top to bottom. Slices of one kind that overlap go to several threads."""
+"""The kinds of threads of a process in the trace, from top to bottom. Slices of one kind that overlap are
+drawn on several threads.
+"""
 
 _CONTROLLER = 1
-"""Its process in the trace; those of the actors follow. Not 0, which viewers take for an idle processor."""
+"""The number of the controller's process in the trace; the actors' processes follow. The number is not 0,
+because viewers take process 0 for an idle processor.
+"""
 
 _Key: TypeAlias = tuple[ActorId, int]
-"""An instruction of an actor."""
+"""The key of one instruction: the actor and the index of the instruction in its program."""
 
 
 def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:

@@ -27,11 +27,11 @@ from jaxpp_async.base import gpu_inventory
 from jaxpp_async.base.gpu_inventory import (
     GpuShare,
     Visible,
+    choose_gpus,
     gpu_environment,
     host_gpus,
     memory_fraction,
     read_visible,
-    share,
 )
 from jaxpp_async.compiler.export import emit
 from jaxpp_async.errors import ActorError, LaunchError, MeshError, UnsupportedError
@@ -63,16 +63,16 @@ FOUR = ("0", "1", "2", "3")
     ],
 )
 def test_gpus_are_shared_out_in_consecutive_runs(devices, count, each, shares):
-    found = [share(devices, index, count, each) for index in range(count)]
+    found = [choose_gpus(devices, index, count, each) for index in range(count)]
     wanted = [text.partition(" /") for text in shares]
     assert found == [GpuShare(tuple(names.split()), int(number or 1)) for names, _, number in wanted]
 
 
 def test_a_process_gets_one_instance_of_a_gpu_and_no_more():
     parts = ("MIG-a", "mig-b", "MIG-c", "MIG-d")
-    assert [share(parts, index, 2, 1).devices for index in range(2)] == [("MIG-a",), ("MIG-c",)]
-    assert gpu_environment(share(parts, 1, 4, 1), {})["CUDA_VISIBLE_DEVICES"] == "mig-b"
-    for given in (share(parts, 0, 2, 2), GpuShare(("mig-a", "mig-b"), 1)):
+    assert [choose_gpus(parts, index, 2, 1).devices for index in range(2)] == [("MIG-a",), ("MIG-c",)]
+    assert gpu_environment(choose_gpus(parts, 1, 4, 1), {})["CUDA_VISIBLE_DEVICES"] == "mig-b"
+    for given in (choose_gpus(parts, 0, 2, 2), GpuShare(("mig-a", "mig-b"), 1)):
         # of a host's; of its own, from a cluster
         with pytest.raises(
             MeshError, match=r"needs 2 GPUs .* \(MIG\) for them, .*; CUDA .*make spmd_mesh smaller"
@@ -84,9 +84,9 @@ def test_more_gpus_than_there_are():
     with pytest.raises(
         MeshError, match=r"needs 4 GPUs and this host has 2 GPUs \(0, 1\) for it; make spmd_mesh"
     ):
-        share(("0", "1"), 0, 1, 4)
+        choose_gpus(("0", "1"), 0, 1, 4)
     with pytest.raises(MeshError, match=r"needs 1 GPU and this host has 0 GPUs for it; .* platform='cpu'"):
-        share((), 0, 2, 1)
+        choose_gpus((), 0, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,9 @@ def test_everything_is_lowered_for_the_actors_platform(spmd_mesh):
     }
     assert on["cpu"].specs == on["cuda"].specs, "shardings are the program's, not the platform's"
     for platform, plan in on.items():
-        target = mesh_options.target(spmd_mesh, mesh_options.axis_types({}, spmd_mesh), {}, platform)
+        target = mesh_options.make_target(
+            spmd_mesh, mesh_options.check_axis_types({}, spmd_mesh), {}, platform
+        )
         for recipe in plan.placed.recipes:
             exported = export.deserialize(bytearray(emit(recipe, plan.traced.types, plan.specs, target).blob))
             assert exported.platforms == (platform,)
@@ -354,7 +356,8 @@ sys.modules["pynvml"] = None
 from jaxpp_async.jax_bridge import jax_config
 from jaxpp_async.session import mesh_options
 import jax
-found = [mesh_options.platform(None), jax_config.spare_gpus(), jax.config.jax_pjrt_client_create_options]
+chosen = mesh_options.choose_platform(None)
+found = [chosen, jax_config.spare_gpus(), jax.config.jax_pjrt_client_create_options]
 jax.devices()
 print(json.dumps([*found, jax_config.spare_gpus(), os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE")]))
 """

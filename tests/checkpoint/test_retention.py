@@ -21,11 +21,11 @@ class Mesh:
     async def save(self, path, tree, *, wait, on_progress, after_commit):
         saving, number = Saving(path, 0), int(os.path.basename(path))
         if number in self.fails:
-            saving.settle(CheckpointError(f"{number} failed"))
+            saving.set_outcome(CheckpointError(f"{number} failed"))
         else:
             whole(path)
             await after_commit()
-            saving.settle()
+            saving.set_outcome()
         return saving
 
     async def remove(self, path):

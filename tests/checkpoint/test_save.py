@@ -136,8 +136,8 @@ async def test_a_save_tells_how_far_it_is_and_only_its_first_end_counts():
     saving = Saving("/tmp/a\nb", 4096)
     saving.written_bytes = 1024
     assert repr(saving) == "<Saving /tmp/a\\nb: 1,024 of 4,096 bytes>"
-    saving.settle(CheckpointError("full"))
-    saving.settle()
+    saving.set_outcome(CheckpointError("full"))
+    saving.set_outcome()
     assert (saving.done(), repr(saving)) == (True, "<Saving /tmp/a\\nb: 1,024 of 4,096 bytes, done>")
     with pytest.raises(CheckpointError, match=r"^full$"):
         await saving
@@ -186,8 +186,8 @@ async def test_every_actor_is_told_to_remove_the_files_and_the_folder_is_free_on
     under_way = FileRemovals(lambda: controller)
     running = asyncio.ensure_future(under_way.run("/tmp/\udcff", ("f",), remove_folder=True))
     await asyncio.sleep(0)
-    waiting = asyncio.ensure_future(under_way.wait_over("/tmp/\udcff"))
-    await under_way.wait_over("/elsewhere")
+    waiting = asyncio.ensure_future(under_way.wait_until_done("/tmp/\udcff"))
+    await under_way.wait_until_done("/elsewhere")
     (asked,) = controller.asked
     assert list(asked) == [0, 1]
     for sweep in asked.values():
@@ -209,7 +209,7 @@ async def test_an_actor_that_cannot_or_does_not_answer_is_only_told(caplog, monk
         "files of an ended save may be left: 2 actors did not answer"
     ]
     assert caplog.records[0].levelno == logging.WARNING
-    waiting = asyncio.ensure_future(under_way.wait_over("/tmp/a"))  # they may still be at it
+    waiting = asyncio.ensure_future(under_way.wait_until_done("/tmp/a"))  # they may still be at it
     for reply in controller.replies:
         reply.set_exception(OSError("no"))
     await waiting

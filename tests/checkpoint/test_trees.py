@@ -12,10 +12,10 @@ from jaxpp_async.checkpoint.manifest import Array, File, Manifest
 from jaxpp_async.checkpoint.trees import (
     RestoreTarget,
     check_matches,
-    finished,
     named_leaves,
     targets,
     to_save,
+    to_user_value,
 )
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError, CheckpointError
@@ -227,11 +227,11 @@ def test_leaves_that_only_one_side_has_are_refused_with_the_others_like_it():
     ids=["int from an array", "int", "numpy scalar", "numpy array", "jax array"],
 )
 def test_a_value_comes_back_as_one_of_the_kind_that_like_has(like, value, found):
-    back = finished(targets(like)[0]["."], value)
+    back = to_user_value(targets(like)[0]["."], value)
     assert isinstance(back, type(like))
     assert (back.tolist() if isinstance(found, list) else back) == found
 
 
 def test_a_key_comes_back_as_a_key():
     key = jax.random.key(3)
-    assert finished(targets(key)[0]["."], np.asarray(jax.random.key_data(key))) == key
+    assert to_user_value(targets(key)[0]["."], np.asarray(jax.random.key_data(key))) == key

@@ -48,7 +48,7 @@ class Mesh:
         def request(message, reply_handler, encoded) -> None:
             self.log.append((process, message))
             self.handlers.append(reply_handler)
-            self.awaited.append(reply_handler.is_awaited)
+            self.awaited.append(reply_handler.error_is_seen)
             reply_handler.on_reply(SimpleNamespace(info="actor"), Done(message.request))
 
         return request

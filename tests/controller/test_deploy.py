@@ -52,7 +52,7 @@ def test_an_actor_without_executables_is_sent_its_program_alone():
 
 def test_a_program_knows_its_actors_and_their_processes_in_order():
     made = programs(per_actor=2)
-    assert made.places_of(0) == ((0, (0, 1)), (1, (2, 3)))
+    assert made.processes_by_actor(0) == ((0, (0, 1)), (1, (2, 3)))
     assert list(made.parts(0)) == [0, 1]
 
 

@@ -11,8 +11,8 @@ from jaxpp_async.controller.error_messages import (
     describe_end,
     describe_tail,
     died_error,
+    follows_first_process,
     is_consequence,
-    is_echo,
     launch_error,
     lost_error,
     remote_error,
@@ -67,7 +67,10 @@ def test_some_failures_follow_from_another_one(kind, message, of_several, found)
     [(1, -signal.SIGABRT, True), (0, -signal.SIGABRT, False), (1, -signal.SIGKILL, False), (1, 1, False)],
 )
 def test_a_process_that_jax_aborted_is_the_echo_of_its_actors_first(rank, returncode, found):
-    assert is_echo(ActorInfo(1, "n1", 42, (), "failed", rank=rank, size=2), Death(returncode, ())) is found
+    assert (
+        follows_first_process(ActorInfo(1, "n1", 42, (), "failed", rank=rank, size=2), Death(returncode, ()))
+        is found
+    )
 
 
 # ---------------------------------------------------------------- requests that failed

@@ -119,10 +119,10 @@ async def test_nothing_before_a_copy_is_needed():
     requests = Requests()
     requests.step()
     requests.finish(0)
-    mark = requests.request_log.mark
+    mark = requests.request_log.new_mark()
     requests.step()
     assert requests.request_log.unanswered(mark) == ()
-    assert len(requests.request_log.unanswered(requests.request_log.mark)) == 2
+    assert len(requests.request_log.unanswered(requests.request_log.new_mark())) == 2
     requests.request_log.forget_before(mark)
     assert requests.again() == ["Step"]
     assert requests.links[0].asked[0].step == 1
@@ -149,7 +149,7 @@ async def test_files_are_needed_until_a_copy_has_what_was_read():
     requests = Requests()
     requests.post(m.ReadFile, b"/file", ())
     requests.links[0].answer()
-    mark = requests.request_log.mark
+    mark = requests.request_log.new_mark()
     assert requests.request_log.needs_files
     requests.request_log.forget_before(mark)
     assert not requests.request_log.needs_files

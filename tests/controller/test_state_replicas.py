@@ -1,4 +1,4 @@
-"""Direct tests of when copies of actors' arrays are taken, who gets them, and the way back to them."""
+"""Direct tests of when replicas of actors' arrays are made, who gets them, and the way back to them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,12 @@ class Mesh:
         for p in self.actors:
             self.links[p] = SimpleNamespace(ask=self._answer(p), info=SimpleNamespace(host=f"n{p}"))
         self.asked, self.errors, self.fails = [], [], {}
-        self.size_bytes, self.mark, self.is_open, self.has_snapshot = 0, 77, True, False
+        self.size_bytes, self.is_open, self.has_snapshot = 0, True, False
         self.forgotten, self.needs_files, self._number = [], False, 0
         self.replication = StateReplication(self, self, OPTIONS, self.errors.append)
+
+    def new_mark(self) -> int:
+        return 77
 
     def _answer(self, process: int):
         def ask(message, expected: type) -> PendingRequest:
@@ -77,12 +80,12 @@ class Mesh:
 
 
 async def taken(mesh: Mesh) -> None:
-    """Take a copy, and forget what was asked for it."""
+    """Make a replica, and forget what was asked for it."""
     await mesh.replication.take()
     mesh.asked.clear()
 
 
-async def test_a_copy_is_due_with_the_first_step_and_then_after_so_many():
+async def test_a_replica_is_due_with_the_first_step_and_then_after_so_many():
     mesh, steps = Mesh(), []
     for step in range(7):
         mesh.replication.note_step()
@@ -94,14 +97,14 @@ async def test_a_copy_is_due_with_the_first_step_and_then_after_so_many():
 
 
 @pytest.mark.parametrize(("name", "value"), [("is_open", False), ("has_snapshot", True)])
-async def test_during_a_restart_or_a_save_no_copy_is_taken(name, value):
+async def test_during_a_restart_or_a_save_no_replica_is_made(name, value):
     mesh = Mesh()
     setattr(mesh, name, value)
     mesh.replication.note_step()
     assert mesh.asked == []
 
 
-async def test_much_that_is_remembered_makes_a_copy_due():
+async def test_much_that_is_remembered_makes_a_replica_due():
     mesh = Mesh()
     await taken(mesh)
     mesh.replication.take_if_due()
@@ -112,7 +115,7 @@ async def test_much_that_is_remembered_makes_a_copy_due():
     await mesh.replication._task
 
 
-async def test_a_copy_is_whole_when_everyones_holder_has_it_and_then_the_others_are_forgotten():
+async def test_a_replica_is_complete_when_everyones_holder_has_it_and_then_the_others_are_forgotten():
     mesh = Mesh()
     await mesh.replication.take()
     assert [(process, message.generation) for process, message in mesh.told(TakeReplica)] == [
@@ -139,7 +142,7 @@ async def test_a_copy_is_whole_when_everyones_holder_has_it_and_then_the_others_
 @pytest.mark.parametrize(
     "error", [RemoteError("no memory"), TransferError("link lost")], ids=lambda e: type(e).__name__
 )
-async def test_a_copy_that_fails_leaves_the_one_before_it(error):
+async def test_a_replica_that_fails_leaves_the_one_before_it(error):
     mesh = Mesh()
     mesh.fails = {ReceiveReplica: error}
     await mesh.replication.take()
@@ -147,7 +150,7 @@ async def test_a_copy_that_fails_leaves_the_one_before_it(error):
     assert mesh.errors == ([error] if isinstance(error, TransferError) else [])
 
 
-async def test_a_successor_gets_the_copy_of_the_lost_one_and_what_that_held_for_another():
+async def test_a_successor_gets_the_replica_of_the_lost_one_and_what_that_held_for_another():
     mesh = Mesh()
     await taken(mesh)
     await mesh.replication.roll_back([1])
@@ -162,13 +165,13 @@ async def test_a_successor_gets_the_copy_of_the_lost_one_and_what_that_held_for_
     ]
 
 
-async def test_before_the_first_copy_everyone_goes_back_to_nothing():
+async def test_before_the_first_replica_everyone_goes_back_to_nothing():
     mesh = Mesh()
     await mesh.replication.roll_back([1])
     assert [message.generation for _, message in mesh.asked] == [None] * 3
 
 
-async def test_an_actor_and_the_holder_of_its_copy_lost_together_are_the_end():
+async def test_an_actor_and_the_holder_of_its_replica_lost_together_are_the_end():
     mesh = Mesh()
     await taken(mesh)
     with pytest.raises(StateLostError) as caught:
@@ -181,7 +184,7 @@ async def test_an_actor_and_the_holder_of_its_copy_lost_together_are_the_end():
     assert mesh.told(Rollback) == []
 
 
-async def test_what_was_read_from_files_is_secured_by_a_copy():
+async def test_what_was_read_from_files_is_secured_by_a_replica():
     mesh = Mesh()
     await mesh.replication.secure()
     assert mesh.asked == []

@@ -79,7 +79,7 @@ async def test_a_failed_step_raises_its_error_at_every_await_and_stays_as_it_fai
         with pytest.raises(StepAbortedError, match="ended") as caught:
             await handle
         assert caught.value is error
-    assert not handle.is_awaited
+    assert not handle.error_is_seen
 
 
 async def test_callbacks_come_in_order_at_once_and_one_that_raises_stops_nobody():

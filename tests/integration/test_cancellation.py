@@ -301,13 +301,13 @@ async def test_operations_are_cancelled_while_actors_die_and_are_replaced(tmp_pa
 
 
 async def copied(mesh: jpp.RemoteMesh) -> None:
-    """Wait for a copy of the state: without one, two deaths in a row end the mesh."""
+    """Wait for a replica of the state: without one, two deaths in a row end the mesh."""
     while (task := mesh._running()._recovery.replication._task) is not None:
         await asyncio.wait([task])
 
 
 async def copied_anew(mesh: jpp.RemoteMesh) -> None:
-    """Have the copy be of what there is now, and not of what there was in the middle of some operation."""
+    """Have the replica be of what there is now, and not of what there was in the middle of some operation."""
     await copied(mesh)
     gc.collect()
     await mesh._running().inspect()  # sends what is to be freed: the copy would have it too

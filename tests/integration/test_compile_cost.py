@@ -75,7 +75,7 @@ def same(i, w, x):
     return jax.nn.relu(x @ w) + x
 
 
-TARGET = mesh_options.target({}, [], {}, "cpu")
+TARGET = mesh_options.make_target({}, [], {}, "cpu")
 
 
 def exported(done: CompilePlan, exports: ExportCache, target: Any = TARGET) -> tuple[Any, ...]:
@@ -251,7 +251,7 @@ def test_shardings_are_part_of_what_is_compared():
         return lax.with_sharding_constraint(y, P("data") if i == 1 else P(None, "data"))
 
     done = train(stage, 3, spmd_mesh={"data": 2})
-    target = mesh_options.target({"data": 2}, ["auto"], {}, "cpu")
+    target = mesh_options.make_target({"data": 2}, ["auto"], {}, "cpu")
     stages = [r for r in done.placed.recipes if r.name in ("fwd1", "fwd2", "fwd3")]
     shared = ExportCache().emit(stages, done.traced.types, done.specs, target)
     assert len({e.key for e in shared}) > 1

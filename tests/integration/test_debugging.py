@@ -639,8 +639,8 @@ def test_messages_name_a_page_where_it_lies(monkeypatch, tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "restarts.md").touch()
     for source in (str(tmp_path), f"-e {tmp_path}"):
-        monkeypatch.setattr(install_hints, "source_here", lambda source=source: source)
+        monkeypatch.setattr(install_hints, "pip_source", lambda source=source: source)
         assert install_hints.page("restarts.md") == f"{tmp_path}/docs/restarts.md"
     for source in ("jaxpp-async", f"gone: {tmp_path}", "jaxpp-async @ git+https://example.com/x@1"):
-        monkeypatch.setattr(install_hints, "source_here", lambda source=source: source)
+        monkeypatch.setattr(install_hints, "pip_source", lambda source=source: source)
         assert install_hints.page("restarts.md") == "docs/restarts.md in jaxpp-async's repository"

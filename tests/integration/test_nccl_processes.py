@@ -205,7 +205,7 @@ WHOLE_ON_ALL = ({name: jax.P() for name in ("w1", "b", "w2")}, jax.P())
 def options(monkeypatch, tmp_path):
     """Of a mesh of actors of two processes of two devices, on the library that stands in for NCCL."""
     # which would ask for GPUs
-    monkeypatch.setattr("jaxpp_async.session.mesh_options.transport", lambda *_, **__: "nccl")
+    monkeypatch.setattr("jaxpp_async.session.mesh_options.choose_transport", lambda *_, **__: "nccl")
     violations = tmp_path / "violations"
     yield {
         "spmd_mesh": {"data": 2, "model": 2},

@@ -264,7 +264,7 @@ async def test_nothing_is_left_of_a_restart(mesh, undisturbed):
 
 
 async def settled(mesh: jpp.RemoteMesh) -> dict[str, Any]:
-    """What is held, once the last copy of the state is whole."""
+    """What is held, once the last replica of the state is complete."""
     replication: Any = mesh._running()._recovery.replication
     while replication._task is not None:
         await asyncio.wait([replication._task])
@@ -405,7 +405,7 @@ async def test_a_copy_that_lacks_an_array_is_none(monkeypatch, caplog):
         before = replication._generation
         monkeypatch.setattr(host_values, "fetch_shards", fetch)
         await asyncio.wait([replication.take()])
-        assert replication._generation == before and "no copy of the state could be taken" in caplog.text
+        assert replication._generation == before and "no replica of the state could be made" in caplog.text
         kill(mesh, 1)
         state, _ = await mesh.run(step, state, BATCHES[1])
 

@@ -249,7 +249,7 @@ def test_root_may_have_another_number(home, monkeypatch):
     os.chown(home.parent, 65534, -1)
     with pytest.raises(MeshError, match=f"{home.parent} belongs to the user 65534"):
         make_cache(DEFAULT)
-    monkeypatch.setattr(private_folder, "_roots_number", lambda: 65534)
+    monkeypatch.setattr(private_folder, "_root_uid", lambda: 65534)
     assert make_cache(DEFAULT) == default_folder()
 
 

@@ -14,9 +14,9 @@ from jaxpp_async.protocol.actor_info import (
     Topology,
     actor_and_rank,
     furthest_behind,
+    ignore_progress,
     make_page,
     merge_processes,
-    no_progress,
     process_of,
 )
 
@@ -148,7 +148,7 @@ def test_a_page_that_nobody_else_sees_needs_no_descriptor():
     page.note(1, 2, 3, True)
     assert page.read() == Position(1, 2, 3, True)
     page.close()
-    assert no_progress(1, 2, 3, True) is None
+    assert ignore_progress(1, 2, 3, True) is None
 
 
 AT = [Position(5, 0, 3, False), Position(5, 0, 2, False, computing=True), Position(4, 0, 9, True)]

@@ -25,7 +25,7 @@ def test_processes_of_one_host_share_a_clock():
 def test_only_one_and_the_same_clock_needs_no_reading(own, name, offset):
     clocks = Clocks(own)
     clocks.name(1, name)
-    assert clocks.clock_of(1).offset(5.0) == offset and clocks.clock_of(1).is_ours == (offset is not None)
+    assert clocks.clock_of(1).offset(5.0) == offset and clocks.clock_of(1).is_own == (offset is not None)
     assert clocks.clock_of(2).offset(5.0) is None
 
 

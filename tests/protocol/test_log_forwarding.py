@@ -51,10 +51,10 @@ def record(message: str = "hello", *args: object, name: str = "user", **fields: 
 
 def test_the_rate_is_bounded_and_refusals_are_counted():
     limit = RateLimit(per_s=10, burst=5, now_s=0.0)
-    assert [limit.lets_through(0.0, 0) for _ in range(7)] == [True] * 5 + [False] * 2
-    assert [limit.lets_through(0.1, 0) for _ in range(2)] == [True, False]
-    assert sum(limit.lets_through(60.0, 0) for _ in range(100)) == 5
-    assert not limit.lets_through(120.0, 5)  # nobody takes what waits
+    assert [limit.admit(0.0, 0) for _ in range(7)] == [True] * 5 + [False] * 2
+    assert [limit.admit(0.1, 0) for _ in range(2)] == [True, False]
+    assert sum(limit.admit(60.0, 0) for _ in range(100)) == 5
+    assert not limit.admit(120.0, 5)  # nobody takes what waits
     assert limit.num_refused == 2 + 1 + 95 + 1
 
 

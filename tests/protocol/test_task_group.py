@@ -1,4 +1,4 @@
-"""Direct tests of tasks that have an owner, and of deadlines in time awake."""
+"""Direct tests of owned tasks, of deadlines in time awake, and of waits that end whatever happens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import logging
 
 import pytest
 
-from jaxpp_async.protocol.task_group import OwnedTasks, awake_timeout, retrieve
+from jaxpp_async.protocol.task_group import (
+    OwnedTasks,
+    awake_timeout,
+    retrieve,
+    run_bounded,
+    wait_uninterrupted,
+)
 
 
 async def fail() -> None:
@@ -87,3 +93,54 @@ async def test_what_is_not_there_when_the_time_is_over_is_a_timeout():
     with pytest.raises(TimeoutError):
         async with awake_timeout(0.0):
             await asyncio.get_running_loop().create_future()
+
+
+# ---------------------------------------------------------------- waits that end
+
+
+async def test_work_that_fails_at_the_end_is_logged_and_the_end_goes_on(caplog):
+    async def fail() -> None:
+        raise OSError("broken pipe")
+
+    await run_bounded(fail(), 60.0, "cannot say goodbye")
+    (record,) = caplog.records
+    assert (record.levelno, record.getMessage()) == (
+        logging.WARNING,
+        "cannot say goodbye: OSError('broken pipe')",
+    )
+
+
+async def test_work_that_takes_too_long_at_the_end_is_given_up(caplog):
+    async def hang() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    await run_bounded(hang(), 0.0, "no answer")
+    assert [record.getMessage() for record in caplog.records] == ["no answer: TimeoutError()"]
+
+
+async def test_an_end_is_reached_however_often_its_caller_is_cancelled():
+    go, hurried, ended = asyncio.get_running_loop().create_future(), [], []
+
+    async def work() -> None:
+        await go
+        ended.append(True)
+
+    task = asyncio.ensure_future(work())
+    caller = asyncio.ensure_future(wait_uninterrupted(task, lambda: hurried.append(True)))
+    for _ in range(2):
+        await asyncio.sleep(0)
+        caller.cancel()
+    await asyncio.sleep(0)
+    assert not caller.done()
+    go.set_result(None)
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert (ended, len(hurried)) == ([True], 2)
+
+
+async def test_what_the_end_raises_is_raised_to_its_caller():
+    async def work() -> None:
+        raise OSError("no")
+
+    with pytest.raises(OSError, match="no"):
+        await wait_uninterrupted(asyncio.ensure_future(work()), lambda: None)

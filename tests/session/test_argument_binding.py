@@ -14,15 +14,15 @@ from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.session.argument_binding import (
-    HERE,
+    HOST_VALUE,
     Binding,
     Slot,
     as_user_sees,
     host_array,
-    kind,
     leaf_type,
+    sent_type,
     shape_struct,
-    travelling_type,
+    type_key,
 )
 from jaxpp_async.session.remote_array import RemoteArray
 
@@ -122,7 +122,7 @@ def test_an_array_that_was_made_with_64_bits_is_refused_where_they_are_off():
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "is_one_kind"),
+    ("one", "other", "has_one_key"),
     [
         (1, 2, True),
         (1, 1.0, False),
@@ -133,16 +133,16 @@ def test_an_array_that_was_made_with_64_bits_is_refused_where_they_are_off():
     ],
     ids=repr,
 )
-def test_leaves_of_one_kind_have_one_type(one, other, is_one_kind):
-    assert (kind(one) == kind(other)) is is_one_kind
-    if is_one_kind:
+def test_leaves_with_one_type_key_have_one_type(one, other, has_one_key):
+    assert (type_key(one) == type_key(other)) is has_one_key
+    if has_one_key:
         assert leaf_type(one) == leaf_type(other)
 
 
 def test_of_what_is_rare_the_type_itself_has_to_be_asked():
-    assert kind([1, 2]) is None
-    assert kind(np.float32(1)) is None
-    assert kind(array(1, 0)) is F2
+    assert type_key([1, 2]) is None
+    assert type_key(np.float32(1)) is None
+    assert type_key(array(1, 0)) is F2
 
 
 def test_a_host_value_travels_in_c_order_and_with_jaxs_dtype():
@@ -157,7 +157,7 @@ def test_a_host_value_travels_in_c_order_and_with_jaxs_dtype():
 
 def test_a_key_travels_as_its_data_and_comes_back_as_a_key():
     key = jax.random.key(7)
-    travels = travelling_type(key)
+    travels = sent_type(key)
     data = host_array(key)
     assert (data.dtype, data.shape) == (np.uint32, travels.aval.shape)
     assert as_user_sees(data, travels) == key
@@ -177,7 +177,7 @@ X0, X1, Y01 = Slot("x", F2, (0,)), Slot("x", F2, (1,)), Slot("y", F2, (0, 1))
 
 def test_arrays_that_lie_where_the_step_takes_them_are_found_by_their_ids():
     step = binding(X0, Y01, Slot("rate", F2, (1,)))
-    assert step.ids(MESH, [array(5, 0), array(6, 0, 1), np.zeros(2)]) == [5, 6, HERE]
+    assert step.ids(MESH, [array(5, 0), array(6, 0, 1), np.zeros(2)]) == [5, 6, HOST_VALUE]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_an_argument_that_takes_any_sharding_may_be_split_otherwise():
 
 def test_host_values_get_ids_and_go_to_every_actor_that_takes_them_for_this_step_only():
     step, value = binding(X0, Y01, hidden=0), np.array([1, 2], np.float32)
-    bound = step.bind([array(5, 0), value], [5, HERE], [], ids_from(90))
+    bound = step.bind([array(5, 0), value], [5, HOST_VALUE], [], ids_from(90))
     assert bound.array_ids == {0: {0: 5, 1: 90}, 1: {1: 90}}
     assert list(bound.puts) == [0, 1]
     for (put,) in bound.puts.values():
@@ -213,12 +213,12 @@ def test_host_values_get_ids_and_go_to_every_actor_that_takes_them_for_this_step
 
 
 def test_a_donated_host_value_is_the_steps_to_free():
-    bound = binding(X0, donated=(0,)).bind([np.zeros(2, np.float32)], [HERE], [], ids_from(90))
+    bound = binding(X0, donated=(0,)).bind([np.zeros(2, np.float32)], [HOST_VALUE], [], ids_from(90))
     assert (bound.array_ids, bound.frees_after) == ({0: {0: 90}}, {})
 
 
 def test_a_host_value_that_no_actor_takes_goes_nowhere():
-    bound = binding(Slot("x", F2, ())).bind([np.zeros(2, np.float32)], [HERE], [], ids_from(90))
+    bound = binding(Slot("x", F2, ())).bind([np.zeros(2, np.float32)], [HOST_VALUE], [], ids_from(90))
     assert (bound.array_ids, bound.puts) == ({}, {})
 
 
@@ -230,7 +230,7 @@ def test_hidden_arguments_stand_behind_the_others():
 
 def test_an_argument_that_has_changed_meanwhile_is_an_error_that_says_what_it_was():
     with pytest.raises(ArrayError) as caught:
-        binding(X0).bind([np.zeros(3, np.float32)], [HERE], [], ids_from(90))
+        binding(X0).bind([np.zeros(3, np.float32)], [HOST_VALUE], [], ids_from(90))
     assert str(caught.value) == (
         "x is float32[3] now, but was float32[2] when the step was called; leave arguments alone until the "
         "step has them"
@@ -245,14 +245,14 @@ def test_results_are_told_to_the_actors_that_make_them():
 # ---------------------------------------------------------------- the careful way
 
 
-def test_an_array_that_waits_goes_once_to_all_actors_that_take_it_and_lies_there_once_settled():
+def test_an_array_that_waits_goes_once_to_all_actors_that_take_it_and_lies_there_once_marked_sent():
     leaf, value = waiting(5, np.array([1, 2], np.float32)), np.array([1, 2], np.float32)
     bound = binding(X0, X1).bind_with_care([leaf, leaf], [], ids_from(90))
     assert bound.array_ids == {0: {0: 5}, 1: {1: 5}}
     assert {actor: [put.array_id for put in puts] for actor, puts in bound.puts.items()} == {0: [5], 1: [5]}
     assert bound.frees_after == {}
     assert leaf.actors == ()  # another argument may yet turn out to be unreadable
-    bound.settle()
+    bound.mark_sent()
     assert leaf.actors == (0, 1)
     assert leaf.host is None
     np.testing.assert_array_equal(bound.puts[0][0].value, value)
@@ -267,11 +267,11 @@ def test_an_array_that_is_two_arguments_is_told_twice_and_sent_never():
 def test_an_argument_that_is_handed_back_is_copied():
     value = np.array([1, 2], np.float32)
     step = binding(Slot("x", SPLIT, (), any_sharding=True))
-    found, host = step.waiting(0, value)
+    found, host = step.returned_host_value(0, value)
     value[:] = 0
     assert (found, host.tolist()) == (F2, [1, 2])
     with pytest.raises(ArrayError, match=r"^x is int32\[2\] now, but was float32\[2\]"):
-        step.waiting(0, np.zeros(2, np.int32))
+        step.returned_host_value(0, np.zeros(2, np.int32))
 
 
 def test_a_slot_without_a_use_has_its_home_where_its_successor_is_made():

@@ -42,7 +42,7 @@ def controller(clock: Clock) -> SimpleNamespace:
 
 def recording(handle: StepHandle, clock: Clock | None = None, *instructions) -> Recording:
     programs = [ActorProgram(0, instructions, (Aval((), "int32"),)), ActorProgram(1, (), ())]
-    return Recording("train", handle, programs, controller(clock or Clock(is_ours=True)))
+    return Recording("train", handle, programs, controller(clock or Clock(is_own=True)))
 
 
 async def test_a_step_under_way_and_a_failed_one_have_no_timeline():

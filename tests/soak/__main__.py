@@ -194,7 +194,7 @@ async def _disturb(disturber: Disturber, plan: Sequence[Fault], seconds: float) 
 
 
 async def _same_buffers(mesh: jpp.RemoteMesh, reference: jpp.RemoteMesh, trainer: Trainer) -> None:
-    """Both hold the same number of arrays on each actor, at the same distance from the last copy of the
+    """Both hold the same number of arrays on each actor, at the same distance from the last replica of the
     state: that has the memory of the arrays of then."""
     ours = await _buffers(mesh)
     seen = []

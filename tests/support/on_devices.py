@@ -53,7 +53,7 @@ class Ran:
 
 def mesh_of(axes: dict[str, int], axis_types: dict[str, str] | None = None) -> jax.sharding.Mesh:
     """A mesh of this process's first devices."""
-    target = mesh_options.target(axes, mesh_options.axis_types(axis_types or {}, axes), {}, "cpu")
+    target = mesh_options.make_target(axes, mesh_options.check_axis_types(axis_types or {}, axes), {}, "cpu")
     count = int(np.prod(list(axes.values())))
     devices = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
     return jax.sharding.Mesh(devices, tuple(axes), axis_types=target.mesh.axis_types)  # pyright: ignore
@@ -76,8 +76,8 @@ def run_on_devices(
         "schedule": schedule,
     }
     done = plan_step(fn, *args, spmd_mesh=axes, **options)
-    target = mesh_options.target(
-        axes, mesh_options.axis_types(axis_types or {}, axes), axis_rules or {}, "cpu"
+    target = mesh_options.make_target(
+        axes, mesh_options.check_axis_types(axis_types or {}, axes), axis_rules or {}, "cpu"
     )
     devices = Devices(mesh_of(axes, axis_types))
     recipes = done.placed.recipes

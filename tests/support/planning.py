@@ -35,7 +35,9 @@ def plan_step(
 ) -> CompilePlan:
     """All passes but emission, for a mesh that nobody started."""
     axes, rules = spmd_mesh or {}, axis_rules or {}
-    target = mesh_options.target(axes, mesh_options.axis_types(axis_types or {}, axes), rules, platform)
+    target = mesh_options.make_target(
+        axes, mesh_options.check_axis_types(axis_types or {}, axes), rules, platform
+    )
     runner = SimpleNamespace(num_actors=actors, target=target)
     step = DistributedStep(runner, fn, StepOptions(in_shardings, None, donate, static, schedule))  # pyright: ignore
     return plan(step.request(args))
