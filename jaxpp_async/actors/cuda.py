@@ -317,7 +317,7 @@ class DeviceWork:
     """
 
     def __init__(self, devices: CudaDevices, name: str, loop: asyncio.AbstractEventLoop):
-        self._runs, self._copies, self._spreads = (devices.make_stream() for _ in range(3))
+        self._runs, self._copies, self._device_copies = (devices.make_stream() for _ in range(3))
         self._run_watcher = _Watcher(f"{name}-runs", loop)
         self._copy_watcher = _Watcher(f"{name}-copies", loop)
 
@@ -342,10 +342,10 @@ class DeviceWork:
         """
         self._copy_watcher.watch(self._copies.record(arrays), on_reached)
 
-    def spread(self, copies: Sequence[DeviceCopy], on_reached: OnReached) -> None:
+    def copy_between_devices(self, copies: Sequence[DeviceCopy], on_reached: OnReached) -> None:
         """Copy bytes between devices, and call `on_reached` once all copies are complete. Must be called on
         the event loop."""
-        self._copy_watcher.watch(self._spreads.copy(copies), on_reached)
+        self._copy_watcher.watch(self._device_copies.copy(copies), on_reached)
 
     async def aclose(self, timeout_s: float = 1.0) -> None:
         """End the threads. A thread that still waits for its device after `timeout_s` seconds is

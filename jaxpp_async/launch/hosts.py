@@ -81,7 +81,7 @@ class Settings:
         if self.ports is not None and not 1 <= self.ports[0] <= self.ports[1] <= 65535:
             raise MeshError(f"ports is {self.ports}; give the first and the last TCP port, from 1 to 65535")
 
-    def over(self, base: Settings) -> Settings:
+    def merged_over(self, base: Settings) -> Settings:
         """Merge these settings with `base`: where a value in these settings is None, the result has the value
         of `base`.
 

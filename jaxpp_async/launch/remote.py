@@ -28,7 +28,7 @@ import jaxpp_async
 from jaxpp_async.errors import HandshakeError, LaunchError
 from jaxpp_async.launch.commands import command_here, command_there, inherited_environment
 from jaxpp_async.launch.host_agent import VERSIONED
-from jaxpp_async.launch.host_agent_client import HostAgentClient, NotUpError, Reach, Stream
+from jaxpp_async.launch.host_agent_client import HostAgentClient, ProgramNotStartedError, Reach, Stream
 from jaxpp_async.launch.host_agent_protocol import AgentHello
 from jaxpp_async.launch.hosts import (
     ANY,
@@ -135,7 +135,7 @@ class RemoteLauncher:
         """Return the names of the GPUs that `devices=` gives to the actors of a host, in the form of
         `CUDA_VISIBLE_DEVICES`; None if the option was not given.
         """
-        return host.settings.over(self._settings).devices
+        return host.settings.merged_over(self._settings).devices
 
     async def prepare(self) -> None:
         """Find the address on which the controller listens for the actors, so that `listen_host` does not
@@ -209,7 +209,7 @@ class RemoteLauncher:
 
     async def _open(self, placement: ProcessPlacement, actor_id: int) -> HostAgentClient:
         host = placement.host
-        settings = host.settings.over(self._settings)
+        settings = host.settings.merged_over(self._settings)
         python = settings.python or sys.executable
         command = command_there(python, HOST_AGENT, f"{self._lease.seconds:g}")
         prefix = f"[host {host}] "
@@ -230,9 +230,9 @@ class RemoteLauncher:
             await link.aclose(0.0)
             if isinstance(error, OSError):
                 error = self._failure(host, actor_id, Explanation(f"could not be reached: {error}", ""), ())
-            elif isinstance(error, NotUpError):
+            elif isinstance(error, ProgramNotStartedError):
                 found = self._reach.explain(host, error) or explain_python(
-                    host, python, error.said, error.ended
+                    host, python, error.said, error.exit_status
                 )
                 error = self._failure(host, actor_id, found, error.said)
             if not isinstance(error, asyncio.CancelledError):
@@ -256,7 +256,7 @@ class RemoteLauncher:
     async def _request(
         self, placement: ProcessPlacement, spec: LaunchSpec, hello: AgentHello
     ) -> ActorRequest:
-        settings = placement.host.settings.over(
+        settings = placement.host.settings.merged_over(
             replace(self._settings, env={**self._settings.env, **spec.env})
         )
         config = spec.config(actor=self._actor, lease_s=self._lease.seconds)
@@ -326,7 +326,7 @@ class CommandReach:
         spawned = self._supervisor.spawn([*with_parent, *command], inherited_environment(), b"", on_line)
         return ProcessStream(self._supervisor, await asyncio.wrap_future(spawned))
 
-    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
+    def explain(self, host: Host, error: ProgramNotStartedError) -> Explanation | None:
         """Return None, because nothing is known about the command's errors; see `Reach.explain`."""
         return None
 

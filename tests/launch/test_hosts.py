@@ -142,9 +142,9 @@ def test_a_hosts_own_settings_win():
         python="p", env={"A": "1", "B": "1"}, cpus=(0,), devices=("0",), interface="i", ports=(1, 2)
     )
     own = Settings(env={"B": "2"}, devices=("4", "5", "6"))
-    joined = own.over(base)
+    joined = own.merged_over(base)
     assert joined == Settings("p", {"A": "1", "B": "2"}, (0,), ("4", "5", "6"), "i", (1, 2))
-    assert Settings().over(base) == base
+    assert Settings().merged_over(base) == base
     second = place([Host("a", 2)], 2)[1]
     assert environment(joined, second, "cuda") == {
         "JAX_PLATFORMS": "cuda",

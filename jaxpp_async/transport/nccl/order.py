@@ -260,7 +260,7 @@ def rounds(links: Iterable[NcclLink]) -> list[list[NcclLink]]:
     return found
 
 
-def batches(links: Iterable[NcclLink]) -> dict[ProcessId, list[NcclLink]]:
+def links_by_maker(links: Iterable[NcclLink]) -> dict[ProcessId, list[NcclLink]]:
     """Group links by the process that makes their ids; each group is in ascending order."""
     made: dict[ProcessId, list[NcclLink]] = {}
     for link in sorted(set(links)):

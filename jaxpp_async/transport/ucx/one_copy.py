@@ -370,7 +370,7 @@ class OneCopyReceiver:
 # ---------------------------------------------------------------- the sender's side
 
 
-class _Held(NamedTuple):
+class _HeldBack(NamedTuple):
     """The state of a message that is held back until its receiver offers memory to write it into. Without an
     offer, it waits for one until the time `until_s`, in seconds of `time.monotonic`; with an offer, it waits
     to be written in a later pass of the loop."""
@@ -406,7 +406,7 @@ class OneCopySender:
         self._copy_scheduled = False
         self._written: deque[UcxTransfer] = deque()  # to be finished in the loop's next pass
         self._pass_bytes = 0  # written to offered blocks in this pass of the loop
-        self._held: dict[UcxTransfer, _Held] = {}
+        self._held_back: dict[UcxTransfer, _HeldBack] = {}
         self._retry_scheduled = False
         self._mapped: set[LocalPeer] = set()  # peers of whom this process maps blocks
 
@@ -414,13 +414,13 @@ class OneCopySender:
     def busy(self) -> bool:
         """This is True while any message is held back until its receiver offers memory for it, or is being
         written in pieces."""
-        return bool(self._copies) or bool(self._held)
+        return bool(self._copies) or bool(self._held_back)
 
     @property
     def holds_back(self) -> bool:
         """This is True while any message is held back until its receiver offers memory for it. Later messages
         under its tag, however small, have to be sent after it."""
-        return bool(self._held)
+        return bool(self._held_back)
 
     def send(self, transfer: UcxTransfer, hurried: bool) -> bool:
         """Send a large message with one copy, or hold back any message that follows a held one of the same
@@ -434,14 +434,16 @@ class OneCopySender:
         Returns:
             False if neither is possible now; nothing has been sent then.
         """
-        if self._held and any(t.tag == transfer.tag and t.link is transfer.link for t in self._held):
+        if self._held_back and any(
+            t.tag == transfer.tag and t.link is transfer.link for t in self._held_back
+        ):
             self._hold_back(transfer)
             return True
         if not may_be_written(transfer):
             return False
         offer = self._take_offer(transfer)
         if offer is not None and (
-            self._must_wait_for_next_pass(transfer) or any(held.offer for held in self._held.values())
+            self._must_wait_for_next_pass(transfer) or any(held.offer for held in self._held_back.values())
         ):
             self._hold_back(transfer, offer)
             return True
@@ -462,9 +464,11 @@ class OneCopySender:
         if self._copies and self._copies[0].transfer.link is link:
             self._written_bytes = 0
         dropped = [copy.transfer for copy in self._copies if copy.transfer.link is link]
-        dropped += [transfer for transfer in self._held if transfer.link is link]
+        dropped += [transfer for transfer in self._held_back if transfer.link is link]
         self._copies = deque(copy for copy in self._copies if copy.transfer.link is not link)
-        self._held = {transfer: held for transfer, held in self._held.items() if transfer.link is not link}
+        self._held_back = {
+            transfer: held for transfer, held in self._held_back.items() if transfer.link is not link
+        }
         for transfer in dropped:
             self._carrier.finish(transfer, STATUS_CANCELED, 0)
         self._finish_written()
@@ -519,7 +523,7 @@ class OneCopySender:
     # ------------------------------------------------------------ holding back
 
     def _hold_back(self, transfer: UcxTransfer, offer: Offer | None = None) -> None:
-        self._held[transfer] = _Held(monotonic() + _HOLD_S, offer)
+        self._held_back[transfer] = _HeldBack(monotonic() + _HOLD_S, offer)
         self._schedule_retry()
 
     def _schedule_retry(self) -> None:
@@ -532,17 +536,17 @@ class OneCopySender:
         now have an offer, and send those without one that were held back long enough."""
         self._retry_scheduled, now_s = False, monotonic()
         ahead: set[tuple[int, int]] = set()  # link and tag of messages that are still held back
-        for transfer, held in list(self._held.items()):
+        for transfer, held in list(self._held_back.items()):
             key = (id(transfer.link), transfer.tag)
             # Finishing one transfer may drop others.
-            if transfer in self._held and (key in ahead or not self._send_held(transfer, held, now_s)):
+            if transfer in self._held_back and (key in ahead or not self._send_held(transfer, held, now_s)):
                 ahead.add(key)
-        if self._held:
+        if self._held_back:
             if not self._pass_bytes:
                 os.sched_yield()  # to the receiver, which may be on this core
             self._schedule_retry()
 
-    def _send_held(self, transfer: UcxTransfer, held: _Held, now_s: float) -> bool:
+    def _send_held(self, transfer: UcxTransfer, held: _HeldBack, now_s: float) -> bool:
         """Write or send a message that was held back until its receiver offers memory for it, if the offer
         has come or the time to wait for it is over.
 
@@ -555,17 +559,17 @@ class OneCopySender:
             Whether the message is no longer held back.
         """
         if transfer.link.failure is not None:
-            del self._held[transfer]
+            del self._held_back[transfer]
             self._carrier.finish(transfer, STATUS_CANCELED, 0)
             return True
         is_large = may_be_written(transfer)
         offer = held.offer or (self._take_offer(transfer) if is_large else None)
         if offer is not None and self._must_wait_for_next_pass(transfer):
-            self._held[transfer] = held._replace(offer=offer)
+            self._held_back[transfer] = held._replace(offer=offer)
             return False
         if offer is None and now_s < held.until_s and is_large and may_be_offered(transfer):
             return False
-        del self._held[transfer]
+        del self._held_back[transfer]
         if offer is not None and self._write_offered(transfer, offer):
             return True
         if not (is_large and self._send_rts(transfer)):

@@ -90,20 +90,20 @@ class Progress:
             return
         self._running = True  # operations that callbacks post meanwhile need no further run
         try:
-            is_settled, was_idle = self._settle(worker)
+            is_armed, was_idle = self._run_rounds(worker)
         except self._failures as error:
             self._on_broken(f"UCX makes no progress any more: {error}")
             return
         finally:
             self._running = False
-        if is_settled or not was_idle:
+        if is_armed or not was_idle:
             self._idle_since_s = None
         elif self._idle_since_s is None:
             self._idle_since_s = self._loop.time()
         elif self._loop.time() - self._idle_since_s > _STALL_AFTER_S:
             self._stall()
             return
-        if not is_settled:
+        if not is_armed:
             self.schedule_run()
 
     def unwatch(self) -> None:
@@ -115,7 +115,7 @@ class Progress:
         self.unwatch()
         self._worker = None
 
-    def _settle(self, worker: Any) -> tuple[bool, bool]:
+    def _run_rounds(self, worker: Any) -> tuple[bool, bool]:
         """Make some rounds of progress, at most as many as one callback may make.
 
         Returns:

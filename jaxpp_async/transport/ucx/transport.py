@@ -323,7 +323,7 @@ class UCXTransport(TransportBase):
         if is_error(result):
             offers = transfer.link.offers
             if offers is not None and transfer.number is not None:
-                (offers.sent if transfer.size_bytes == SENDING else offers.received).give_back(transfer.tag)
+                (offers.sent if transfer.size_bytes == SENDING else offers.received).undo_last(transfer.tag)
             raise transfer.failed(self.peer_id, result, self._port.status_text)
         transfer.request = result
         self._open[identity] = transfer
@@ -548,7 +548,7 @@ def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...]
         before = listening_sockets()
         context = open_context(network)
         sockets = tuple(sorted(listening_sockets() - before))
-        own = AddressFilter.for_reached(sockets) if network is not None else None
+        own = AddressFilter.for_reachable(sockets) if network is not None else None
         if own is None or not own.has_connections():
             return context, sockets, own
         del context
