@@ -73,8 +73,8 @@ class CheckpointRequests:
         """Write one file of a save. The arrays to write are looked up before this method returns.
 
         Returns:
-            A coroutine that writes the file and returns the reply. It raises `CheckpointError` if the file
-            cannot be written, and then leaves no part of the file behind.
+            A coroutine that writes the file and returns the reply. If the file cannot be written, the
+            coroutine raises `CheckpointError` and leaves no part of the file behind.
 
         Raises:
             CheckpointError: no save to this folder is under way.
@@ -117,8 +117,8 @@ class CheckpointRequests:
         """End the save to a folder immediately, so that another save may begin, and remove files.
 
         Returns:
-            A coroutine that removes the files that the request names, and returns the reply. It raises
-            `CheckpointError` if a file cannot be removed.
+            A coroutine that removes the files that the request names, and returns the reply. The coroutine
+            raises `CheckpointError` if a file cannot be removed.
         """
         save = self._saves.pop(message.folder, None)
         if save is not None:

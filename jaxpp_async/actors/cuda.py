@@ -75,8 +75,8 @@ class CudaStream(Protocol):
     time may use it."""
 
     def record(self, arrays: Sequence[jax.Array]) -> CudaEvent:
-        """Return an event that happens once the given arrays are computed. They may be donated after this
-        call.
+        """Return an event that happens once the given arrays are computed. The arrays may be donated after
+        this call.
 
         The call blocks only for arrays of types that DLPack does not support, and where JAX uses its TFRT
         client.
@@ -302,8 +302,8 @@ def _import_cupy() -> Any:
 # ---------------------------------------------------------------- callbacks for the devices' work
 
 OnReached: TypeAlias = Callable[[float, Exception | None], object]
-"""Called on the event loop with the time (`time.monotonic`) at which an event was reached, and with its
-failure."""
+"""A function that is called on the event loop when a device has reached an event, with the time
+(`time.monotonic`) at which it did and the device's exception or None."""
 
 
 class DeviceWork:

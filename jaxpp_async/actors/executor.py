@@ -1,10 +1,10 @@
 """Decide what a step does next: the caller reports events, and the executor returns the commands that follow.
 
-The executor goes through the instructions in program order. It posts a receive and continues without its
-data. It passes over a send, which starts once its buffer is available. It passes over a deletion, which is
-carried out once no send reads the buffer any more. Only at a `Run` does it stop, until the executable has
-computed its results. The count of memory in use, and with it the peak, therefore depends on the program alone
-and not on timing.
+The executor goes through the instructions in program order. At a receive, the executor posts the receive and
+continues without the data. At a send, the executor continues too, and the send starts once its buffer is
+available. At a deletion, the executor continues as well, and the deletion is carried out once no send reads
+the buffer any more. Only at a `Run` does the executor stop, until the executable has computed its results.
+The count of memory in use, and with it the peak, therefore depends on the program alone and not on timing.
 
 While one `Run` executes, the next one may be issued early if its inputs are available or are results of the
 executing one. Memory is still counted in program order.
@@ -36,9 +36,9 @@ class Executor:
 
     Args:
         plan: the program, prepared for execution.
-        alone: the indices of `Run` instructions during which the next `Run` is not issued early. It is meant
-            for quick tasks, which run on the event loop's thread: the sends that follow such a `Run` then
-            start before the next `Run`.
+        alone: the indices of the `Run` instructions of quick tasks, which run on the event loop's thread.
+            During them the next `Run` is not issued early, so that the sends that follow such a `Run` start
+            before the next `Run`.
 
     Attributes:
         peak_bytes: the greatest number of bytes of buffers in use so far.

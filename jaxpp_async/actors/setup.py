@@ -179,8 +179,8 @@ class StepResources:
         compute: the thread that runs tasks off the event loop.
         pool: the source of receive buffers.
         layouts: the distributions of arrays over this process's devices.
-        device_lock: a lock to hold while an executable runs, or None. It is needed where several actors share
-            the devices.
+        device_lock: a lock to hold while an executable runs if several actors share the devices; None if they
+            do not.
         note_progress: records the position of a step in its program; called at every instruction that a step
             begins or waits at.
         device_work: reports the end of asynchronous work on devices whose memory the transport reads and
@@ -201,7 +201,7 @@ class StepResources:
 
 Job = Callable[[], Callable[[], None] | None]
 """A function that runs on the compute thread and returns the function to call on the event loop afterwards,
-or None. Must not raise."""
+or None. A job must not raise an exception."""
 
 
 class ComputeThread:

@@ -29,10 +29,10 @@ ALIGNMENT = 64
 """The alignment in bytes of host memory that becomes a CPU device buffer without a copy."""
 
 _SMALL_BYTES = 1 << 16
-"""Copying this many bytes takes less time than making an array."""
+"""The size in bytes up to which copying an array takes less time than the call that makes the array."""
 
 _PACKED = ("int2", "int4", "uint2", "uint4", "float4", "float6")
-"""The types of which devices may keep several elements in a byte."""
+"""The dtypes of which a device may store several elements in one byte."""
 
 
 Put: TypeAlias = Callable[[np.ndarray], jax.Array]
@@ -199,7 +199,7 @@ def device_parts(array: jax.Array, layout: Layout) -> list[jax.Array]:
     """List the single-device arrays on this process's devices of which an array consists, in the order of the
     devices.
 
-    They share the memory of the array.
+    The single-device arrays share the memory of the array.
     """
     if len(array.sharding.device_set) == 1:
         return [array]

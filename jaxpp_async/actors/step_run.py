@@ -52,7 +52,8 @@ from jaxpp_async.protocol.messages import Step, StepStats
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Memory, OnEnd, Transport, make_tag
 
 MAX_PASS_S = 0.002
-"""How long tasks may follow each other on the event loop before it turns to its other work."""
+"""The longest time in seconds for which tasks run on the event loop one after the other before the loop does
+its other work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,8 +368,8 @@ class StepRun:
 
         Args:
             copy: the copy.
-            entry: the store's entry for the step result. It gets the copy only after this wait, since nothing
-                may read the copy earlier.
+            entry: the store's entry for the step result, which gets the copy only after this wait, since
+                nothing may read the copy earlier.
 
         Returns:
             The function to call on the event loop afterwards, or None.
@@ -511,8 +512,8 @@ _CARRY_OUT: dict[type, str] = {
     KeepOutput: "_keep",
     Finish: "_finish",
 }
-"""The method for each command, by name: a table of bound methods in each step would be a reference cycle,
-which keeps the step's arrays until the garbage collector finds it."""
+"""The name of the method that carries out each type of command. A table of bound methods in each step would
+be a reference cycle, which would keep the step's arrays until the garbage collector finds it."""
 
 
 def _shared_entries(bound: Mapping[int, StoredArray]) -> frozenset[int]:
@@ -523,8 +524,8 @@ def _shared_entries(bound: Mapping[int, StoredArray]) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class TransferRelay:
-    """A receive whose data other processes of the actor need as well. It receives each part (a distinct box
-    of the array) and forwards it to them.
+    """A receive whose data other processes of the actor need as well: each part (a distinct box of the array)
+    is forwarded to them after its receive.
 
     Args:
         transport: carries the parts.

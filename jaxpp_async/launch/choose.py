@@ -25,7 +25,7 @@ LAUNCHERS = {
     "slurm": slurm.KIND,
     "ray": ray.KIND,
 }
-"""The launchers by the names that users give."""
+"""The kinds of launchers, by the names that users give."""
 
 _OWN = LauncherKind(
     make=lambda options, num_processes: options.launcher,

@@ -74,17 +74,20 @@ class Reach(Protocol):
     """
 
     agent_per_process: bool
-    """Whether every process has a host agent, and so a stream, of its own; else there is one for each host.
-    With one for each process a slot is a process (a task, a bundle), else a device.
+    """True if every process has a host agent, and so a stream, of its own; False if there is one per host. If
+    every process has its own, a slot is a process (such as a Slurm task or a Ray bundle); otherwise a slot is
+    a device.
     """
 
     login_mark: str | None
-    """A line that shows that the host has accepted the login, before Python starts; None if there is no such
-    line.
+    """A line of output that shows that the host has accepted the login, printed before Python starts; None if
+    the connection prints no such line.
     """
 
     lease: Lease
-    """How long the programs that it runs go on without a sign of life; the launcher sets it."""
+    """The time for which the started programs continue without a sign of life from the launcher, which sets
+    this attribute.
+    """
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
         """Return, for each host, the name or address by which to look up the network route to it; the name
@@ -132,8 +135,8 @@ class HostProgram(Generic[R]):
 
     Args:
         name: the name of the host, for messages.
-        read_record: a function that returns the record in a line, or None if the line is text. It raises
-            ValueError for a line that begins like a record and is not a valid one.
+        read_record: a function that returns the record in a line, or None if the line is text, and that
+            raises ValueError for a line that begins like a record and is not a valid one.
         login_mark: a line of output that shows that the host has accepted the login; a record shows that too.
             None if the connection prints no such line.
     """

@@ -12,7 +12,8 @@ from typing import Final
 from jaxpp_async.launch.hosts import Host
 
 SSH_FAILED: Final = 255
-"""The exit status of ssh itself; any other is that of the remote command."""
+"""The exit status by which ssh reports an error of its own; any other status is that of the remote command.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,9 @@ _SSH: Final = (
         "correct ~/.ssh/config or ssh_options=",
     ),
 )
-"""Pattern in what ssh printed, its meaning, and what to do; the first pattern that fits counts."""
+"""Patterns of text that ssh prints, each with its meaning and the remedy; the first pattern that matches
+counts.
+"""
 
 
 def explain_python(host: Host, python: str, said: Sequence[str], exit_status: int | None) -> Explanation:

@@ -195,8 +195,8 @@ class RayReach:
 class _RayStream:
     """A `Stream` to a host agent through a Ray actor.
 
-    It has a thread of its own, so that a blocked event loop does not delay the signs of life without which
-    the agent would end itself.
+    The stream has a thread of its own, so that a blocked event loop does not delay the signs of life without
+    which the agent would end itself.
     """
 
     def __init__(self, ray: Any, actor: Any, on_line: Callable[[str], None], beat_s: float):

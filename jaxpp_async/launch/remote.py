@@ -53,15 +53,15 @@ from jaxpp_async.transport.network import Network
 from jaxpp_async.transport.registry import make_process_transport, transport_names
 
 HOST_AGENT = "jaxpp_async.launch.host_agent"
-"""The program that runs actors on other hosts."""
+"""The name of the module that runs on other hosts to start actors there."""
 
 MAX_HANDSHAKES = 8
-"""Number of hosts that may be between the first packet and the login at one time: by default, sshd drops
-connections beyond ten.
+"""The greatest number of hosts that may be between the first packet and the login at the same time. By
+default, sshd drops connections when there are more than ten.
 """
 
 CLOSE_S = 1.0
-"""Seconds that host agents may take to end in order."""
+"""The longest time in seconds that host agents may take to end in an orderly way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,8 +370,8 @@ def _is_over(task: asyncio.Task[HostAgentClient]) -> bool:
 _LOG = logging.getLogger("jaxpp_async")
 
 MAX_LINES = 24
-"""With more hosts than this, the display counts them by state: a live display taller than its terminal
-flickers.
+"""The greatest number of hosts for which the display has one line each. For more hosts it shows counts by
+state, because a live display that is taller than its terminal flickers.
 """
 
 

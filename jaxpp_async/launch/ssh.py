@@ -51,7 +51,7 @@ _OPTIONS = {
 def ssh_command(
     host: Host, host_agent: Sequence[str], ssh_options: Sequence[str] = (), program: str = "ssh"
 ) -> list[str]:
-    """Return the argument vector that runs a host agent on `host` by ssh. It contains no secret.
+    """Return the argument vector, without any secret, that runs a host agent on `host` by ssh.
 
     Args:
         host: the host.

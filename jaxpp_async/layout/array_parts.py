@@ -53,7 +53,7 @@ class Part:
         controller.
 
         Args:
-            salt: the tag of a transfer, or the id of an array. It makes different processes the owners in
+            salt: the tag of a transfer, or the id of an array, so that different processes are the owners in
                 different transfers, which spreads the work.
         """
         return self.ranks[(self.number + salt) % len(self.ranks)]

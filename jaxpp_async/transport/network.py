@@ -76,16 +76,16 @@ _TCP_MD5SIG_EXT: Final = 32
 _FLAG_PREFIX: Final = 1  # TCP_MD5SIG_FLAG_PREFIX
 _KEY_BYTES: Final = 80
 _PREFIX_LENGTHS: Final = {4: (32, 28, 24, 20, 16, 12, 8, 0), 6: (128, 96, 64, 48, 32, 0)}
-"""Lengths of the prefixes of admitted networks, by IP version. The next shorter one is tried where the ranges
-that remain to be refused are more than the kernel keeps for a socket."""
+"""The prefix lengths of admitted networks to try, by IP version. If admitting networks of one length leaves
+more ranges to refuse than the kernel can keep for a socket, the next shorter length is tried."""
 
 
 _MAX_RANGES: Final = 256
-"""How many ranges one socket refuses at most: each costs memory that the kernel counts, and time when a
-connection begins."""
+"""The greatest number of address ranges that one socket refuses. Each range costs memory, which the kernel
+limits, and time when a connection begins."""
 
 _IPV4_MAPPED: Final = bytes(10) + b"\xff\xff"
-"""The prefix of an IPv4 address for a socket that takes both versions."""
+"""The prefix with which a socket that serves both IP versions represents an IPv4 address."""
 
 
 class ListeningSocket(NamedTuple):
@@ -122,8 +122,8 @@ class AddressFilter:
         sockets: the sockets to protect.
 
     Attributes:
-        admitted: the networks whose addresses may connect. They include more addresses than were asked for if
-            the kernel cannot keep enough ranges for a socket.
+        admitted: the networks whose addresses may connect, with more addresses than were asked for if the
+            kernel cannot keep enough ranges for a socket.
 
     Raises:
         OSError: the kernel cannot refuse connections (it was built without TCP's MD5 option).

@@ -27,19 +27,19 @@ from jaxpp_async.transport.nccl.order import LinkOrder, NcclLink, TurnQueue
 _LOG = logging.getLogger("jaxpp_async")
 
 RELEASE_TIMEOUT_S = 5.0
-"""How long NCCL may take to let go of the buffers."""
+"""The longest time in seconds that NCCL may take to stop using the buffers of transfers."""
 
 _CHECK_S = 1.0
-"""How often a communicator to which nothing is given is asked whether it has failed."""
+"""The time in seconds between two checks whether an idle communicator has failed."""
 
 _LOOKS, _BUSY_S = 20, 100e-6
-"""How often NCCL is asked at once whether it has started a call, and how long to wait before each further
-time."""
+"""The number of times that NCCL is asked without a pause whether it has started a call, and the pause in
+seconds before each further time."""
 
 
 @dataclass(slots=True, eq=False)
 class NcclTransfer:
-    """A transfer that was posted. It keeps the memory alive, because NCCL keeps no reference to it.
+    """A transfer that was posted, which keeps its memory alive, because NCCL keeps no reference to it.
 
     Args:
         memory: the memory to send or to receive into.

@@ -29,7 +29,8 @@ from jaxpp_async.transport.base import (
 from jaxpp_async.transport.shared_memory import RING_BYTES, BlockTicket
 
 MOST_HELD = 1024
-"""How many offers a link remembers until their messages are sent. With more, the oldest are forgotten."""
+"""The greatest number of offers that a link keeps for messages which were not sent yet. If there are more,
+the oldest are forgotten."""
 
 _COUNT = struct.Struct("<Q")
 _ROW = struct.Struct("<QQQQi16s")  # serial, wire tag, number, then a `BlockTicket` with its size first

@@ -56,23 +56,25 @@ from jaxpp_async.transport.ucx.progress import Progress
 from jaxpp_async.transport.ucx.tag_api import STATUS_CANCELED, STATUS_OK, TagPort, is_error
 
 RELEASE_TIMEOUT_S = 5.0
-"""How long `abort` waits for UCX to let go of the buffers; force-closing has taken under 1 ms."""
+"""The longest time in seconds that `abort` waits for UCX to stop using the buffers of transfers.
+Force-closing has taken less than 1 ms."""
 
 _RETRY_S = 1.0
-"""How often a transport that could not close checks whether UCX has let go since, and when a new link's
-second connection is looked for."""
+"""The interval in seconds at which a transport that could not close checks whether UCX has stopped using its
+buffers, and the time in seconds from the first message of a link until its second connection is looked
+for."""
 
 _OPEN_TRIES = 3
-"""How many workers are made, one after the other, while strangers connect to their sockets before these are
-shut."""
+"""The greatest number of workers that are made, one after the other, if strangers connect to a worker's
+sockets before the sockets refuse them."""
 
 MEDIUM = "ucx"
-"""Names this transport in its addresses."""
+"""The name of this transport in its addresses."""
 
 
 ERROR_HANDLING = "JAXPP_UCX_ERROR_HANDLING"
-"""`n` switches UCX's error handling off, for this process and the actors it starts here; see
-`UCXTransport`."""
+"""An environment variable: the value `n` switches UCX's error handling off for this process and for the
+actors that it starts on this host; see `UCXTransport`."""
 
 
 class UCXTransport(TransportBase):
