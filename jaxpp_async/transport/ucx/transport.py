@@ -98,7 +98,7 @@ class UCXTransport(TransportBase):
 
     def __init__(self, peer_id: Peer, *, network: Network | None = None, error_handling: bool = True):
         super().__init__(peer_id)
-        self._sender_bits, self._error_handling = sender_bits_of(peer_id), error_handling
+        self._own_bits, self._error_handling = sender_bits_of(peer_id), error_handling
         self._context: Context | None
         with keeping_new_from_children():
             self._context, self._listening, self._filter = _open(network)
@@ -113,7 +113,7 @@ class UCXTransport(TransportBase):
         self._failed: list[UcxLink] = []
         self._past_epochs: dict[Peer, int] = {}
         self._is_hurried = False
-        self._one_copy = OneCopyMessages(self, self._loop, self._sender_bits)
+        self._one_copy = OneCopyMessages(self, self._loop, self._own_bits)
         self._closing: asyncio.Task[None] | None = None
         self._closing_late: asyncio.TimerHandle | None = None
         self._progress = Progress(
@@ -173,7 +173,7 @@ class UCXTransport(TransportBase):
             peer,
             endpoint,
             self._one_copy.find_local_peer(ticket) if shares_memory() else None,
-            self._sender_bits,
+            self._own_bits,
         )
         # The callback runs inside UCX's progress: it only records the link, and _finish_ended fails it.
         failed = self._failed
@@ -206,7 +206,7 @@ class UCXTransport(TransportBase):
             raise self._why_unusable(peer, link)
         identity = next(self._identities)
         result = self._port.send(
-            link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity
+            link.handle, memory.address, memory.size_bytes, tag | self._own_bits, identity
         )
         if result:
             self._track(UcxTransfer(link, memory, SENDING, tag, done, number), identity, result)
@@ -398,7 +398,7 @@ class UCXTransport(TransportBase):
         else:
             identity = next(self._identities)
             result = self._port.send(
-                link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity
+                link.handle, memory.address, memory.size_bytes, tag | self._own_bits, identity
             )
             self._schedule_run()
             if result and not is_error(result):
