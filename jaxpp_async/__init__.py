@@ -2,25 +2,25 @@
 
 A user marks the stages of a step function (`pipeline_yield`, `accumulate_grads`), starts a `RemoteMesh` of
 actors, and runs steps on it. Names load on first use, so that importing the package does not import JAX: an
-actor sets its environment first. The packages in reading order:
+actor has to set its environment first. The packages in reading order:
 
-mesh, session   what a user holds: a mesh, steps, arrays on actors
+mesh, session   the objects that a user works with: a mesh, steps, arrays on actors
 markers         functions that mark stages, loops and shardings in a step function
-compiler        a step function to one program an actor
+compiler        turns a step function into one program per actor
 schedules       orders of tasks, their validation and their timing
-program         the frozen types of programs, which all others share
+program         the frozen types of programs, which all other packages share
 controller      the user's side of the actors: requests, health, restarts
-actors          an actor process, which runs programs
-launch          launchers that start actors here, over ssh, and under Slurm or Ray
+actors          the actor process, which runs programs
+launch          launchers that start actors on this host, over ssh, and under Slurm or Ray
 protocol        messages and connections between controller and actors
-transport       arrays between actors: UCX, NCCL, shared memory
-layout          which part of an array lies where
-checkpoint      trees of arrays saved to files and restored
+transport       moves arrays between actors: UCX, NCCL, shared memory
+layout          works out which process has which part of an array
+checkpoint      saves trees of arrays to files and restores them
 storage         the files and folders of checkpoints
 timeline        what actors did in a step, and where the time went
-doctor          checks whether a run would work on these hosts
+doctor          checks whether a run would work on the given hosts
 jax_bridge      the only modules that touch private or unstable JAX
-base            small things that need nothing else of this package
+base            small tools that need nothing else of this package
 """
 
 from __future__ import annotations

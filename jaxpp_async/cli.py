@@ -1,4 +1,6 @@
-"""Offer the command line `python -m jaxpp_async`, which prints text or JSON and ends with an exit status."""
+"""Define the command line `python -m jaxpp_async`, whose commands print text or JSON and end with an exit
+status.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class TransportChoice(StrEnum):
 
 @app.callback()
 def top() -> None:
-    """Run pipelines of JAX models over async actors."""
+    """Offer the commands of jaxpp-async, which trains pipelined JAX models over async actors."""
 
 
 @app.command()
@@ -81,9 +83,10 @@ def doctor(
         bool, typer.Option(help="Print the facts of this machine as JSON, and judge nothing.")
     ] = False,
 ) -> None:
-    """Say whether a run would work here, or on these hosts; and what to do where not.
+    """Check whether a run would work on this machine or on the given hosts, and say what to do if it would
+    not.
 
-    Exit status 0: it would. 1: it would not. 2: the options are wrong.
+    The exit status is 0 if it would work, 1 if it would not, and 2 if the options are wrong.
     """
     if facts:
         typer.echo(json.dumps(dataclasses.asdict(asyncio.run(gather(platform.value))), indent=1))
@@ -118,5 +121,5 @@ async def _doctor(launching: LaunchOptions, asked: RequestedRun, measures: bool)
     chosen, reach = choose_hosts(launching)
     plan = ExaminationPlan(asked, chosen, launching.settings(), launching.control_address, measures)
     console = Console(stderr=True)
-    with console.status("looking") as status:  # shows nothing where nobody watches
+    with console.status("looking") as status:  # shows nothing if stderr is not a terminal
         return await examine(plan, reach, status.update)

@@ -1,24 +1,28 @@
-"""Define the errors of this package; all that a user can catch from it derive from `JaxppAsyncError`."""
+"""Define the errors of this package. All errors that users may want to catch derive from
+`JaxppAsyncError`.
+"""
 
 from __future__ import annotations
 
 
 class JaxppAsyncError(Exception):
-    """Base of every error of this package."""
+    """The base class of every error of this package."""
 
 
 # ---------------------------------------------------------------- raised before any actor runs
 
 
 class UnsupportedError(JaxppAsyncError):
-    """The program cannot be pipelined.
+    """The step function cannot be pipelined.
 
     The message names the primitive, the stage and the user's line, and says what to change.
     """
 
 
 class ScheduleError(JaxppAsyncError, ValueError):
-    """A schedule has a wrong number of stages, a task twice, missing or too early, or it deadlocks."""
+    """A schedule is invalid: it has a wrong number of stages, contains a task twice, too early or not at all,
+    or deadlocks.
+    """
 
 
 class StageError(JaxppAsyncError, ValueError):
@@ -30,15 +34,21 @@ class ShardingError(JaxppAsyncError, ValueError):
 
 
 class MeshError(JaxppAsyncError, ValueError):
-    """A mesh asks for what the hosts do not have, or is used before it starts or after it has closed."""
+    """A mesh's options ask for something that the hosts do not have, or the mesh is used before it starts or
+    after it has closed.
+    """
 
 
 class ArrayError(JaxppAsyncError, ValueError):
-    """A `RemoteArray` cannot be used: another mesh's, donated, deleted, lost, or given to JAX as a value."""
+    """A `RemoteArray` cannot be used: it belongs to another mesh, it was donated, deleted or lost, or it was
+    given to JAX as if it were a value.
+    """
 
 
 class InstallError(JaxppAsyncError, ImportError):
-    """A package that the requested feature needs is missing; the message names the extra that brings it."""
+    """A package that the requested feature needs is missing; the message names the pip extra that installs
+    it.
+    """
 
 
 # ---------------------------------------------------------------- raised while actors run
@@ -48,12 +58,12 @@ class ActorError(JaxppAsyncError):
     """Something failed on an actor, or between two actors.
 
     Attributes:
-        actor: id of the actor, or None.
-        host: name of its host, or None.
-        pid: id of its process, or None.
-        step: number of the user's step that was under way, or for which an argument was being moved, counted
-            from 0 over the mesh's life; or None.
-        instruction: text of the instruction under way, or None.
+        actor: the id of the actor, or None.
+        host: the name of the actor's host, or None.
+        pid: the process id of the actor, or None.
+        step: the number of the user's step that was under way, or for which an argument was being moved,
+            counted from 0 over the mesh's life; or None.
+        instruction: the text of the instruction under way, or None.
     """
 
     def __init__(
@@ -75,11 +85,15 @@ class LaunchError(ActorError):
 
 
 class ActorDiedError(ActorError):
-    """An actor's process ended. The message has the signal or exit code and the end of its stderr."""
+    """An actor's process ended unexpectedly. The message has the signal or exit code and the end of the
+    process's stderr.
+    """
 
 
 class StateLostError(ActorDiedError):
-    """An actor was lost together with the one that held its arrays' copy: no restart can bring them back."""
+    """An actor was lost together with the actor that had the copy of its arrays, so that no restart can
+    restore them.
+    """
 
 
 class ActorUnresponsiveError(ActorError):
@@ -87,11 +101,11 @@ class ActorUnresponsiveError(ActorError):
 
 
 class RemoteError(ActorError):
-    """Code failed on an actor.
+    """Code raised an exception on an actor.
 
     Attributes:
-        exception_type: qualified name of the remote exception's type.
-        remote_traceback: the remote traceback, as text (remote exceptions are never unpickled).
+        exception_type: the qualified name of the remote exception's type.
+        remote_traceback: the remote traceback as text (remote exceptions are never unpickled).
     """
 
     def __init__(self, message: str, *, exception_type: str = "", remote_traceback: str = "", **where):
@@ -100,7 +114,7 @@ class RemoteError(ActorError):
 
 
 class TransferError(ActorError):
-    """A transfer between two actors failed. The message names both and the buffer."""
+    """A transfer between two actors failed. The message names both actors and the program's buffer."""
 
 
 class ProtocolError(ActorError):
@@ -108,15 +122,15 @@ class ProtocolError(ActorError):
 
 
 class HandshakeError(ProtocolError):
-    """A peer could not prove that it belongs to this mesh, or runs other versions."""
+    """A peer could not prove that it belongs to this mesh, or it runs another version of this package."""
 
 
 class StepAbortedError(ActorError):
-    """This step was ended because of another failure, which is its `__cause__`."""
+    """A step was ended because of another failure, which is the `__cause__` of this error."""
 
 
 class MeshClosedError(ActorError):
-    """The mesh closed, or died of an earlier failure, which is then the `__cause__`."""
+    """The mesh was closed, or failed earlier; the earlier failure is then the `__cause__` of this error."""
 
 
 class CheckpointError(JaxppAsyncError):
@@ -124,4 +138,4 @@ class CheckpointError(JaxppAsyncError):
 
 
 class RestartBudgetExceeded(ActorError):
-    """Actors died more often than `max_restarts` allows."""
+    """Actors failed more often than `max_restarts` allows."""

@@ -1,6 +1,6 @@
-"""Offer `RemoteMesh`, through which users run steps, keep arrays on actors, and save checkpoints.
+"""Define `RemoteMesh`, with which users run steps, keep arrays on actors, and save checkpoints.
 
-The mesh owns the controller of its actors. Its parts do the work: `session.step_runner` runs steps,
+The mesh owns the controller of its actors. Other modules do the work: `session.step_runner` runs steps,
 `session.host_transfers` puts and fetches arrays, `checkpoint.save` and `checkpoint.restore` save and restore
 them.
 """
@@ -40,48 +40,52 @@ class RemoteMesh:
 
     Args:
         num_actors: the number of actors, an int or a tuple of one.
-        spmd_mesh: shape of each actor: axis name to size, or sizes (axes `"data"`, `"model"`). Empty: one
-            device.
-        axis_types: `"auto"` (the default) or `"explicit"`, by axis name.
-        axis_rules: logical axis name to mesh axis, for `shard` and for shardings by name.
-        hosts: machines to run on over ssh: the path of a hostfile, or a list such as `["node1 slots=2",
+        spmd_mesh: the shape of each actor's device mesh: axis name to size, or sizes alone (of axes `"data"`,
+            `"model"`). Empty for one device.
+        axis_types: the type of each axis, `"auto"` (the default) or `"explicit"`, by axis name.
+        axis_rules: the mesh axis of each logical axis name, for `shard` and for shardings by name.
+        hosts: the machines to run on over ssh: the path of a hostfile, or a list such as `["node1 slots=2",
             "node2"]`.
         launcher: `"local"` (processes on this machine, the default), `"inline"` (actors inside this process),
             `"ssh"` (the default with `hosts`), `"slurm"`, `"ray"`, or a `Launcher`. docs/launching.md
             describes them, and the options from `python` to `ssh_options`.
-        python: the interpreter on the hosts; default: this one's path. A host's own setting wins over this
-            option and over those below.
-        cpus, devices: CPU numbers (`"0-15"`) and `CUDA_VISIBLE_DEVICES` (`"0-7"`), shared out among a host's
-            actors.
-        interface, ports: network device and range of TCP ports of the data plane (`"ib0"`, `"47000-47100"`).
-        control_address: where this process listens for actors on other hosts; default: the address that
-            reaches them.
+        python: the interpreter on the hosts; default: the path of this process's interpreter. A host's own
+            setting wins over this option and over those below.
+        cpus, devices: CPU numbers (`"0-15"`) and `CUDA_VISIBLE_DEVICES` (`"0-7"`) that a host's actors divide
+            among themselves.
+        interface, ports: the network device and the range of TCP ports of the data plane (`"ib0"`,
+            `"47000-47100"`).
+        control_address: the address at which this process listens for actors on other hosts; default: the
+            address at which those hosts can connect to this machine.
         ssh_options: words for `ssh`, such as `["-o", "ProxyJump=gate"]`.
         transport: `"ucx"` (the default), `"nccl"` (GPUs only: see docs/nccl.md) or `"memory"` (inline only).
         platform: `"cpu"` or `"cuda"`; default: what this machine has (`"cuda"` if it has GPUs and a JAX for
             them), whatever the hosts have.
-        setup: `"module:function"`, called in each actor before JAX starts.
+        setup: a function that is called in each actor before JAX starts, as `"module:function"`.
         env: environment variables of the actors' processes.
-        processes_per_actor: number of processes of each actor, which share its devices out; default: one, or
-            with `hosts` as many as an actor needs that is larger than a host. See docs/processes.md.
-        max_restarts: how often actors that died, or hang, may be replaced within ten minutes; training then
-            goes on where it was, with the same numbers. 0: a failure ends the mesh. See docs/restarts.md.
+        processes_per_actor: the number of processes of each actor, which divide its devices among themselves;
+            default: one, or with `hosts` as many as it takes if an actor is larger than a host. See
+            docs/processes.md.
+        max_restarts: how often actors that died or hang may be replaced within ten minutes; training then
+            continues from where it was, with the same numbers. With 0, a failure ends the mesh. See
+            docs/restarts.md.
         backup_every: with `max_restarts`, the number of steps between two copies of the state in the actors'
             memory.
-        progress_timeout_s: seconds that a step may make no progress while no actor computes (one second more
-            for each 50 MB that are on their way); the actors are then asked why, and the step is given up.
-        max_inflight: how many steps may be under way at once.
-        compilation_cache: folder of JAX's persistent compilation cache, or None for no cache; default: the
-            folder that `JAX_COMPILATION_CACHE_DIR` names, else one for each host in the user's cache folder.
-            With `launcher="inline"` this process's JAX uses it until the mesh closes, unless JAX has a cache
-            of its own.
-        launch_timeout_s: seconds until every actor has to be ready.
-        lease_s: seconds that actors wait for a sign of life of this process, after which each actor ends
-            itself. Only a stopped process, or a native call that holds Python's GIL, gives none for that
+        progress_timeout_s: the seconds for which a step may make no progress while no actor computes (one
+            second more for each 50 MB that are being transferred). After that, the actors are asked for the
+            reason, and the step is given up.
+        max_inflight: how many steps may be under way at the same time.
+        compilation_cache: the folder of JAX's persistent compilation cache, or None for no cache; default:
+            the folder that `JAX_COMPILATION_CACHE_DIR` names, else one for each host in the user's cache
+            folder. With `launcher="inline"` this process's JAX uses it until the mesh closes, unless JAX has
+            a cache of its own.
+        launch_timeout_s: the seconds within which every actor has to be ready.
+        lease_s: the seconds for which actors wait for a sign of life of this process, after which each actor
+            ends itself. Only a stopped process, or a native call that holds Python's GIL, gives none for that
             long. See docs/operations.md.
 
     Raises:
-        MeshError: options contradict each other, or ask for what the machines do not have.
+        MeshError: options contradict each other, or ask for something that the machines do not have.
         ShardingError: a rule names an unknown axis.
     """
 
@@ -210,7 +214,9 @@ class RemoteMesh:
             )
 
     def __exit__(self, *exc: object) -> None:
-        """Exist for `with`, which looks for this method first; `__enter__` raises before it could run."""
+        """Do nothing. `with` looks for this method before it calls `__enter__`, which raises an error that
+        says to use `async with`.
+        """
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
@@ -223,22 +229,25 @@ class RemoteMesh:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the mesh has closed or failed: nothing can be run on it any more."""
+        """Whether the mesh has closed or failed, so that nothing can be run on it any more."""
         return self._controller is not None and self._controller.is_closed
 
     @property
     def actors(self) -> tuple[ActorInfo, ...]:
-        """One entry an actor, with its `id`, `host`, `pid`, `devices` and `state`, and its `processes`."""
+        """The mesh's actors, one entry per actor with its `id`, `host`, `pid`, `devices` and `state`, and its
+        `processes`.
+        """
         return tuple(self._running().actors)
 
     def events(self, *, history: bool = True) -> Events:
-        """Iterate over what happens to the mesh and its actors, as it happens.
+        """Return an iterator over what happens to the mesh and its actors, as it happens.
 
         Any number of iterators may be open; one that is not read does not slow the mesh down. See
         docs/operations.md.
 
         Args:
-            history: True: begin with what has happened so far; False: begin with what happens next.
+            history: whether to begin with the events that have happened so far; otherwise the next event
+                comes first.
 
         Returns:
             An async iterator of `Event`s, which ends after the event `closed`.
@@ -270,13 +279,18 @@ class RemoteMesh:
 
         Args:
             fn: the step function.
-            in_shardings: how arguments are sharded over one actor's devices: a tree prefix of the arguments
-                made of `PartitionSpec`s, `NamedSharding`s, tuples of logical names, and None (inferred).
-            out_shardings: the same for the results.
-            donate_argnums: arguments whose buffers the step may reuse; they cannot be used afterwards, unless
-                the step's `run` is cancelled. A host value is never changed.
-            static_argnums: hashable arguments that are part of the program.
-            name: the step's name in logs and errors; None: the name of `fn`.
+            in_shardings: how the step's arguments are sharded over one actor's devices: a tree prefix of the
+                arguments made of `PartitionSpec`s, `NamedSharding`s, tuples of logical names, and None
+                (inferred).
+            out_shardings: how the step's results are sharded, in the same form.
+            donate_argnums: the positions of arguments whose buffers the step may reuse. Such an argument
+                cannot be used afterwards, unless the step's `run` is cancelled. A host value is never
+                changed.
+            static_argnums: the positions of hashable arguments that are part of the program.
+            name: the step's name in logs and errors; None for the name of `fn`.
+
+        Returns:
+            The step, to be passed to `run` or `submit`.
 
         Raises:
             TypeError: `fn` cannot be called.
@@ -294,20 +308,25 @@ class RemoteMesh:
     async def run(self, step: DistributedStep, *args: Any) -> Any:
         """Run one step, and return when every actor has finished it.
 
-        A `run` that is cancelled after its step was sent (also by Ctrl-C and `asyncio.timeout`) leaves the
-        step running, and the step counts. Each donated array that a result continues then stands for that
-        result, so the same variables go on with the next batch; other results are lost. A warning in the log
-        says so, and docs/failures.md says which result continues which argument. The next step waits until
-        the cancelled one has ended: the event `waiting` reports that after 5 s. Host arrays of the cancelled
-        step may still be on their way: with `max_restarts=0` do not change them in place before another step
-        has returned.
+        If a `run` is cancelled after its step was sent (also by Ctrl-C and `asyncio.timeout`), the step goes
+        on running, and it counts. Each donated array whose new value is among the results (one of the same
+        structure, shapes and dtypes) then stands for that result, so that the same variables can be used with
+        the next batch; other results are lost. A warning in the log says so, and docs/failures.md says which
+        result continues which argument. The next step waits until the cancelled one has ended: the event
+        `waiting` reports that after 5 s. Host arrays of the cancelled step may not have been sent completely
+        yet: with `max_restarts=0` do not change them in place before another step has returned.
+
+        Args:
+            step: a step that `distributed` has made.
+            args: the arguments of the step function.
 
         Returns:
             The result tree of the step function, of `RemoteArray`s.
 
         Raises:
             ActorError: an actor died or its code failed.
-            ArrayError, and the errors of `step.compile`: before any actor runs.
+            ArrayError, or an error of `step.compile`: an argument or the step is not valid; no actor has run
+                anything.
         """
         with HiddenFrames():
             return await self._runner.run(self._checked(step), args)
@@ -316,36 +335,43 @@ class RemoteMesh:
     async def submit(self, step: DistributedStep, *args: Any) -> StepFuture:
         """Start one step, and return once it is compiled and started.
 
-        At most `max_inflight` steps are under way at once; further ones wait here.
+        At most `max_inflight` steps are under way at once; this method waits until one of them has ended if
+        there are that many.
+
+        Args:
+            step: a step that `distributed` has made.
+            args: the arguments of the step function.
 
         Returns:
-            The step under way; its `outputs` may be passed to the next step at once.
+            A future of the step, whose `outputs` may be passed to the next step immediately.
 
         Raises:
             ActorError: an actor or the mesh failed before the step was started.
-            ArrayError, and the errors of `step.compile`: before any actor runs.
+            ArrayError, or an error of `step.compile`: an argument or the step is not valid; no actor has run
+                anything.
         """
         with HiddenFrames():
             return await self._runner.submit(self._checked(step), args)
 
     def last_step_stats(self) -> list[StepStats]:
-        """Return where each actor's time went in the last finished step and what its buffers held.
+        """Return how each actor's time was spent in the last finished step, and how much memory its buffers
+        used.
 
-        The list is empty before the first step has finished.
+        The list has one entry per actor; it is empty before the first step has finished.
         """
         return [] if self._runner.last is None else self._runner.last.stats()
 
     def last_step_timeline(self) -> Timeline:
         """Return what each actor did in the last finished step, instruction by instruction, and when.
 
-        `print` shows where the time went, by actor, by task and by cause; `.write(path)` makes a trace for
-        Perfetto. Actors stamp every instruction of every step, so nothing has to be switched on before. With
-        several steps under way, `StepFuture.timeline()` returns the timeline of a certain one. See
-        docs/timeline.md.
+        Printing the timeline shows where the time went, by actor, by task and by cause; its `.write(path)`
+        makes a trace for Perfetto. Actors stamp every instruction of every step, so nothing has to be
+        switched on before. With several steps under way, `StepFuture.timeline()` returns the timeline of a
+        certain one. See docs/timeline.md.
 
-        A step that failed or was aborted has no timeline: the last step that finished stays. A step that a
-        restart ran again has the timeline of the run that counted. The timeline is still there when the mesh
-        has failed or is closed.
+        A step that failed or was aborted has no timeline; this method then still returns that of the last
+        step that finished. A step that a restart ran again has the timeline of the run that counted. The
+        timeline can still be read when the mesh has failed or is closed.
 
         Returns:
             The timeline, with times in seconds since the step's start on this process's clock; its
@@ -375,10 +401,10 @@ class RemoteMesh:
         """Put host values on actors.
 
         Args:
-            tree: arrays, scalars, PRNG keys.
-            like: where the values go. `(step, argnum)`: where that step, compiled before, keeps that
-                argument. A tree of `RemoteArray`s of the same structure: where these lie. None: the values
-                stay in this process until their first use.
+            tree: a tree of arrays, scalars and PRNG keys.
+            like: where to put the values. `(step, argnum)` is the place where that step, which is compiled
+                already, keeps that argument. A tree of `RemoteArray`s of the same structure stands for the
+                places of these arrays. None means that the values stay in this process until their first use.
 
         Returns:
             The tree, of `RemoteArray`s.
@@ -393,10 +419,10 @@ class RemoteMesh:
     @mesh_options.only_known
     @says_to_await
     async def fetch(self, tree: Any) -> Any:
-        """Fetch arrays from the actors.
+        """Fetch the values of arrays from the actors.
 
         Args:
-            tree: `RemoteArray`s; other leaves stay as they are.
+            tree: a tree of `RemoteArray`s; other leaves stay as they are.
 
         Returns:
             The tree, of numpy arrays (PRNG keys as JAX key arrays).
@@ -412,7 +438,7 @@ class RemoteMesh:
 
     @property
     def saver(self) -> Saver:
-        """The saves of this mesh, for `Checkpoints`."""
+        """The object that runs the saves of this mesh, for `Checkpoints`."""
         return self._saver
 
     @mesh_options.only_known
@@ -420,25 +446,27 @@ class RemoteMesh:
     async def save(
         self, path: CheckpointPath, tree: Any, *, wait: bool = True, on_progress: OnProgress | None = None
     ) -> Saving:
-        """Save a tree as it is after the steps submitted before and before those submitted later.
+        """Save a tree of arrays as it is after the steps submitted before this call and before those
+        submitted later.
 
-        Each actor writes the arrays that it holds; an array on several actors is written once. The folder
-        then holds this checkpoint, or, should anything fail, what it held before. One save is under way at a
-        time; another waits first.
+        Each actor writes the arrays that it has; an array on several actors is written once. The folder then
+        contains this checkpoint, or, if anything fails, what it contained before. One save is under way at a
+        time; another save waits for it.
 
         Args:
-            path: a folder, made if it is missing. Text, bytes or a `Path`.
-            tree: `RemoteArray`s, host arrays, PRNG keys, and Python's bool, int, float, complex and str.
-            wait: False: return once the actors hold on to the arrays: these may then be donated while files
-                are written.
+            path: the checkpoint's folder, created if it is missing. Text, bytes or a `Path`.
+            tree: a tree of `RemoteArray`s, host arrays, PRNG keys, and Python's bool, int, float, complex and
+                str.
+            wait: whether to return only when the save is complete. Otherwise return once the actors have
+                secured the arrays, which may then be donated while files are written.
             on_progress: called with the `Saving` each time that a file is on the disk.
 
         Returns:
             The save: complete, or (`wait=False`) under way and to be awaited.
 
         Raises:
-            CheckpointError: the save failed, or another save has replaced what was there meanwhile; names the
-                file and the cause. Nothing of the failed save is left.
+            CheckpointError: the save failed, or another save has replaced the folder's content meanwhile; the
+                message names the file and the cause. Nothing of the failed save is left.
             ArrayError: an array was donated, deleted, or belongs to another mesh.
             MeshClosedError: the mesh is closed or has failed.
         """
@@ -448,22 +476,22 @@ class RemoteMesh:
     @mesh_options.only_known
     @says_to_await
     async def restore(self, path: CheckpointPath, like: Any) -> Any:
-        """Restore what `save` saved, from however many actors and with whatever schedule.
+        """Restore a tree that `save` saved, from however many actors and with whatever schedule.
 
         Args:
             path: the checkpoint's folder, as every actor sees it.
-            like: what to restore, and where to: a tree with the saved paths. `(step, argnum)` stands for that
-                argument of a step compiled before: each array goes where that step keeps it. A `RemoteArray`
-                asks for its own place, a `ShapeDtypeStruct` (as of `jax.eval_shape`) for a `RemoteArray` that
-                waits in this process for its first use; numpy and JAX arrays and Python scalars ask for a
-                value of their kind.
+            like: a tree that says what to restore and where to put it, with the saved tree's paths. `(step,
+                argnum)` stands for that argument of a step that is compiled already: each array is put where
+                the step keeps it. A `RemoteArray` asks for an array in its own place. A `ShapeDtypeStruct`
+                (as of `jax.eval_shape`) asks for a `RemoteArray` whose value stays in this process until its
+                first use. Numpy and JAX arrays and Python scalars ask for a value of their kind.
 
         Returns:
-            The tree.
+            The restored tree.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is broken, or has another tree, shape or dtype than
-                `like`; names the path.
+                `like`; the message names the path.
             ActorError: the mesh failed.
         """
         with HiddenFrames():
@@ -486,7 +514,9 @@ def _argnums(name: str, value: int | Sequence[int], fn: Callable) -> tuple[int, 
 
 
 def _most_arguments(fn: Callable) -> int | None:
-    """Return how many arguments `fn` can be called with by position; None: any number, or an unknown one."""
+    """Return how many arguments `fn` can be called with by position; None if the number is unlimited or
+    unknown.
+    """
     try:
         parameters = inspect.signature(
             fn, follow_wrapped=False

@@ -1,4 +1,5 @@
-"""Test steps in pytest: a plugin with the fixture `remote_mesh`, which pytest loads by itself.
+"""Offer a pytest plugin for tests that run steps, with the fixture `remote_mesh`. Pytest loads the plugin by
+itself.
 
     async def test_trains(remote_mesh):
         mesh = await remote_mesh(2, launcher="inline")
@@ -6,9 +7,9 @@
         state, losses = await mesh.run(step, state, batch)
         assert_close(await losses, expected)
 
-The session's tests share meshes: starting actors and compiling take most of the time. The meshes live on one
-event loop, so tests that use them run on the session's: set `asyncio_default_test_loop_scope = "session"`, or
-mark the tests `@pytest.mark.asyncio(loop_scope="session")`. The plugin needs pytest-asyncio.
+All tests of a session share meshes, since starting actors and compiling take most of the time. The meshes use
+one event loop, so tests that use them run on the session's loop: set `asyncio_default_test_loop_scope =
+"session"`, or mark the tests `@pytest.mark.asyncio(loop_scope="session")`. The plugin needs pytest-asyncio.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ GetMesh: TypeAlias = "Callable[..., Awaitable[RemoteMesh]]"
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def remote_mesh() -> AsyncIterator[GetMesh]:
-    """Offer `await remote_mesh(num_actors, **options)`: a mesh that the session shares and closes at its end.
+    """Offer `await remote_mesh(num_actors, **options)` to tests. It returns a running `RemoteMesh` that all
+    tests of the session share, and that is closed at the session's end.
 
     The options are those of `RemoteMesh`. A mesh that has failed or closed is replaced by a new one.
     """
@@ -55,13 +57,14 @@ async def remote_mesh() -> AsyncIterator[GetMesh]:
 
 
 def assert_close(actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float | None = None) -> None:
-    """Compare two trees of arrays leaf by leaf; the error names the leaf.
+    """Check that two trees of arrays are equal within a tolerance, leaf by leaf; the error names the leaf
+    that differs.
 
     Args:
         actual, expected: trees of the same structure (`await mesh.fetch(tree)` for remote ones).
-        rtol: tolerance relative to each leaf's largest magnitude, so that a value near zero in a large leaf
-            is not compared with its own size.
-        atol: added to that tolerance; default: none.
+        rtol: the tolerance relative to each leaf's largest magnitude, so that a value near zero in a large
+            leaf is not compared with its own size.
+        atol: an absolute tolerance that is added to that tolerance; None for 0.
 
     Raises:
         AssertionError: structures, shapes, dtypes or values differ.

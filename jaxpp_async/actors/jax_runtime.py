@@ -15,7 +15,6 @@ connected.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import math
 import os
 import socket
@@ -23,13 +22,14 @@ import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from importlib import metadata
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_async.base.install_hints import cuda_error, cuda_install
+from jaxpp_async.base.install_hints import SAME_VERSIONS, cuda_error, cuda_install
 from jaxpp_async.errors import InstallError, LaunchError, MeshError
 from jaxpp_async.jax_bridge import jax_config
 from jaxpp_async.jax_bridge.compilation_cache import SHARED_CACHE, make_cache
@@ -42,7 +42,6 @@ from jaxpp_async.transport.ucx.net_devices import interface_with
 ONE_DEVICE_AXIS = "device"
 """The name of the only axis of an actor's mesh if the user gave no `spmd_mesh`."""
 
-_PACKAGES = ("jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes")
 
 INLINE_DEVICES = threading.Lock()
 """A lock that an inline actor with several devices holds while an executable runs. All inline actors share
@@ -119,15 +118,8 @@ def _devices_each(configure: Configure) -> int:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that must be the same on the controller and on all actors, by
-    package name."""
-    found: dict[str, str] = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # this package runs from a source tree
-            found[name] = ""
-    return found
+    """Return this process's version of each package that must be the same on controller and actors."""
+    return {name: metadata.version(name) for name in SAME_VERSIONS}
 
 
 def plain_hardware(devices: Devices) -> Hardware:

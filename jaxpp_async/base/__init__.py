@@ -1,11 +1,12 @@
-"""Tools that know nothing of meshes, actors or JAX. In reading order:
+"""Offer general tools to the other packages; of this package they import `errors` alone. The modules in
+reading order:
 
 events            records what happens to a mesh, for any number of readers
 gpu_inventory     finds a host's GPUs and divides them and their memory among processes
-install_hints     names the commands that install what is missing, and the pages that explain it
+install_hints     names commands that install missing packages, and pages of docs/ that explain messages
 private_folder    makes folders that only their user can write
-descriptors       counts descriptors, and keeps them from child processes
-printable         makes text printable
-spinning          keeps a process awake for a moment where a message is expected
+descriptors       counts file descriptors, and keeps them from child processes
+printable         makes text safe to print, to write to files and to send
+spinning          keeps a process awake for a short time while a message is expected
 frozen            makes dataclasses that are cheap to create
 """

@@ -1,9 +1,9 @@
-"""Count this process's file descriptors, and keep pipes, sockets and others from the processes that it
-starts.
+"""Count this process's file descriptors, and prevent child processes from using its pipes, sockets and other
+descriptors.
 
-A forked worker that outlives this process would otherwise hold them open, and the processes at their other
-ends would not notice that this process is gone. A program that this process starts would inherit the
-descriptors that a native library has opened.
+A forked worker that outlives this process would otherwise keep these pipes and sockets open, and the
+processes at their other ends would not notice that this process has ended. A program that this process starts
+would inherit the descriptors that a native library has opened.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ descriptor's by now.
 
 
 def keep_from_children(*descriptors: int) -> None:
-    """Have descriptors close in programs that this process starts, and lead to /dev/null in processes that it
-    forks.
+    """Prevent child processes from using the given file descriptors of this process.
 
-    The second holds for pipes and sockets alone: nobody waits for the end of anything else.
+    In programs that this process starts, the descriptors are closed. In processes that it forks, pipes and
+    sockets are replaced by /dev/null; descriptors of other kinds stay open, since no process waits for their
+    end.
     """
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
@@ -41,32 +42,36 @@ def keep_from_children(*descriptors: int) -> None:
 
 @contextlib.contextmanager
 def keeping_new_from_children() -> Iterator[None]:
-    """Keep from children what the block opens and children would inherit. Python opens nothing that can be
-    inherited, so such a descriptor is a native library's.
+    """Run a `with` block, and prevent child processes from using the inheritable descriptors that were opened
+    in it (see `keep_from_children`). Python opens no descriptor that can be inherited, so these are a native
+    library's.
     """
     before = _inheritable()
     try:
         yield
     finally:
         for descriptor in _inheritable() - before:
-            with contextlib.suppress(OSError):  # it is closed since
+            with contextlib.suppress(OSError):  # it has been closed meanwhile
                 keep_from_children(descriptor)
 
 
 def keep_accepted_from_children() -> None:
-    """Keep from children the connections that a native library, on a thread of its own, has accepted at
-    listening sockets that are kept from children.
+    """Prevent child processes from using the connections that a native library has accepted on a thread of
+    its own.
+
+    A connection is recognized by its local port, which is also the port of a listening socket that was given
+    to `keep_from_children` before.
     """
     ports = {port for descriptor in tuple(_identities) for port in _ports(descriptor, listening=True)}
     for descriptor in _inheritable():
         if ports & _ports(descriptor, listening=False):
-            with contextlib.suppress(OSError):  # it is closed since
+            with contextlib.suppress(OSError):  # it has been closed meanwhile
                 keep_from_children(descriptor)
 
 
 def open_descriptors() -> list[int]:
-    """List the open descriptors of this process, empty on systems without /proc. One of them, which the
-    listing itself used, is closed by the time that this returns.
+    """Return the open file descriptors of this process; an empty list on systems without /proc. One of them,
+    which the listing itself used, is already closed when this function returns.
     """
     try:
         return [int(name) for name in os.listdir("/proc/self/fd")]
@@ -75,29 +80,30 @@ def open_descriptors() -> list[int]:
 
 
 def num_descriptors() -> int:
-    """Count the descriptors that this process has open; where it cannot, return the limit, which leaves none
-    free."""
+    """Return how many file descriptors this process has open. If they cannot be counted, return the limit on
+    open descriptors, as if none were free.
+    """
     try:
-        return len(os.listdir("/proc/self/fd")) - 1  # the listing's own
-    except OSError:  # no /proc, or not even one more descriptor
+        return len(os.listdir("/proc/self/fd")) - 1  # without the one that the listing used
+    except OSError:  # there is no /proc, or no descriptor is free to read it
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def free_descriptors() -> int:
-    """Count how many more descriptors this process may open."""
+    """Return how many more file descriptors this process may open."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - num_descriptors())
 
 
 def check_descriptors(needed: int, what: str) -> None:
-    """Check that this process may open enough descriptors, before a library fails without saying why.
+    """Check that this process may open enough file descriptors, before a library fails without saying why.
 
     Args:
         needed: how many more descriptors will be opened.
-        what: the subject of the error's sentence, which needs them.
+        what: a name for the part of the program that needs them, as the subject of the error's sentence.
 
     Raises:
-        MeshError: the limit leaves fewer.
+        MeshError: this process may open fewer than `needed` more descriptors.
     """
     free = free_descriptors()
     if free < needed:
@@ -112,10 +118,11 @@ def check_descriptors(needed: int, what: str) -> None:
 
 @contextlib.contextmanager
 def borrowed_socket(descriptor: int) -> Iterator[socket.socket]:
-    """Use a socket that other code owns and will close.
+    """Wrap a descriptor that other code owns in a Python socket for the length of a `with` block, and do not
+    close it afterwards.
 
     Raises:
-        OSError: the descriptor is no socket, or is closed by now.
+        OSError: the descriptor is not a socket, or has been closed.
     """
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
@@ -127,18 +134,21 @@ def borrowed_socket(descriptor: int) -> Iterator[socket.socket]:
 
 
 def is_tcp(sock: socket.socket) -> bool:
-    """Whether this is a TCP socket."""
+    """Return whether a socket is a TCP socket."""
     return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
 
 
 def _ports(descriptor: int, *, listening: bool) -> set[int]:
-    """Give the local TCP port of a socket that listens, or that does not; an empty set for any other
-    descriptor.
+    """Return the local port of a TCP socket, as a set of one; the set is empty for any other descriptor.
+
+    Args:
+        descriptor: the file descriptor of the socket.
+        listening: whether the socket must be one that listens, or (False) one that does not listen.
     """
     with (
         contextlib.suppress(OSError),
         borrowed_socket(descriptor) as sock,
-    ):  # it is closed since, or no socket
+    ):  # it has been closed meanwhile, or is not a socket
         if is_tcp(sock) and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) is listening:
             return {sock.getsockname()[1]}
     return set()
@@ -147,19 +157,20 @@ def _ports(descriptor: int, *, listening: bool) -> set[int]:
 def _inheritable() -> set[int]:
     found: set[int] = set()
     for descriptor in open_descriptors():
-        with contextlib.suppress(OSError):  # it is closed since
+        with contextlib.suppress(OSError):  # it has been closed meanwhile
             if not fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 found.add(descriptor)
     return found
 
 
 def _replace_in_child() -> None:
-    """Put `/dev/null` in the place of the kept descriptors, since the code that has one in a forked process
-    may go on to use it and to close it.
+    """Replace the descriptors that were given to `keep_from_children` by `/dev/null`; this runs in each
+    forked process. The descriptors are not just closed, since code in that process may go on to use them and
+    to close them.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor, identity in _identities.items():
-        with contextlib.suppress(OSError):  # it is closed since
+        with contextlib.suppress(OSError):  # it has been closed meanwhile
             found = os.fstat(descriptor)
             if (found.st_dev, found.st_ino) == identity:
                 os.dup2(null, descriptor, inheritable=False)

@@ -44,14 +44,14 @@ class Event:
     """Something that happened to a mesh.
 
     Args:
-        kind: what happened.
-        actor: to whom it happened; None: to the whole mesh.
-        step: the number of the user's step that was under way, where it matters.
-        text: one line for people.
-        time_s: `time.monotonic()` of this process, in seconds: for differences.
-        at: the time of day in UTC, for people; a clock that is set may move it.
-        details: further facts, such as `seconds`, `path`, `host`, `pid`; docs/operations.md lists them by
-            kind.
+        kind: the kind of the event.
+        actor: the id of the actor to which it happened; None for the whole mesh.
+        step: the number of the user's step that was under way; None for an event that concerns no step.
+        text: a description of one line, for people.
+        time_s: the time of the event by `time.monotonic()` of this process, in seconds; good for differences.
+        at: the time of day in UTC, for people; it jumps when the host's clock is set.
+        details: further facts, such as `seconds`, `path`, `host`, `pid`; docs/operations.md lists them for
+            each kind.
     """
 
     kind: Kind
@@ -66,7 +66,7 @@ class Event:
         return f"{self.at:%H:%M:%S} {self.kind}: {self.text}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Give the event as plain data that `json.dumps` accepts."""
+        """Return the event as plain data that `json.dumps` accepts."""
         return {
             "kind": self.kind,
             "actor": self.actor,
@@ -87,7 +87,7 @@ class Emit(Protocol):
 
 
 class EventLog:
-    """Keeps the events of one mesh. The last event is `closed`.
+    """A log of the latest events of one mesh, which any number of readers follow. The last event is `closed`.
 
     Args:
         kept: how many events are remembered.
@@ -102,17 +102,17 @@ class EventLog:
     def emit(
         self, kind: Kind, text: str, *, actor: int | None = None, step: int | None = None, **details: Any
     ) -> None:
-        """Report an event to all readers and to the logger `jaxpp_async.events`. After `closed` this does
-        nothing.
+        """Report an event to all readers and to the logger `jaxpp_async.events`; do nothing after the event
+        `closed`.
 
-        The code that notices something logs it with all there is to say. The record made here has level
-        `DEBUG`, or `ERROR` for a death.
+        The log record that this makes has level `DEBUG`, or `ERROR` for a death: the code that notices
+        something logs the full story itself.
 
         Args:
-            kind: what happened.
-            text: its first line is kept.
-            actor, step: as in `Event`.
-            details: plain data.
+            kind: the kind of the event.
+            text: a description, of which only the first line is kept.
+            actor, step: the actor and the user's step that the event concerns, as in `Event`.
+            details: further facts, as plain data.
         """
         if self._is_closed:
             return
@@ -123,22 +123,28 @@ class EventLog:
         extra = {"actor": actor, "step": step, "host": details.get("host")}
         _LOG.log(logging.ERROR if kind == "died" else logging.DEBUG, "%s: %s", kind, event.text, extra=extra)
         for waiting in self._waiting:
-            if not waiting.done():  # otherwise its reader has been cancelled
+            if not waiting.done():  # the future of a cancelled reader is done
                 waiting.set_result(None)
 
     def subscribe(self, *, history: bool = True) -> Events:
-        """Make a reader with a position of its own.
+        """Return an iterator over the events, which keeps its own position in the log.
 
         Args:
-            history: begin with the oldest event that is remembered; False: begin with the next event.
+            history: whether to begin with the oldest event that is remembered; otherwise the next event comes
+                first.
         """
         return Events(self, 0 if history else self._num_emitted)
 
     def _at(self, position: int) -> tuple[Event | None, int]:
-        """Give the event at `position` and the next position, or (None, position) if there is none yet.
+        """Return the event at a position, and the position to read next; (None, position) if that event has
+        not happened yet. If the event is no longer remembered, return a `lost` event that tells how many were
+        missed.
+
+        Args:
+            position: the number of the event, counted from 0 since the mesh started.
 
         Raises:
-            StopAsyncIteration: the log is closed and there will be none.
+            StopAsyncIteration: the log is closed and has no event at this position.
         """
         first = self._num_emitted - len(self._kept)
         if position < first:
@@ -163,13 +169,15 @@ class EventLog:
 
 
 class Events(AsyncIterator[Event]):
-    """An async iterator of events that ends after `closed`. It holds nothing that would have to be closed."""
+    """An async iterator over events that ends after the event `closed`. It has no resources and need not be
+    closed.
+    """
 
     def __init__(self, log: EventLog, position: int):
         self._log, self._position = log, position
 
     async def __anext__(self) -> Event:
-        # An event is taken without waiting, so a cancelled reader loses none.
+        # Nothing is awaited between finding an event and returning it, so a cancelled reader loses no event.
         while True:
             event, self._position = self._log._at(self._position)
             if event is not None:

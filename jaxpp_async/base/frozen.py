@@ -1,8 +1,9 @@
-"""Make dataclasses that are cheap to create, for values that a compilation makes by the ten thousand.
+"""Make dataclasses that are cheap to create, for values of which a compilation creates tens of thousands.
 
-To a type checker `frozen` is `dataclass(frozen=True)`. At run time nothing prevents assignment: a frozen
-dataclass sets each field through `object.__setattr__`, which takes three quarters of the time to create it,
-and a compilation creates a quarter of a million. All other classes use `dataclass(frozen=True)` itself.
+To a type checker `frozen` is `dataclass(frozen=True)`. At run time nothing prevents assignment, since that
+would be slow: a frozen dataclass sets each field through `object.__setattr__`, which takes three quarters of
+the time to create an instance, and one compilation creates a quarter of a million instances. All other
+classes of this package use `dataclass(frozen=True)` itself.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def frozen(*, eq: bool = True, slots: bool = True) -> Callable[[type[_T]], type[_T]]:
-    """Make a dataclass whose fields nobody sets again.
+    """Return a decorator that makes a class a dataclass whose fields must not be assigned again; nothing
+    checks this at run time.
 
     Args:
-        eq: instances with equal fields are equal and have one hash; False: an instance equals itself alone.
-        slots: instances have no attributes besides the fields.
+        eq: whether instances with equal fields are equal and have the same hash; otherwise an instance equals
+            only itself.
+        slots: whether the class gets `__slots__`, so that instances have no attributes besides the fields.
     """
     return dataclass(slots=slots, eq=eq, unsafe_hash=eq)
 
 
 class cached_value(Generic[_T]):
-    """A property of a class without slots that is computed when it is first read.
+    """A property that is computed when it is first read and then stored in the instance, for classes without
+    `__slots__`.
 
-    It replaces `functools.cached_property`, which up to Python 3.11 takes a lock that costs more than the
-    computations here. Two threads that read it at the same time both compute it.
+    This replaces `functools.cached_property`, which up to Python 3.11 takes a lock that costs more than the
+    computations that this package caches. If two threads read the property at the same time, both compute it.
     """
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:

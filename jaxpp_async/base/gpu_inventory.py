@@ -1,11 +1,11 @@
 """Find the GPUs of a host and divide them and their memory among the processes that run there.
 
-Adjacent GPUs go to one process. Where there are fewer GPUs than processes ask for, processes share them and
+A process gets adjacent GPUs. If a host has fewer GPUs than its processes ask for, processes share GPUs and
 their memory: JAX takes three quarters of a GPU's memory unless it is told otherwise, and two processes cannot
-both have that. The result is environment variables; CUDA is not started.
+both have that. The result is environment variables for each process; CUDA is not started.
 
-GPUs are found with NVIDIA's management library (NVML), which knows them without starting CUDA. No other
-module imports it, no tool in PATH is needed, and no output is parsed.
+GPUs are found with NVIDIA's management library (NVML), which lists them without starting CUDA. No other
+module imports that library, no tool in PATH is needed, and no output is parsed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class GpuShare:
     """The GPUs that one process gets.
 
     Args:
-        devices: as `CUDA_VISIBLE_DEVICES` names them.
-        sharers: how many processes use these GPUs, this one included.
+        devices: the names of the GPUs, in the form of `CUDA_VISIBLE_DEVICES`.
+        sharers: how many processes use these GPUs, including this one.
     """
 
     devices: tuple[str, ...]
@@ -50,15 +50,19 @@ class GpuShare:
 
 
 def share(devices: Sequence[str], index: int, count: int, each: int) -> GpuShare:
-    """Choose the GPUs of the `index`-th of `count` processes on a host.
+    """Choose the GPUs of one of the processes that run on a host.
+
+    Each process gets its own GPUs, perhaps more than it needs, if there are enough of them; otherwise
+    processes share GPUs.
 
     Args:
-        devices: all GPUs of the host that may be used.
-        index, count: which process this is, and of how many.
-        each: how many devices a process needs.
+        devices: the names of all GPUs of the host that may be used.
+        index: the number of the process on this host, counted from 0.
+        count: the number of processes on this host.
+        each: the number of GPUs that a process needs.
 
     Raises:
-        MeshError: not even one process has enough.
+        MeshError: the host has fewer GPUs than a single process needs.
     """
     if each > len(devices):
         there = f"{len(devices)} GPU{'s' * (len(devices) != 1)}" + (
@@ -79,15 +83,17 @@ def share(devices: Sequence[str], index: int, count: int, each: int) -> GpuShare
 
 
 def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
-    """Make the environment variables that restrict a process to its share.
+    """Return the environment variables that restrict a process to its GPUs and to its part of their memory.
 
     Args:
-        given: its share.
-        user: the variables that the user has set, in the process's environment or for it.
+        given: the GPUs that the process gets.
+        user: the environment variables that the user has set, in the process's environment or for it. If they
+            set a fraction of the memory or an order of devices, that setting is kept.
 
     Raises:
-        MeshError: the user's fraction of the memory is no fraction, or all processes on a GPU together would
-            take more than all of it; or the share has several instances of GPUs (MIG).
+        MeshError: the user's fraction of the memory is not a number above 0 and up to 1; or all processes on
+            a GPU together would take more than its memory; or the process would get several instances of GPUs
+            (MIG).
     """
     if len(given.devices) > 1 and any(map(is_part, given.devices)):
         raise MeshError(
@@ -98,7 +104,7 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
         )
     env = {VISIBLE: ",".join(given.devices)}
     if not any(map(_is_number, _names(user.get(VISIBLE, "")))):
-        env[ORDER] = user.get(ORDER, "PCI_BUS_ID")  # NVIDIA's tools count so; a user's choice wins
+        env[ORDER] = user.get(ORDER, "PCI_BUS_ID")  # the order of NVIDIA's tools, if the user chose none
     name = next((name for name in _FRACTIONS if user.get(name)), None)
     if name is None:
         return env | {_FRACTION: f"{MEMORY_FRACTION / given.sharers:.3f}"}
@@ -112,10 +118,11 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
 
 
 def memory_fraction(environ: Mapping[str, str]) -> float:
-    """Compute the part of a GPU's memory that JAX takes beforehand in a process of this environment.
+    """Return the fraction of a GPU's memory that JAX reserves when it starts, given a process's environment
+    variables; 0.0 if it reserves none.
 
     Raises:
-        MeshError: the environment has a value that is no fraction.
+        MeshError: the environment sets the fraction to something that is not a number above 0 and up to 1.
     """
     if not _sets_aside(environ):
         return 0.0
@@ -128,8 +135,10 @@ class Visible:
     """The GPUs that a process may use.
 
     Args:
-        names: as `CUDA_VISIBLE_DEVICES` has them, each GPU once.
-        stopped_at: the name of no GPU here, at which CUDA stops reading; empty: there was none.
+        names: the names of the GPUs in the form of `CUDA_VISIBLE_DEVICES`, each GPU once.
+        stopped_at: the first name that matches no GPU of this host, at which CUDA stops reading the variable.
+            Empty if there is no such name, or if it is a usual way to end the list (no name at all, or a
+            number such as -1).
     """
 
     names: tuple[str, ...]
@@ -137,16 +146,17 @@ class Visible:
 
 
 def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
-    """Read `CUDA_VISIBLE_DEVICES` as CUDA does.
+    """Return the GPUs that a value of `CUDA_VISIBLE_DEVICES` names, read as CUDA does.
 
     The value lists numbers, or UUIDs of GPUs (or beginnings of UUIDs that are unique), or names of parts of
-    GPUs (MIG); the first name decides which. CUDA stops reading at a name that is none of a GPU, such as -1.
-    A GPU that is named twice counts once here; CUDA would see no GPU at all.
+    GPUs (MIG); the first name decides which of the three. CUDA stops reading at a name that matches no GPU,
+    such as -1. A GPU that is named twice counts once in this function; CUDA would see no GPU at all.
 
     Args:
-        text: the value; None: the variable is not set.
-        uuids: of all GPUs of this host, in the order of NVIDIA's tools, each empty where it is not known.
-            Without any UUIDs, names are taken to exist. Parts of GPUs are always taken to exist.
+        text: the value of the variable; None if it is not set, which means all GPUs.
+        uuids: the UUID of each GPU of this host, in the order of NVIDIA's tools, empty where it is not known.
+            If no UUID is known, every UUID in `text` is assumed to exist; if `uuids` has no entries, every
+            number too. Parts of GPUs are always assumed to exist.
     """
     if text is None:
         return Visible(tuple(map(str, range(len(uuids)))))
@@ -162,24 +172,26 @@ def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> Visible:
-    """Find the GPUs that a process of this host may use: those that `CUDA_VISIBLE_DEVICES`
-    names, else all.
+    """Find the GPUs that a process on this host may use: those that `CUDA_VISIBLE_DEVICES` names in the
+    process's environment, or all GPUs if it is not set.
     """
     return read_visible(environ.get(VISIBLE), uuids())
 
 
 def host_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Give the names of `visible_gpus`."""
+    """Return the names of the GPUs that a process on this host may use, given its environment; see
+    `visible_gpus`.
+    """
     return visible_gpus(environ).names
 
 
 def is_part(name: str) -> bool:
-    """Whether this names an instance of a GPU (MIG)."""
+    """Return whether a name in `CUDA_VISIBLE_DEVICES` is that of a part of a GPU (an instance of MIG)."""
     return _kind(name) == _PART
 
 
 def _names(text: str) -> list[str]:
-    """Split a value of `CUDA_VISIBLE_DEVICES` into names."""
+    """Split a value of `CUDA_VISIBLE_DEVICES` into the names that it lists."""
     return [name.strip() for name in text.split(",")]
 
 
@@ -188,12 +200,23 @@ def _is_number(name: str) -> bool:
 
 
 def _kind(name: str) -> str:
-    """Tell what a name stands for: a number, a GPU's UUID, or the UUID of a part of a GPU."""
+    """Return the kind of a name in `CUDA_VISIBLE_DEVICES`: `"number"`, or the first four characters of a UUID
+    in upper case, which are `"GPU-"` for a GPU and `"MIG-"` for a part of one.
+    """
     return "number" if _is_number(name) else name[:4].upper()
 
 
 def _gpu_called(name: str, uuids: Sequence[str]) -> int | str | None:
-    """Give a key that identifies the GPU of this name; None: there is no such GPU, or more than one."""
+    """Return a key that identifies the GPU with a given name, so that two names of one GPU have the same key.
+
+    Args:
+        name: a name in `CUDA_VISIBLE_DEVICES`.
+        uuids: the UUID of each GPU of this host, empty where it is not known.
+
+    Returns:
+        The GPU's index, or the name in lower case where the index is not known; None if no GPU, or more than
+        one, has this name.
+    """
     kind = _kind(name)
     if kind == "number":
         return int(name) if not uuids or int(name) < len(uuids) else None
@@ -206,8 +229,9 @@ def _gpu_called(name: str, uuids: Sequence[str]) -> int | str | None:
 
 
 def _sets_aside(environ: Mapping[str, str]) -> bool:
-    """Whether JAX takes its part of the memory beforehand. Its `platform` allocator asks CUDA for each array
-    instead.
+    """Return whether JAX reserves its part of a GPU's memory when it starts, given a process's environment
+    variables. With the allocator `platform` it does not: this allocator asks CUDA for the memory of each
+    array.
     """
     if environ.get(_ALLOCATOR, "").lower() == "platform":
         return False
@@ -219,7 +243,7 @@ def _fraction(name: str, text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number <= 1:  # NaN is neither
+    if not 0 < number <= 1:  # this also refuses NaN
         raise MeshError(
             f"{name}={text!r} is no part of a GPU's memory; give a number above 0 and up to 1, such as 0.4"
         )
@@ -230,14 +254,15 @@ def _fraction(name: str, text: str) -> float:
 
 
 class NvmlFailure(Exception):
-    """NVIDIA's library is not installed, or the driver does not answer. The message has the
-    library's words.
+    """NVIDIA's management library (NVML) is not installed, or the driver does not answer. The message quotes
+    the library.
     """
 
 
 @contextlib.contextmanager
 def library() -> Iterator[Any]:
-    """Start NVIDIA's library (nvidia-ml-py, which ucxx installs) and end it after the block.
+    """Start NVIDIA's management library (NVML) for the length of a `with` block, and yield its Python module
+    `pynvml` (of nvidia-ml-py, which ucxx installs).
 
     Raises:
         NvmlFailure: the library is missing, or a call in the block failed.
@@ -258,8 +283,8 @@ def library() -> Iterator[Any]:
 
 
 def uuids() -> tuple[str, ...]:
-    """Ask NVIDIA's driver for the UUIDs of the GPUs here; each is empty where only the number of GPUs is
-    known.
+    """Return the UUID of each GPU of this host, in the order of NVIDIA's tools; an empty tuple if no GPU is
+    found. If NVML is not available and only the number of GPUs is known, each UUID is empty.
     """
     with contextlib.suppress(NvmlFailure), library() as nvml:
         handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))

@@ -1,7 +1,7 @@
-"""Name the command that installs what is missing, and the page of docs/ that explains a message.
+"""Name the command that installs a missing package, and the page of docs/ that explains a message.
 
-This module imports nothing that could be missing. The pages are in the repository and are not installed, so a
-user's own project has no copy of them.
+This module imports no package that could be missing. The pages are in the repository and are not installed,
+so a user's own project has no copy of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from jaxpp_async.errors import InstallError
 CUDA_MAJORS = (13, 12)
 """The major versions of CUDA for which there are extras; the preferred one first."""
 
+SAME_VERSIONS = ("jax", "jaxlib")
+"""Packages of which the controller and every actor need the same version, besides this package itself."""
+
 _NAME, _GONE = "jaxpp-async", "gone: "
 
 SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
@@ -25,11 +28,11 @@ SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 
 
 def extra_of(platform: str, cuda: tuple[int, int] | None = None) -> str:
-    """Choose the extra for a platform.
+    """Choose this package's pip extra for a platform: `"cpu"`, `"cuda12"` or `"cuda13"`.
 
     Args:
         platform: `"cpu"` or `"cuda"`.
-        cuda: the newest CUDA that the driver supports; None: not known.
+        cuda: the newest CUDA version (major, minor) that the host's driver supports; None if it is not known.
     """
     if platform == "cpu":
         return "cpu"
@@ -38,13 +41,13 @@ def extra_of(platform: str, cuda: tuple[int, int] | None = None) -> str:
 
 
 def pip_install(extra: str, python: str = "", source: str | None = None) -> str:
-    """Make the command that installs an extra.
+    """Return the shell command that installs this package with one of its extras, as text for users.
 
     Args:
-        extra: its name.
-        python: the interpreter that runs pip; empty: `pip` itself is named.
-        source: where the package comes from, as `source_here` names it on the host in question; None: on this
-            host.
+        extra: the name of the extra, such as `"cpu"`.
+        python: the interpreter that runs pip; empty if the command is to call `pip` itself.
+        source: the pip requirement of this package, as `source_here` returned it on the host where the
+            command will run; None for the host of this process.
     """
     source = source_here() if source is None else source
     gone, source = source.startswith(_GONE), source.removeprefix(_GONE)
@@ -56,19 +59,26 @@ def pip_install(extra: str, python: str = "", source: str | None = None) -> str:
 
 
 def cuda_install() -> str:
-    """Make the commands that install what GPUs need here."""
+    """Return the commands that install this package with JAX for CUDA on this host, as text for users: one
+    command for each major version of CUDA.
+    """
     preferred, other = (pip_install(f"cuda{major}") for major in CUDA_MAJORS)
     return f"{preferred}  (for a driver older than 580: {other})"
 
 
 def source_here() -> str:
-    """Find what pip has to install to get this package as it is here, in the form that `pip_install` accepts.
+    """Return the pip requirement that installs the same copy of this package again on this host.
 
     Returns:
-        The folder or file from which the package was installed, after `-e ` where it is used in place; after
-        `gone: ` where it does not exist any more. `jaxpp-async @ URL` for a wheel or a repository on the
-        network, at the installed commit. The name alone where pip installed it by name, from an index:
-        elsewhere, whoever has taken that name would be installed.
+        One of these, which `pip_install` accepts:
+
+        - `PATH`: the folder or file from which the package was installed.
+        - `-e PATH`: the folder of an editable installation, or of a clone that is used without being
+          installed.
+        - `gone: ` and one of the above: the folder or file does not exist any more.
+        - `jaxpp-async @ URL`: a wheel or a repository on the network, at the installed commit.
+        - `jaxpp-async`: pip installed the package by this name from an index. The name is not returned in
+          other cases, since an index may have somebody else's package under it.
     """
     found = _installed_from()
     if found is not None and (known := _source_of(found)):
@@ -80,8 +90,11 @@ def source_here() -> str:
 
 
 def _source_of(found: dict[str, Any]) -> str:
-    """Read what a `direct_url.json` (PEP 610) names; an empty text if it names nothing that pip could
-    install.
+    """Return the pip requirement for the package that a `direct_url.json` file (PEP 610) names, in the form
+    of `source_here`; an empty text if the file names nothing that pip could install.
+
+    Args:
+        found: the parsed content of the file.
     """
     url = found.get("url")
     if not isinstance(url, str) or not url:
@@ -106,8 +119,12 @@ def _part(found: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _installed_from() -> dict[str, Any] | None:
-    """Read where pip found this package; `{}`: by its name, in an index. None: the package is
-    not installed.
+    """Return the content of this package's `direct_url.json` file (PEP 610), which says from where pip
+    installed it.
+
+    Returns:
+        The parsed content; `{}` if pip found the package by its name in an index; None if the package is not
+        installed; `{"url": ""}` if the file is not valid.
     """
     try:
         found = json.loads(metadata.distribution(_NAME).read_text("direct_url.json") or "{}")
@@ -119,17 +136,17 @@ def _installed_from() -> dict[str, Any] | None:
 
 
 def jax_cuda_majors() -> tuple[int, ...]:
-    """Find the major versions of CUDA for which JAX has a plugin here, the preferred one first. Usually there
-    is one; without GPUs there is none.
+    """Return the major versions of CUDA for which a JAX plugin is installed in this environment, the
+    preferred one first. Usually there is one; without GPUs there is none.
     """
     return tuple(major for major in CUDA_MAJORS if util.find_spec(f"jax_cuda{major}_plugin") is not None)
 
 
 def cuda_error(what: str) -> InstallError | None:
-    """Make the error that says that JAX for CUDA was never installed here; None if it was.
+    """Return an error that says that JAX for CUDA is not installed in this environment; None if it is.
 
     Args:
-        what: the option that asked for it, such as `"platform='cuda'"`.
+        what: the option that asked for CUDA, such as `"platform='cuda'"`.
     """
     if jax_cuda_majors():
         return None
@@ -139,11 +156,11 @@ def cuda_error(what: str) -> InstallError | None:
 
 
 def page(name: str) -> str:
-    """Give the path of a page of docs/ in the folder from which this package was installed, else its place in
-    the repository.
+    """Return where a user finds a page of docs/: its path in the folder from which this package was
+    installed, or its place in the repository if it is not in that folder.
 
     Args:
-        name: of the page, such as `restarts.md`.
+        name: the file name of the page, such as `restarts.md`.
     """
     path = Path(source_here().removeprefix("-e "), "docs", name)
     return str(path) if path.is_absolute() and path.is_file() else f"docs/{name} in jaxpp-async's repository"

@@ -1,4 +1,6 @@
-"""Make text from outside (paths, users' words, exceptions) acceptable to every stream, file and frame."""
+"""Make text from outside this package (paths, users' text, messages of exceptions) safe to print, to write
+and to send.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,15 @@ from collections.abc import Sequence
 
 
 def printable(text: str) -> str:
-    """Escape characters that UTF-8 cannot encode (lone surrogates, as in `"\\udcff"`)."""
+    """Return a text with characters that UTF-8 cannot encode replaced by escapes (lone surrogates, as in
+    `"\\udcff"`).
+    """
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def shown(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
-    """Escape a path for a message: bytes that are not UTF-8 as `\\xff`, invisible characters (a newline) as
-    `\\n`.
+    """Return a path as text for a message: bytes that are not UTF-8 are escaped as `\\xff`, and invisible
+    characters as in Python's `repr` (a newline as `\\n`).
     """
     name = os.fspath(path)
     try:
@@ -25,15 +29,15 @@ def shown(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
 
 
 class ErrorInWords(Exception):
-    """The words of an error, for an object that keeps the error.
+    """An error that has only the text of another error, for an object that remembers what went wrong.
 
-    An error has a traceback, whose frames hold the values they worked on: arrays, and often the object that
-    keeps the error. Only the garbage collector frees such a cycle, and an actor makes so few objects that a
-    full collection hardly ever comes.
+    The original error has a traceback, whose frames refer to the values that they worked on: arrays, and
+    often the object that remembers the error. Only the garbage collector frees such a cycle, and an actor
+    creates so few objects that a full collection hardly ever happens.
 
     Args:
-        exception_type: the qualified name of the error's type.
-        message: the error's text.
+        exception_type: the qualified name of the original error's type.
+        message: the original error's text.
         printed: the whole error with its traceback, as Python prints it.
     """
 
@@ -46,7 +50,9 @@ class ErrorInWords(Exception):
 
 
 def in_words(error: BaseException) -> ErrorInWords:
-    """Put an error into words, to be kept without its frames; an `ErrorInWords` stays as it is."""
+    """Convert an error to its text, which can be stored without the error's frames; return an `ErrorInWords`
+    unchanged.
+    """
     if isinstance(error, ErrorInWords):
         return error
     kind = type(error)
@@ -61,6 +67,8 @@ def first_line(error: Exception) -> str:
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """List names for a message: the first `most` of them, and how many more there are."""
+    """Join names for a message: the first `most` of them, separated by commas, and then how many more there
+    are.
+    """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -1,9 +1,9 @@
 """Make folders that only their user can write, for files that this package trusts as much as its own code.
 
-A folder is judged as sshd judges `~/.ssh` (StrictModes): by the folder itself and by every folder on the way
-to it, links included, since whoever can write one of those can put another folder in its place. As with
-Debian's sshd, a group may have write permission if it has no other member, because systems where each user
-has a group of his own create folders like that (umask 002).
+A folder is judged as sshd judges `~/.ssh` (StrictModes): by the permissions of the folder itself and of every
+folder above it, also of those that links lead through, since whoever can write one of those can put another
+folder in its place. As with Debian's sshd, a group may have write permission if it has no other member,
+because systems where each user has a group of his own create folders like that (umask 002).
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ _GROUP_OR_OTHERS_ENTER = 0o011
 
 
 class NotPrivateError(Exception):
-    """Somebody else can write a folder. The message says which folder, and what to do."""
+    """Another user can write a folder that has to be private. The message names the folder and says what to
+    do.
+    """
 
 
 def make_private_folder(folder: str) -> None:
-    """Make a folder, and those on the way to it that are missing, with mode 0700.
+    """Create a folder that only this user can write, and its missing parents, with mode 0700; check those
+    that exist.
 
     Args:
         folder: an absolute path.
 
     Raises:
-        NotPrivateError: somebody who is neither this user nor root could write or replace the folder.
-        OSError: the folder cannot be made.
+        NotPrivateError: a user who is neither this user nor root could write or replace the folder.
+        OSError: the folder cannot be created.
     """
     missing: list[str] = []
     above = folder
@@ -42,13 +45,18 @@ def make_private_folder(folder: str) -> None:
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
-            # Another process has made it, of this user or of another one: `_check_way` judges it.
+            # Another process, of any user, has created it meanwhile; `_check_way` checks it.
             continue
     _check_way(folder)
 
 
 def _check_way(folder: str) -> None:
-    """Walk from the root to `folder`, through links, as the kernel does, and check each folder on the way."""
+    """Check each folder on the path from the root to `folder`, following links as the kernel does.
+
+    Raises:
+        NotPrivateError: another user could write or replace one of these folders.
+        OSError: there are too many links, or a part of the path is missing or is not a folder.
+    """
     left, here, num_links = deque(folder.strip("/").split("/")), "/", 0
     is_hidden = False  # others cannot enter a folder above, so that modes below do not matter
     while left:
@@ -77,7 +85,7 @@ def _check_folder(path: str, found: os.stat_result, *, is_last: bool) -> None:
     if not _is_trusted(found.st_uid):
         raise NotPrivateError(f"{path} belongs to {_user(found)}, who can put anything in its place")
     # With the sticky bit, as in /tmp, only the owner of an entry can replace it. The owner of the next folder
-    # on the way is checked in its turn.
+    # on the way is checked when the walk comes to that folder.
     is_sticky = found.st_mode & stat.S_ISVTX and not is_last
     is_open = found.st_mode & stat.S_IWOTH or (
         found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid)
@@ -93,18 +101,18 @@ def _is_trusted(uid: int) -> bool:
 
 
 def _roots_number() -> int:
-    """Find the user number of root: that of the root folder's owner, since root has another number in a
-    container without privileges.
+    """Return the user id of root, taken from the owner of the root folder: in a container without privileges,
+    root has another id than 0.
     """
     return os.stat("/").st_uid
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether a group has no member but this process's user. Root's group may have root and system accounts
-    as members.
+    """Return whether this process's user is the only member of a group. In root's group only the members that
+    it lists count, and root may be one of them, since system accounts have it as their first group.
 
-    A directory service may not list the users whose first group it is, so the group has to have the user's
-    name too.
+    A directory service may not list the users whose first group it is, so the group must also have the user's
+    name.
     """
     try:
         group = grp.getgrgid(gid)

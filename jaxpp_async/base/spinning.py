@@ -1,13 +1,14 @@
-"""Keep a process awake for a moment where a message is likely to come soon.
+"""Keep a process awake for a short time when a message is likely to come soon.
 
-To sleep and be woken costs some ten microseconds, and some hundred where the core has become idle; to look
-for a message that does not come costs a core's time. `AdaptiveSpin` chooses how long to look, from how long
-the last waits took: a short wait makes the next look longer, a long one makes it shorter, down to none.
+To sleep and be woken costs some ten microseconds, and some hundred if the core has become idle; to poll for a
+message that does not come costs a core's time. `AdaptiveSpin` chooses for how long to poll, based on the
+lengths of the last waits: a short wait makes the next poll longer, a long wait makes it shorter, down to
+none.
 
-`LoopSpin` keeps an event loop awake for that long. A training loop sends the next step as soon as it has the
-reply to the last one, and small steps end soon. An actor without a step, and a controller with a step under
-way, therefore stay awake. Where messages have been coming later than that, they sleep at once. The loop
-itself finds the message when it is awake.
+`LoopSpin` keeps an event loop awake for that long, and the loop itself finds the message while it is awake. A
+training loop sends the next step as soon as it has the reply to the last one, and small steps end soon.
+Therefore an actor without a step, and a controller with a step under way, stay awake. When messages have been
+coming too late for that, both go to sleep immediately.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ it does little else.
 
 
 class AdaptiveSpin:
-    """The length of one waiter's busy look for messages, which follows the lengths of its last waits.
+    """A rule for how long one waiter polls for a message before it sleeps, based on the lengths of its last
+    waits.
 
-    A wait up to `longest_s` could have been covered by looking, so it doubles the length; a longer one halves
-    it. The caller passes the time, in seconds of any one clock.
+    A wait of at most `longest_s` could have been spent polling, so it doubles the time; a longer wait halves
+    it. The caller passes the current time, in seconds of any one clock.
 
     Args:
-        longest_s: the longest look for one message.
+        longest_s: the longest time to poll for one message, in seconds.
 
     Attributes:
-        limit_s: how long to look for the next message.
+        limit_s: how long to poll for the next message, in seconds.
     """
 
     __slots__ = ("_longest_s", "_since_s", "limit_s")
@@ -47,14 +49,17 @@ class AdaptiveSpin:
         self._since_s: float | None = None
 
     def should_spin(self, now_s: float) -> bool:
-        """Whether to look on for the next message. The first call after a message begins a wait."""
+        """Return whether to go on polling for the next message at the time `now_s`. The first call after a
+        message begins a new wait.
+        """
         if self._since_s is None:
             self._since_s = now_s
         return now_s - self._since_s < self.limit_s
 
     def record_message(self, now_s: float) -> None:
-        """End the wait because a message came, and adapt `limit_s`: whether it was looked for or slept
-        for."""
+        """End the wait because a message came at the time `now_s`, and adapt `limit_s` to the length of the
+        wait. It does not matter whether the waiter was polling or sleeping.
+        """
         since_s, self._since_s = self._since_s, None
         if since_s is None:
             return
@@ -64,32 +69,35 @@ class AdaptiveSpin:
             self.limit_s = self.limit_s / 2 if self.limit_s > SHORTEST_S else 0.0
 
     def cancel_wait(self) -> None:
-        """End the wait without a message, because nobody waits any more; `limit_s` stays."""
+        """End the wait without a message, because none is expected any more; leave `limit_s` as it is."""
         self._since_s = None
 
 
 def has_spare_core(hosts: Iterable[str]) -> bool:
-    """Whether this process may use a core of its own while actors compute: each actor keeps one core busy.
+    """Return whether this host has a core left for this process to keep busy, if each actor process on this
+    host keeps one core busy.
 
-    A mesh asks once, as it starts, and counts its own actors. Other meshes of this process are not counted,
-    and neither is a container's quota of CPU time, which may be less than its cores. If these leave no core,
-    an actor loses up to `LONGEST_S` before a reply, and nothing where replies have been taking longer.
+    A mesh asks once, when it starts, and counts its own actors. Other meshes of this process are not counted,
+    and neither is a container's quota of CPU time, which may be less than its cores. If these leave no core
+    free, an actor loses up to `LONGEST_S` before a reply, and nothing if replies have been taking longer.
 
     Args:
-        hosts: the host of each actor's process.
+        hosts: the host name of each actor process.
     """
     here = socket.gethostname()
     return len(os.sched_getaffinity(0)) > sum(host == here for host in hosts)
 
 
 class LoopSpin:
-    """Keeps one event loop awake.
+    """A switch that keeps one event loop awake while a message is expected, for as long as an `AdaptiveSpin`
+    allows.
 
     Args:
-        loop: kept awake by a callback in each pass, which offers the core to other processes.
-        is_idle: whether the loop can only wait: the actor has no step, or the controller has a step under
-            way.
-        now_s: gives the time in seconds.
+        loop: the event loop. A callback in each of its passes keeps it awake and offers the core to other
+            processes.
+        is_idle: returns whether the loop has nothing to do but wait: on an actor, that it has no step; on the
+            controller, that a step is under way.
+        now_s: returns the current time in seconds.
     """
 
     def __init__(
@@ -103,12 +111,12 @@ class LoopSpin:
         self._is_expecting = self._is_scheduled = False
 
     def begin(self) -> None:
-        """Begin to stay awake: a message may come now, the next step or a reply to one."""
+        """Start keeping the loop awake, because a message may come soon: the next step, or a reply to one."""
         self._is_expecting = True
         self._schedule()
 
     def end(self) -> None:
-        """Stop staying awake: the message has come, or none will."""
+        """Stop keeping the loop awake, because the message has come or none will come."""
         if self._is_expecting:
             self._is_expecting = False
             self._adaptive_spin.record_message(self._now_s())
@@ -121,7 +129,7 @@ class LoopSpin:
     def _poll(self) -> None:
         self._is_scheduled = False
         if not self._is_idle():
-            self._is_expecting = False  # the next step came before the reply to the last one had left
+            self._is_expecting = False  # the next step came before the last one's reply was sent
             self._adaptive_spin.cancel_wait()
         elif self._is_expecting and self._adaptive_spin.should_spin(self._now_s()):
             os.sched_yield()

@@ -1,11 +1,11 @@
-"""Convert what a checkpoint holds to JSON text and back, and choose which actor writes which array.
+"""Convert the description of a checkpoint's content to JSON text and back, and choose who writes which array.
 
-The functions are pure: they read and write no file. No field that is read is trusted: a checkpoint may come
-from anywhere.
+The description is called the manifest. The functions of this module are pure: they read and write no file.
+They trust no field that they parse, because a checkpoint may come from anywhere.
 
-A path names a leaf as `jax.tree_util.keystr(path, simple=True, separator="/")` does, `params/blocks/0/w`; a
-`/` or `~` inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901), and the only leaf of a tree
-is `.`.
+A path names a leaf as `jax.tree_util.keystr(path, simple=True, separator="/")` does, for example
+`params/blocks/0/w`. A `/` or `~` inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901). The
+path of a tree that is itself a leaf is `.`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of arrays.
+    """The description of one file of arrays in a checkpoint.
 
     Args:
+        size_bytes: size of the file.
         written_by: the process that wrote the file and its host, for people who look for the file.
     """
 
@@ -64,14 +65,14 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an array that several processes have written.
+    """The description of one part of an array whose parts several processes have written.
 
     Args:
-        file: name of the file.
+        file: name of the file that has the part.
         name: name of the part in that file.
-        start: where the part begins in the array, one index an axis.
-        shape: the part's own shape.
-        sha256: digest of its C-order little-endian bytes.
+        start: index of the part's first element in the array, one number per axis.
+        shape: shape of the part.
+        sha256: digest of the part's C-order little-endian bytes.
     """
 
     file: str
@@ -83,16 +84,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array that is stored in a file under its path, or in pieces which together are all of it.
+    """The description of one stored array, which is either whole in one file or in several pieces.
 
     Args:
-        file: name of the file.
-        dtype: numpy or ml_dtypes name; key arrays are stored as their `uint32` data.
-        shape: shape of what is stored: for key arrays, of their data.
-        sha256: digest of its C-order little-endian bytes; empty for an array in pieces, whose `file` is that
-            of the first piece.
-        key_impl: PRNG implementation, for key arrays.
-        pieces: the pieces in the order of their beginnings; none: the array is in one piece.
+        file: name of the file that has the array, or its first piece.
+        dtype: numpy or ml_dtypes name of the stored type; PRNG keys are stored as their `uint32` data.
+        shape: shape of the stored array; for PRNG keys, of their data.
+        sha256: digest of the array's C-order little-endian bytes; empty for an array in pieces.
+        key_impl: name of the PRNG implementation, for PRNG keys; None for other arrays.
+        pieces: the pieces, sorted by `start`, which together are the whole array; empty for an array that is
+            stored whole.
     """
 
     file: str
@@ -105,7 +106,13 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of a checkpoint: its files by name, its arrays and its plain values by path."""
+    """The description of a checkpoint's whole content.
+
+    Args:
+        files: descriptions of the files, by name.
+        arrays: descriptions of the arrays, by the path of their leaf.
+        values: the leaves that are plain Python values, by path.
+    """
 
     files: Mapping[str, File]
     arrays: Mapping[str, Array]
@@ -113,17 +120,17 @@ class Manifest:
 
     @property
     def paths(self) -> list[str]:
-        """The paths of all leaves."""
+        """The paths of all leaves in the checkpoint: first those of arrays, then those of plain values."""
         return [*self.arrays, *self.values]
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files, in bytes."""
+        """The size of all files together, in bytes."""
         return sum(file.size_bytes for file in self.files.values())
 
 
 def to_text(manifest: Manifest) -> str:
-    """Write a manifest as JSON that `parse` reads, with a checksum of itself."""
+    """Return a manifest as JSON text that `parse` reads, including a checksum of its content."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -140,10 +147,11 @@ def to_text(manifest: Manifest) -> str:
 
 
 def parse(text: str) -> Manifest:
-    """Read a manifest from its JSON text.
+    """Return the manifest that a JSON text describes, after checking every field.
 
     Raises:
-        CheckpointError: the text is no manifest, or is corrupt; says what is wrong with it.
+        CheckpointError: the text is not a manifest, or is corrupt. The message says what is wrong and lacks a
+            subject: callers put the file's name before it.
     """
     try:
         content = json.loads(text, object_pairs_hook=_mapping, parse_constant=_refuse_constant)
@@ -162,13 +170,17 @@ def parse(text: str) -> Manifest:
         arrays = {path: _array(fields, files) for path, fields in content["arrays"].items()}
         values = {path: _value(fields) for path, fields in content["values"].items()}
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        # The checksum is right, but this package has not written this.
+        # The checksum is right, so another program than this package must have written the text.
         raise CheckpointError(f"has a field that cannot be read: {printable(str(error))}") from None
     return Manifest(files, arrays, values)
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object. A key that stands twice is an error: readers differ in which value they take."""
+    """Return the dict of a JSON object's keys and values, which `json.loads` passes as pairs.
+
+    Raises:
+        ValueError: a key occurs twice. JSON readers differ in which of the values they use.
+    """
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         raise ValueError("a key stands twice in one object")
@@ -180,7 +192,10 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _short(value: Any, at_most: int = 80) -> str:
-    """Shorten a value of unknown type and size for an error; of a container only the type is named."""
+    """Return a short text for an error from a value of unknown type and size.
+
+    A container is described by its type only.
+    """
     if isinstance(value, str | int | float | bool | None):
         return printable(f"{value!r:.{at_most}}")
     return f"a {type(value).__name__}"
@@ -224,7 +239,7 @@ def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
 
 
 def _are_apart(pieces: Sequence[Piece]) -> bool:
-    """Whether the pieces are cells of a grid, as the parts of a sharded array are, and none comes twice."""
+    """Return whether no two pieces overlap and all are cells of one grid, like parts of a sharded array."""
     pieces = [piece for piece in pieces if 0 not in piece.shape]
     if len({piece.start for piece in pieces}) < len(pieces):
         return False
@@ -255,7 +270,7 @@ def _piece(fields: Mapping[str, Any], whole: list[int], files: Mapping[str, File
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is a string that can be sent and printed: JSON can also spell halves of characters."""
+    """Return whether a value is a string that UTF-8 can encode; JSON can also spell lone surrogates."""
     return type(value) is str and printable(value) == value
 
 
@@ -281,9 +296,9 @@ def _array_fields(array: Array) -> dict[str, Any]:
 
 
 def _value_fields(value: PlainValue) -> dict[str, Any]:
-    """Write a plain value as JSON fields.
+    """Return a plain value as JSON fields: the name of its type, and the value.
 
-    JSON has neither complex numbers nor NaN: numbers that it lacks are written as Python writes them.
+    JSON has no complex numbers, NaN or infinities; the value of such a number is its `repr` as a string.
     """
     kind = type(value).__name__
     is_json = isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
@@ -307,14 +322,14 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def assign_writers(sizes: Mapping[Any, int], holders: Mapping[Any, tuple[int, ...]]) -> dict[int, list[Any]]:
-    """Give each array to one of the actors that hold it, so that each actor writes about as many bytes.
+    """Choose an actor to write each array, such that all actors write about equally many bytes.
 
     Args:
-        sizes: bytes of each array.
-        holders: the actors that hold each array, at least one.
+        sizes: for each array, its size in bytes; the keys may be any values that stand for the arrays.
+        holders: for each array, the actors that hold it, at least one.
 
     Returns:
-        The arrays of each actor, in the order in which they were given.
+        For each actor that writes any, the arrays that it writes, in the order of `sizes`.
     """
     load: dict[int, int] = {}
     writer: dict[Any, int] = {}
@@ -330,7 +345,18 @@ def assign_writers(sizes: Mapping[Any, int], holders: Mapping[Any, tuple[int, ..
 
 
 def split_into_files(arrays: list[Any], sizes: Mapping[Any, int], file_bytes: int) -> list[list[Any]]:
-    """Split a list of arrays into files of about `file_bytes`; no array is split."""
+    """Distribute the arrays that one actor writes over files of at most `file_bytes`, in their order.
+
+    No array is split, so a larger one has a file of its own.
+
+    Args:
+        arrays: the arrays, as keys of `sizes`.
+        sizes: for each array, its size in bytes.
+        file_bytes: the most bytes in one file, unless one array has more.
+
+    Returns:
+        One list of arrays per file.
+    """
     files: list[list[Any]] = []
     left_bytes = 0
     for array in arrays:

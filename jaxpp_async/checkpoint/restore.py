@@ -1,4 +1,4 @@
-"""Restore a tree of arrays from a checkpoint's folder; each actor reads only what it is to hold."""
+"""Restore a tree of arrays from a checkpoint's folder; each actor reads only arrays that it is to hold."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxpp_async.checkpoint import trees
 from jaxpp_async.checkpoint.save import checkpoint_failure
 from jaxpp_async.checkpoint.trees import RestoreTarget
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, CheckpointError, RemoteError
 from jaxpp_async.program.instructions import ProcessId
 from jaxpp_async.protocol.messages import Done, FilePart, FilePiece, ReadFile
+from jaxpp_async.protocol.task_group import all_of
 from jaxpp_async.session.host_transfers import RemoteValues
 from jaxpp_async.session.remote_array import DELETED, RemoteArray
 from jaxpp_async.storage import checkpoint_folder, tensor_files
@@ -33,7 +33,14 @@ _ATTEMPTS = 10
 
 
 async def restore(controller: Controller, values: RemoteValues, path: CheckpointPath, like: Any) -> Any:
-    """See `RemoteMesh.restore`."""
+    """Return the tree `like` with its leaves restored from a checkpoint; see `RemoteMesh.restore`.
+
+    Args:
+        controller: the mesh's controller.
+        values: the part of the mesh that makes and fills its arrays.
+        path: the checkpoint's folder.
+        like: a tree that says, for each saved path, the type and the actors of the restored leaf.
+    """
     folder = checkpoint_folder.absolute(path)
     wanted, structure = trees.targets(like)
     strangers = {actor for target in wanted.values() for actor in target.actors} - {
@@ -61,7 +68,7 @@ async def restore(controller: Controller, values: RemoteValues, path: Checkpoint
 
 
 def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
-    """Return the manifest of the save that has replaced `than` and removed its files; None if none has."""
+    """Return the manifest in a folder if a save has replaced the manifest `than`; None if none has."""
     try:
         found = load_manifest(folder)
     except CheckpointError:
@@ -70,13 +77,16 @@ def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
 
 
 class _Reading:
-    """One restore under way."""
+    """One attempt to read the leaves of a checkpoint with a given manifest."""
 
     def __init__(self, controller: Controller, values: RemoteValues, folder: str, manifest: m.Manifest):
         self._controller, self._values, self._folder, self._manifest = controller, values, folder, manifest
 
     async def read(self, wanted: dict[str, RestoreTarget]) -> dict[str, Any]:
-        """Read every leaf, by path.
+        """Restore every leaf, and return the leaves by path. If that fails, no array stays on an actor.
+
+        Args:
+            wanted: for each path, the type and the actors of the restored leaf.
 
         Raises:
             CheckpointError: the checkpoint has other leaves than `wanted`, or cannot be read.
@@ -101,7 +111,12 @@ class _Reading:
             raise
 
     async def _fill(self, wanted: dict[str, RestoreTarget], remote: dict[str, RemoteArray]) -> dict[str, Any]:
-        """Fill the arrays on the actors, and return the other leaves by path."""
+        """Fill the arrays on the actors from the checkpoint, and return the leaves in this process by path.
+
+        Args:
+            wanted: for each path, the type and the actors of the restored leaf.
+            remote: the new arrays on actors, by path.
+        """
         here = {path: target for path, target in wanted.items() if path not in remote}
         by_process: dict[ProcessId, dict[str, list[FilePart]]] = {}
         for path, array in remote.items():
@@ -131,20 +146,27 @@ class _Reading:
             by_process.setdefault(process, {}).setdefault(stored.file, []).append(part)
 
     async def _read_on(self, process: ProcessId, files: dict[str, list[FilePart]]) -> None:
-        """Have a process read one file after the other: its host memory holds no more than one of them."""
+        """Have an actor's process read its arrays from files, one file after the other.
+
+        The process thus has no more than one file's arrays in host memory.
+
+        Args:
+            process: the process.
+            files: for each file name, the arrays to read from it.
+        """
         for name, parts in files.items():
             make = partial(ReadFile, path=self._encoded(name), parts=tuple(parts))
             await self._controller.request_log.send(process, make, Done)
 
     def _encoded(self, file: str) -> bytes:
-        """Return the path of a file as it travels."""
+        """Return the full path of one of the checkpoint's files as bytes, the form that messages carry."""
         return os.fsencode(os.path.join(self._folder, file))
 
     def _plain(self, path: str, array: RemoteArray) -> np.ndarray:
         return np.asarray(self._manifest.values[path], array.value_type.aval.dtype)
 
     def _read_here(self, paths: Sequence[str]) -> dict[str, np.ndarray]:
-        """Read the arrays that are to stay in this process; runs in a thread."""
+        """Read the arrays that are to stay in this process, in a thread, and return them by path."""
         by_file: dict[str, list[str]] = {}
         found: dict[str, np.ndarray] = {}
         for path in paths:
@@ -178,10 +200,10 @@ class _Reading:
 
 
 def load_manifest(folder: str) -> m.Manifest:
-    """Read a checkpoint's manifest.
+    """Read and check the manifest of the checkpoint in a folder.
 
     Raises:
-        CheckpointError: there is no checkpoint, or a broken one; names the file and what is wrong with it.
+        CheckpointError: there is no checkpoint, or a broken one. The message names the file and the problem.
     """
     path = os.path.join(folder, checkpoint_folder.MANIFEST)
     try:
@@ -200,7 +222,11 @@ def load_manifest(folder: str) -> m.Manifest:
 
 
 def _found_instead(folder: str) -> str:
-    """Describe, for an error, what is at the path instead of a checkpoint, and where checkpoints are."""
+    """Return a text for an error that says what is at a path instead of a checkpoint, and what to do.
+
+    Args:
+        folder: the path at which the user expects a checkpoint.
+    """
     parent = os.path.dirname(folder)
     if inside := _checkpoints_in(folder):
         one = shown(os.path.join(folder, inside[0]))
@@ -222,7 +248,7 @@ def _found_instead(folder: str) -> str:
 
 
 def _nothing_but(folder: str) -> str:
-    """Describe a path without a manifest."""
+    """Return a text for an error that says what is at a path that has no manifest and so is no checkpoint."""
     if not os.path.isdir(folder):
         return "there is no such folder"
     names = sorted(os.listdir(folder))
@@ -234,7 +260,10 @@ def _nothing_but(folder: str) -> str:
 
 
 def _checkpoints_in(directory: str) -> list[str]:
-    """Return the names of folders that have a manifest; of numbered ones, the newest first."""
+    """Return the names of the checkpoints (folders with a manifest) in a directory, sorted backwards.
+
+    Numbered checkpoints thus come newest first.
+    """
     try:
         names = sorted(os.listdir(directory), reverse=True)
     except OSError:

@@ -1,4 +1,4 @@
-"""Offer `Checkpoints`: a run's numbered checkpoints, saved in the background, the newest few kept."""
+"""Define `Checkpoints`, which saves a training run's numbered checkpoints and keeps the newest few."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBER = re.compile(rf"\d{{{_DIGITS},}}")
 
 
 class Mesh(Protocol):
-    """The part of a `RemoteMesh` that `Checkpoints` needs."""
+    """The interface of a `RemoteMesh` for `Checkpoints`, which saves and restores trees with it."""
 
     @property
     def saver(self) -> Saver: ...
@@ -31,7 +31,7 @@ class Mesh(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one run, each in a folder of `directory` that is named by its step number.
+    """The checkpoints of one training run, each in a folder of `directory` that is named by its step number.
 
         async with jpp.Checkpoints(mesh, "checkpoints", keep=3) as checkpoints:
             if checkpoints.latest() is not None:
@@ -43,9 +43,9 @@ class Checkpoints:
 
     Args:
         mesh: the mesh whose arrays are saved and restored.
-        directory: the folder of the checkpoints, made with the first save; one run uses it at a time.
-        keep: how many checkpoints stay of those up to the one that was saved last. Older ones are removed
-            once that one is whole, never before.
+        directory: the folder of the checkpoints, made with the first save. Only one run may use it at a time.
+        keep: the number of checkpoints to keep, counted backwards from the one that was saved last. Older
+            ones are removed only after that one is complete.
 
     Raises:
         MeshError: `keep` is below 1.
@@ -66,21 +66,24 @@ class Checkpoints:
         except CheckpointError as failure:
             if error is None:
                 raise
-            _LOG.warning("%s", failure)  # what ended the context says more
+            _LOG.warning("%s", failure)  # the error that ended the context is raised instead
 
     async def save(
         self, step_number: int, tree: Any, *, wait: bool = False, on_progress: OnProgress | None = None
     ) -> Saving:
-        """Save a tree as it is now, while training goes on.
+        """Start to save a tree as it is now, and by default return while its files are still being written.
 
-        The save before this one is awaited first, if it still writes.
+        If the save before this one is still writing, this method first waits for it. Once this
+        checkpoint is complete, all but the last `keep` of the checkpoints up to it are removed.
 
         Args:
-            step_number: names the checkpoint; a checkpoint of the same number is replaced.
-            tree, wait, on_progress: as of `RemoteMesh.save`.
+            step_number: the number that names the checkpoint; a checkpoint of the same number is replaced.
+            tree: the tree to save, as for `RemoteMesh.save`.
+            wait: whether to return only when the checkpoint is complete.
+            on_progress: called with the `Saving` whenever a file has been written.
 
         Returns:
-            The save under way.
+            The save under way, which can be awaited.
 
         Raises:
             CheckpointError: this save failed, or the one before it failed and nobody has seen that error.
@@ -89,7 +92,8 @@ class Checkpoints:
         await self.wait()
 
         async def prune() -> None:
-            # Newer ones are of another run, or of this run before it went back: this save stays in any case.
+            # Checkpoints of higher numbers are of another run, or of this run before it was set back. They do
+            # not count, so that this save stays in any case.
             for number in [n for n in self.step_numbers() if n <= step_number][: -self._keep]:
                 await self._mesh.saver.remove(self.path(number))
 
@@ -99,10 +103,10 @@ class Checkpoints:
         return saving
 
     async def wait(self) -> None:
-        """Wait for the save under way.
+        """Wait until the save under way has ended, if there is one.
 
         Raises:
-            CheckpointError: the save failed, and nobody has seen that error.
+            CheckpointError: the save failed, and nobody has awaited it to see the error.
         """
         saving = self._current
         if saving is None:
@@ -118,13 +122,14 @@ class Checkpoints:
                 self._current = None
 
     async def restore(self, like: Any, step_number: int | None = None) -> Any:
-        """Restore a checkpoint, by default the newest.
+        """Restore a checkpoint, by default the newest, and return its tree.
 
         Args:
-            like: as of `RemoteMesh.restore`.
+            like: a tree that says what each leaf is restored as, as for `RemoteMesh.restore`.
+            step_number: the number of the checkpoint; None: the newest.
 
         Raises:
-            CheckpointError: there is none, or it is broken; then names those that can be tried instead.
+            CheckpointError: there is no such checkpoint, or it is broken; a note names others to try instead.
         """
         numbers = self.step_numbers()
         number = step_number if step_number is not None else max(numbers, default=None)
@@ -142,26 +147,26 @@ class Checkpoints:
             raise
 
     def latest(self) -> int | None:
-        """Return the step number of the newest checkpoint; None if there is none."""
+        """Return the step number of the newest complete checkpoint; None if there is none."""
         return max(self.step_numbers(), default=None)
 
     def step_numbers(self) -> list[int]:
-        """Return the step numbers of all whole checkpoints, in ascending order."""
+        """Return the step numbers of all complete checkpoints, in ascending order."""
         return sorted(int(name) for name in self._folders() if self._is_whole(name))
 
     def path(self, step_number: int) -> str:
-        """Return the folder of a checkpoint."""
+        """Return the path of the folder for the checkpoint of this step number."""
         return os.path.join(self.directory, f"{step_number:0{_DIGITS}d}")
 
     async def remove_leftovers(self) -> list[str]:
-        """Remove the files of saves whose process died, which no manifest names.
+        """Remove files that saves left behind when their process died, and that no manifest names.
 
         That includes files in `directory` itself, where `mesh.save` may have put one checkpoint. Nothing else
-        removes such files, for nobody can tell them from those of a save under way: call this while no run
-        saves here, also no other run.
+        removes such files, because they cannot be told from the files of a save under way. So call this only
+        while no run, this one or another, saves to `directory`.
 
         Returns:
-            The files removed, as paths.
+            The paths of the removed files.
 
         Raises:
             CheckpointError: a file cannot be removed.

@@ -1,15 +1,16 @@
-"""Save a tree of arrays as a checkpoint, whole or not at all: the actors write, and this module commits.
+"""Save a tree of arrays as a checkpoint, completely or not at all: the actors write, and this module commits.
 
-The manifest that is in the folder when a save begins is the one that the save replaces: where another save
-has put a manifest meanwhile, that one stays, and this save fails.
+A manifest in the folder describes the checkpoint; to commit a save is to put its manifest in place of the one
+that was there when the save began. If another save has put a manifest there meanwhile, that one stays, and
+this save fails.
 
-The arrays are saved as they are between the steps before the save and the steps after it; the files are
-written while training goes on. One save of a mesh is under way at a time: the next one waits, so that copies
-do not pile up.
+The arrays are saved as they are after the steps before the save and before the steps after it; the files are
+written while training goes on. One save of a mesh is under way at a time, and the next one waits, so that
+copies of arrays do not accumulate.
 
-`Saver` and `Saving` are for the mesh and the user, and `_Job` does one save. Behind them come the plan of
-which process writes which parts to which file, the removal of files on the actors, and how failed or
-cancelled work ends.
+`Saver` and `Saving` are for the mesh and the user, and `_Job` does one save. The rest of the module plans
+which process writes which parts to which file, removes files on the actors, and ends failed or cancelled
+work.
 """
 
 from __future__ import annotations
@@ -31,13 +32,12 @@ from jaxpp_async.base.printable import shown
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint.trees import Leaves, to_save
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, CheckpointError
 from jaxpp_async.layout.array_parts import Part
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, Aval, ProcessId
 from jaxpp_async.protocol.actor_info import ProcessRank
 from jaxpp_async.protocol.messages import ArrayId, BeginSnapshot, CheckFiles, Done, Sweep, WriteFile, Written
-from jaxpp_async.protocol.task_group import OwnedTasks
+from jaxpp_async.protocol.task_group import OwnedTasks, all_of
 from jaxpp_async.session.remote_array import Owner
 from jaxpp_async.storage import checkpoint_folder, tensor_files
 from jaxpp_async.storage.checkpoint_folder import CheckpointPath
@@ -49,16 +49,16 @@ AfterCommit: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Saving:
-    """A save under way; `mesh.save` returns one.
+    """A save of a checkpoint that is under way, as `mesh.save` returns it.
 
-    Awaiting it waits until the checkpoint is whole on the disk, or raises the `CheckpointError` that says why
-    there is none. An await that is cancelled leaves the save running; `cancel` ends it.
+    To await it is to wait until the checkpoint is complete on the disk; the await raises a `CheckpointError`
+    if the save fails. An await that is cancelled leaves the save running; `cancel` ends it.
 
     Attributes:
         path: the checkpoint's folder.
-        size_bytes: size of all arrays.
-        written_bytes: size of the arrays that are on the disk.
-        is_awaited: somebody has seen the save's error, or will.
+        size_bytes: size of all arrays together.
+        written_bytes: size of the arrays that are on the disk already.
+        is_awaited: whether the user awaits or has awaited the save, and so gets its error.
     """
 
     def __init__(self, path: str, size_bytes: int, *, is_awaited: bool = False):
@@ -79,11 +79,11 @@ class Saving:
         return f"<Saving {shown(self.path)}: {progress}>"
 
     def done(self) -> bool:
-        """Whether the save has ended: the checkpoint is there, or never will be."""
+        """Return whether the save has ended, with a complete checkpoint or with an error."""
         return self._future.done()
 
     async def cancel(self) -> None:
-        """End the save and remove what it has written. A checkpoint that is already whole stays."""
+        """End the save and remove the files that it has written; a checkpoint that is complete stays."""
         self.is_awaited = True
         await asyncio.sleep(0)  # a task that is cancelled before it has begun does not clean up
         if self._task is not None and not self._task.done():
@@ -93,7 +93,13 @@ class Saving:
             await asyncio.wait([self._task])
 
     def run(self, tasks: OwnedTasks, work: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
-        """Start `work`, which settles this save, and call `on_end` after it (for the mesh)."""
+        """Start the work of this save in a task. Only the mesh calls this.
+
+        Args:
+            tasks: the group to which the new task is added.
+            work: the coroutine that does the save and calls `settle` with its outcome.
+            on_end: called when the task has ended, in whatever way.
+        """
 
         def ended(_: asyncio.Task[None]) -> None:
             self.settle(CheckpointError(f"{shown(self.path)}: the save was cancelled"))
@@ -103,23 +109,29 @@ class Saving:
         self._task.add_done_callback(ended)
 
     def settle(self, error: Exception | None = None) -> None:
-        """End the save with success or with an error (for the mesh). Only the first call counts."""
+        """Set the outcome of the save, which ends all awaits of it. Only the mesh calls this.
+
+        Only the first call has an effect.
+
+        Args:
+            error: the error that awaits raise; None: the save has succeeded.
+        """
         if not self._future.done():
             self._future.set_result(None) if error is None else self._future.set_exception(error)
 
 
 class Saver:
-    """The saves of one mesh.
+    """The part of a mesh that saves and removes checkpoints, one save at a time.
 
     Args:
         controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
-        owner: the owner of the mesh's arrays.
-        on_event: called for each checkpoint that is whole.
+        owner: the part of the mesh that owns its arrays.
+        on_event: called with an event for each checkpoint that is complete.
     """
 
     def __init__(self, controller: Callable[[], Controller], owner: Owner, on_event: Emit | None = None):
         self._controller, self._owner = controller, owner
-        self._on_event = on_event or EventLog().emit  # which still logs it
+        self._on_event = on_event or EventLog().emit  # which logs each event
         self._one_at_a_time, self._tasks = asyncio.Lock(), OwnedTasks()
         self._removals = FileRemovals(controller)
         self._current: Saving | None = None
@@ -133,10 +145,14 @@ class Saver:
         on_progress: OnProgress | None,
         after_commit: AfterCommit | None = None,
     ) -> Saving:
-        """See `RemoteMesh.save`.
+        """Start to save a tree, and return the save under way; see `RemoteMesh.save`.
 
         Args:
-            after_commit: awaited once the checkpoint is whole, as part of the save.
+            path: the checkpoint's folder.
+            tree: the tree to save.
+            wait: whether to return only when the checkpoint is complete.
+            on_progress: called with the `Saving` whenever a file has been written.
+            after_commit: called and awaited once the checkpoint is complete, as part of the save.
         """
         self._controller()
         folder = checkpoint_folder.absolute(path)
@@ -156,10 +172,10 @@ class Saver:
         return saving
 
     async def remove(self, path: str) -> None:
-        """Remove a checkpoint, wherever parts of it lie.
+        """Remove the checkpoint at `path`, in this process's file system and in those of all actors.
 
         Raises:
-            CheckpointError: a file cannot be removed.
+            CheckpointError: a file cannot be removed by this process.
         """
         try:
             names = await in_thread(lambda: checkpoint_folder.remove(path))
@@ -168,7 +184,7 @@ class Saver:
         await self._removals.run(path, names, remove_folder=True)
 
     async def aclose(self) -> None:
-        """End the save under way; has to be called before the actors are gone."""
+        """Cancel the save under way, if there is one; call this while the actors still run."""
         saving = self._current
         if saving is not None and not saving.done():
             _LOG.warning("%s: the mesh closed before this save was whole; await it first", shown(saving.path))
@@ -184,7 +200,15 @@ class Saver:
         *,
         awaited: bool,
     ) -> Saving:
-        """Begin the snapshots on all actors; nothing is awaited until the actors have been asked."""
+        """Ask all actors for snapshots of their arrays, without awaiting anything, and start the save's task.
+
+        Args:
+            folder: the checkpoint's folder, as an absolute path.
+            tree: the tree to save.
+            on_progress: called with the `Saving` whenever a file has been written.
+            after: called and awaited once the checkpoint is complete.
+            awaited: whether the user awaits the save.
+        """
         leaves = to_save(tree, self._owner)
         plan = make_save_plan(leaves, self._controller())
         controller, save_id = self._controller(), checkpoint_folder.new_save_id()
@@ -213,13 +237,18 @@ class Saver:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One save under way: it writes, commits, and removes what it has written if it fails.
+    """The work of one save: to write its files, to commit them, and to remove them if the save fails.
 
     Attributes:
+        snapshots: for each process that writes, a future of its reply that it has made its snapshot.
         made_folders: the folders that this save made, outermost first.
-        replaced_manifest: the manifest that was in the folder when the save began.
+        replaced_manifest: the manifest that was in the folder when the save began; None if there was none.
         manifest: the manifest that this save writes.
-        stopped: tells the writing thread to end.
+        files: descriptions of the files that have been written, by name.
+        arrays: descriptions of the arrays that have been written, by path.
+        stopped: set to tell the thread that writes to end.
+        has_begun: whether the folder is made, so that files may have been written.
+        is_committed: whether the manifest of this save is in place.
     """
 
     controller: Controller
@@ -247,7 +276,7 @@ class _Job:
         return self.saving.path
 
     async def run(self) -> None:
-        """Do the save and settle the `Saving`, whatever happens."""
+        """Write and commit the checkpoint, and set the outcome of the `Saving`, whatever happens."""
         start_s = time.monotonic()
         try:
             await self._write_all()
@@ -291,16 +320,21 @@ class _Job:
         )
 
     def _begin(self) -> None:
-        """Make the folder and read the manifest in it.
+        """Make the checkpoint's folder and read the manifest that is in it.
 
-        This runs in a thread, whose end a cancelled await does not see: so the thread itself notes what it
-        made.
+        This runs in a thread. It stores its results in attributes rather than return them, because a
+        cancelled await would not get a returned value.
         """
         self.made_folders = checkpoint_folder.make(self.folder)
         self.replaced_manifest = checkpoint_folder.read_manifest(self.folder)
 
     async def _write_on(self, process: ProcessId, files: Sequence[Sequence[SavedArray]]) -> None:
-        """Have a process write its files one after the other: its threads have other things to do as well."""
+        """Have a process write its files, one after the other, because its threads have other work too.
+
+        Args:
+            process: the process.
+            files: for each file, the arrays or parts to write to it.
+        """
         await self.snapshots[process]
         request_log = self.controller.request_log
         for index, entries in enumerate(files):
@@ -322,9 +356,9 @@ class _Job:
             self._advance(sum(self._size_bytes(entry) for entry in entries))
 
     async def _check_files_on(self, process: ProcessId, files: Sequence[Sequence[SavedArray]]) -> None:
-        """Have a process look for the files that it wrote, once all files are written.
+        """Have a process check that the files that it wrote exist; called once all files are written.
 
-        The files may lie where no other process sees them.
+        Only that process can check it, because its host may have a file system that no other host sees.
         """
         names = [checkpoint_folder.file_name(self.save_id, process, index) for index in range(len(files))]
         sizes = tuple((name, self.files[name].size_bytes) for name in names)
@@ -332,7 +366,13 @@ class _Job:
         await self.controller.request_log.send(process, make, Done, awaited=self.saving.is_awaited)
 
     def _add_array(self, file: str, entry: SavedArray, digest: str) -> None:
-        """Add an array, or a part of one, that is in a file to the manifest's arrays."""
+        """Record for the manifest that an array, or one part of an array, has been written to a file.
+
+        Args:
+            file: name of the file.
+            entry: the array or part.
+            digest: the SHA-256 digest of its bytes.
+        """
         path, part = entry.path, entry.part
         aval, key_impl = self.leaves.remote[path].value_type.aval, self.leaves.key_impls.get(path)
         if part is None:
@@ -350,12 +390,12 @@ class _Job:
         return array.nbytes * math.prod(entry.part.shape) // max(1, math.prod(array.value_type.aval.shape))
 
     async def _write_host_arrays(self) -> None:
-        """Write the arrays that are in this process."""
+        """Write the arrays that are in this process to a file, in a thread."""
         arrays, name = self.leaves.host, checkpoint_folder.file_name(self.save_id, None, 0)
         path, metadata = os.path.join(self.folder, name), self._metadata(list(arrays))
 
         def write() -> tuple[int, dict[str, str]]:
-            checkpoint_folder.make(self.folder)  # another save that failed may have taken it away
+            checkpoint_folder.make(self.folder)  # another save that failed may have removed it
             return tensor_files.write(path, arrays, metadata, self.stopped.is_set)
 
         try:
@@ -382,7 +422,7 @@ class _Job:
                 _LOG.exception("on_progress of the save %s failed", shown(self.folder))
 
     def _commit(self) -> None:
-        """Put the manifest in place and remove the files of the replaced one; runs in a thread."""
+        """Put the manifest in place, in a thread, and remove the files of the manifest that it replaces."""
         order = {path: k for k, path in enumerate([*self.leaves.remote, *self.leaves.host])}
         arrays = dict(sorted(self.arrays.items(), key=lambda item: order[item[0]]))
         manifest = m.Manifest(dict(sorted(self.files.items())), arrays, self.leaves.values)
@@ -390,11 +430,14 @@ class _Job:
         sizes = {name: file.size_bytes for name, file in self.files.items()}
         checkpoint_folder.commit(self.folder, self.save_id, self.manifest, self.replaced_manifest, sizes)
         self.is_committed = True
-        with contextlib.suppress(OSError):  # as on the actors
+        with contextlib.suppress(OSError):  # this checkpoint is complete even if old files stay
             checkpoint_folder.remove_files(self.folder, checkpoint_folder.files_of(self.replaced_manifest))
 
     async def _remove_replaced(self) -> None:
-        """Remove the replaced files on the actors. Should that fail, this checkpoint is whole anyway."""
+        """Remove the files of the replaced checkpoint on the actors, and call `after_commit`.
+
+        A failure is only logged, because this save's checkpoint is complete.
+        """
         await self.removals.run(self.folder, checkpoint_folder.files_of(self.replaced_manifest))
         if self.after_commit is not None:
             try:
@@ -406,7 +449,10 @@ class _Job:
     # ------------------------------------------------------------ failing
 
     async def _remove_own_files(self) -> None:
-        """Remove what this save has written, on the actors and here: both may share the folder, or not."""
+        """Remove the files that this save has written, both on the actors and in this process's file system.
+
+        The two may share the folder or not. Nothing is removed if the manifest turns out to be in place.
+        """
         self.leaves = Leaves({}, {}, {}, {})
         names: tuple[str, ...] = ()
 
@@ -424,10 +470,10 @@ class _Job:
             _LOG.warning("%s: what a failed save wrote could not be removed: %s", shown(self.folder), error)
 
     def _is_in_place(self) -> bool:
-        """Whether this save's manifest is in place; runs in a thread.
+        """Return whether this save's manifest is in the folder; this runs in a thread.
 
-        A file system may report that a manifest could not be put in place, or not be made durable, and have
-        it all the same.
+        It may be there although the commit failed: a file system may report an error when it puts a file in
+        place, or makes it durable, and store the file nevertheless.
         """
         return bool(self.manifest) and checkpoint_folder.read_manifest(self.folder) == self.manifest
 
@@ -457,9 +503,11 @@ The size is the unit of progress, and of what a writer holds twice.
 
 @dataclass(frozen=True, slots=True)
 class SavedArray:
-    """An array in a file, or one of the parts in which the processes of an actor have it.
+    """An entry of a file in a save plan: a leaf's array, or the part of it that one process of an actor has.
 
     Args:
+        array_id: the id of the array.
+        path: the path of the leaf.
         part: the part; None: the whole array.
     """
 
@@ -469,7 +517,10 @@ class SavedArray:
 
     @property
     def name(self) -> str:
-        """Name of the array or part in its file."""
+        """The name of the array or part in its file, such as `"params/w"`, or `"params/w[0,128]"` for a part.
+
+        A part's name has the index in the array at which the part begins.
+        """
         if self.part is None:
             return self.path
         starts = ",".join(str(start) for start in part_start(self.part))
@@ -477,18 +528,18 @@ class SavedArray:
 
     @property
     def number(self) -> int:
-        """Number of the part as `WriteFile` has it; -1: the whole array."""
+        """The number of the part in the message `WriteFile`; -1 stands for the whole array."""
         return -1 if self.part is None else self.part.number
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The plan of which process writes which arrays.
+    """A plan of a save that says which process writes which arrays to which file.
 
     Args:
-        snapshots: the arrays of which each process is to make a snapshot.
-        files: each process's files, and the arrays in each of them.
-        size_bytes: size of all arrays.
+        snapshots: for each process, the ids of the arrays of which it is to make a snapshot.
+        files: for each process, one tuple per file with the arrays and parts to write to it.
+        size_bytes: size of all arrays together.
     """
 
     snapshots: dict[ProcessId, tuple[ArrayId, ...]]
@@ -497,12 +548,12 @@ class SavePlan:
 
 
 def part_start(part: Part) -> tuple[int, ...]:
-    """Return where a part begins in its array, one index an axis."""
+    """Return the index of a part's first element in its array, one number per axis."""
     return tuple(one.start or 0 for one in part.index)
 
 
 def make_save_plan(leaves: Leaves, controller: Controller) -> SavePlan:
-    """Plan which processes write the leaves of a tree, and to which files."""
+    """Return a plan of which processes write the leaves of a tree, and to which files."""
     paths: dict[ArrayId, list[str]] = {}
     for path, array in leaves.remote.items():
         paths.setdefault(array.array_id, []).append(path)  # one array may be several leaves of the tree
@@ -528,7 +579,10 @@ def make_save_plan(leaves: Leaves, controller: Controller) -> SavePlan:
 def _writers(
     actor: ActorId, array_id: ArrayId, aval: Aval, controller: Controller
 ) -> list[tuple[ProcessId, Sequence[Part | None]]]:
-    """Return which of an actor's processes write an array, and which parts of it each writes."""
+    """Return the processes of an actor that are to write an array, each with the parts that it writes.
+
+    A part of None stands for the whole array.
+    """
     processes, how = controller.processes, controller.scattering
     if not how.splits:
         return [(processes.process(actor, 0), [None])]
@@ -547,12 +601,13 @@ CLEAN_S = 5.0
 
 
 class FileRemovals:
-    """The removals of files that a mesh's actors have under way, by folder.
+    """An object that has the actors of a mesh remove files of saves, and knows which removals are under way.
 
-    A late removal would take away the folder in which the next save begins to write.
+    A save must not begin before removals in its folder have ended: a late one would remove the folder in
+    which the save begins to write.
 
     Args:
-        controller: as the `Saver`'s.
+        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
     """
 
     def __init__(self, controller: Callable[[], Controller]):
@@ -560,9 +615,15 @@ class FileRemovals:
         self._under_way: dict[str, set[asyncio.Future[Any]]] = {}
 
     async def run(self, folder: str, files: tuple[str, ...], *, remove_folder: bool = False) -> None:
-        """Have every actor end its part of a save and remove files: see `Sweep`.
+        """Have every actor end its part of a save and remove files, and wait for that.
 
-        An actor that cannot, or is late, only causes a warning in the log.
+        The wait lasts `CLEAN_S` seconds at most. An actor that cannot remove a file, or takes longer, only
+        causes a warning in the log.
+
+        Args:
+            folder: the folder of the save.
+            files: names of the files to remove.
+            remove_folder: whether to remove the folder too, if it is empty then.
         """
         controller = self._controller()
         if controller.is_closed:
@@ -581,9 +642,9 @@ class FileRemovals:
             )
 
     async def wait_over(self, folder: str) -> None:
-        """Wait until no actor removes files in the folder.
+        """Wait until no actor removes files in the folder any more.
 
-        That includes actors for which `run` did not wait, because it was cancelled or they were late.
+        This also waits for actors for which `run` did not, because it was cancelled or they were late.
         """
         while sweeps := self._under_way.get(folder):
             await asyncio.wait(sweeps)
@@ -603,10 +664,12 @@ T = TypeVar("T")
 
 
 def checkpoint_failure(folder: str, what: str, error: Exception) -> CheckpointError:
-    """Make the error for a checkpoint that could not be saved or restored, with its cause.
+    """Return the error to raise when a checkpoint could not be saved or restored.
 
     Args:
+        folder: the checkpoint's folder.
         what: `"saved"` or `"restored"`, for the message.
+        error: the cause.
     """
     text = error.strerror or str(error) if isinstance(error, OSError) else str(error).partition("\n")[0]
     result = CheckpointError(f"{shown(folder)} could not be {what}: {text or type(error).__name__}")
@@ -615,10 +678,13 @@ def checkpoint_failure(folder: str, what: str, error: Exception) -> CheckpointEr
 
 
 async def in_thread(work: Callable[[], T], stop: threading.Event | None = None) -> T:
-    """Run `work` in a thread, and wait for the thread's end also when cancelled: nothing is written later.
+    """Run `work` in a thread and return its result; if cancelled, first wait until the thread has ended.
+
+    So no thread writes to files after its save was cancelled.
 
     Args:
-        stop: set when cancelled, for `work` to look at.
+        work: the function to run.
+        stop: an event that is set on cancellation, for `work` to check.
     """
     future = asyncio.get_running_loop().run_in_executor(None, work)
     try:

@@ -1,6 +1,6 @@
-"""Convert a user's tree to named leaves, and decide what each leaf is saved and restored as.
+"""Convert a user's tree to named leaves, and decide in which form each leaf is saved and restored.
 
-The functions here touch no file and no actor.
+The functions of this module access no file and no actor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ _TOO_LARGE = 10**_MOST_DIGITS
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """The leaves of a tree by path: arrays on actors, arrays in this process, and values for the manifest."""
+    """The leaves of a tree to save, by path and sorted by the way in which they are saved.
+
+    Args:
+        remote: arrays on actors, which the actors write.
+        host: arrays in this process, which it writes itself.
+        values: plain Python values, which are stored in the manifest.
+        key_impls: for each PRNG key array in `remote` or `host`, the name of its PRNG implementation.
+    """
 
     remote: dict[str, RemoteArray]
     host: dict[str, np.ndarray]
@@ -42,16 +49,17 @@ class Leaves:
 
 
 def to_save(tree: Any, owner: Owner) -> Leaves:
-    """Collect what is to be saved of a tree.
+    """Check a tree that is to be saved, and return its leaves, sorted by the way in which they are saved.
 
-    Host arrays are copied: the user may change them while they are written.
+    Host arrays are copied, because the user may change them while they are written.
 
     Args:
-        owner: the owner of the saving mesh's arrays.
+        tree: the user's tree.
+        owner: the part of the saving mesh that owns its arrays.
 
     Raises:
         ArrayError: an array was donated, deleted, or belongs to another mesh.
-        CheckpointError: a leaf cannot be saved, or two leaves have one path; names them.
+        CheckpointError: a leaf cannot be saved, or two leaves have the same path; the message names them.
     """
     leaves = Leaves({}, {}, {}, {})
     for path, leaf in named_leaves(tree).items():
@@ -72,10 +80,14 @@ def to_save(tree: Any, owner: Owner) -> Leaves:
 
 
 def named_leaves(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
-    """Return the leaves of a tree by path.
+    """Return the leaves of a tree by their paths in a checkpoint, such as `"params/blocks/0/w"`.
+
+    Args:
+        tree: the tree.
+        is_leaf: returns whether to treat a node as a leaf, as for `jax.tree.leaves`.
 
     Raises:
-        CheckpointError: two leaves have one path, or a path is one that the format keeps for itself.
+        CheckpointError: two leaves have the same path, or a path cannot be stored.
     """
     named: dict[str, Any] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
@@ -138,12 +150,13 @@ def _host_copy(path: str, leaf: Any, key_impls: dict[str, str]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class RestoreTarget:
-    """The type and the place that a leaf is restored as.
+    """The form in which a leaf is restored: its type, and the actors that get it.
 
     Args:
-        value_type: type of the array, as it travels; None for a plain value.
-        actors: the actors on which the array is to lie; none: it stays in this process.
-        like: the leaf that the user gave, where the value is to come back as one of its kind.
+        value_type: the type with which the array is sent between processes; None for a plain value.
+        actors: the actors that are to hold the array; empty if it stays in this process.
+        like: the host value that the user gave for the leaf, whose Python type the restored value gets; None
+            if the leaf is restored as a `RemoteArray`.
     """
 
     value_type: ValueType | None
@@ -152,10 +165,10 @@ class RestoreTarget:
 
 
 def targets(like: Any) -> tuple[dict[str, RestoreTarget], Any]:
-    """Read from `like` what each leaf is to be restored as.
+    """Return the form in which each leaf is to be restored, as the user's tree `like` says.
 
     Returns:
-        The targets by path, and the structure to build of the restored leaves.
+        The targets by path, and the tree structure into which the restored leaves are put.
 
     Raises:
         CheckpointError: nothing can be restored as a leaf of `like`, or a step in it was not compiled.
@@ -168,12 +181,18 @@ def targets(like: Any) -> tuple[dict[str, RestoreTarget], Any]:
 
 
 def _is_argument(node: Any) -> bool:
-    """Whether a node of `like` is `(step, argnum)`."""
+    """Return whether a node of `like` is a pair `(step, argnum)`, which stands for an argument of a step."""
     return isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], DistributedStep)
 
 
 def _expanded(node: Any) -> Any:
-    """Expand `(step, argnum)` to the tree of `Slot`s of that argument; return other nodes as they are."""
+    """Return the tree of `Slot`s (types and actors) of an argument in place of a node `(step, argnum)`.
+
+    Other nodes are returned as they are.
+
+    Raises:
+        CheckpointError: the step was not compiled, or has no such argument.
+    """
     if not _is_argument(node):
         return node
     step, argnum = node
@@ -201,10 +220,15 @@ def _expanded(node: Any) -> Any:
 
 
 def _target(key: str, leaf: Any) -> RestoreTarget:
-    """Make the target of one leaf of `like`.
+    """Return the form in which one leaf is to be restored.
 
     Args:
-        key: where in `like` the leaf is, as Python indexes it; empty: the leaf is `like` itself.
+        key: the Python expression that indexes the leaf in `like`, such as `"['w'][0]"`, for the error; empty
+            if the leaf is `like` itself.
+        leaf: the leaf of `like`.
+
+    Raises:
+        CheckpointError: nothing can be restored in the form of this leaf.
     """
     if isinstance(leaf, Slot):
         return RestoreTarget(leaf.type, leaf.home)
@@ -229,10 +253,15 @@ def _target(key: str, leaf: Any) -> RestoreTarget:
 
 
 def check_matches(wanted: dict[str, RestoreTarget], manifest: Manifest) -> None:
-    """Check that a checkpoint holds exactly the leaves that `like` asks for.
+    """Check that a checkpoint has exactly the leaves that the user asks for.
+
+    Args:
+        wanted: for each path, the form in which the leaf is to be restored.
+        manifest: the description of the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint has other leaves, or one of another shape or dtype; names the first.
+        CheckpointError: the checkpoint has other leaves, or one of another shape or dtype. The message names
+            the first such leaf.
     """
     missing = [path for path in wanted if path not in manifest.arrays and path not in manifest.values]
     if missing:
@@ -273,7 +302,7 @@ def _fits(target: RestoreTarget, manifest: Manifest, path: str) -> bool:
 
 
 def _as_array_type(value: bool | int | float | complex) -> Aval | None:
-    """Return the type as which a step would have taken a plain value; None: the step would refuse it."""
+    """Return the array type that a plain value has as an argument of a step; None if it is too large."""
     try:
         aval = travelling_type(value).aval
     except OverflowError:  # an int that is too large for JAX's
@@ -285,12 +314,17 @@ def _as_array_type(value: bool | int | float | complex) -> Aval | None:
 
 
 def _kind(dtype: str) -> type:
-    """Return the Python type of one element."""
+    """Return the Python type of one element of an array of this dtype."""
     return type(np.zeros((), numpy_dtype(dtype)).item())
 
 
 def finished(target: RestoreTarget, value: Any) -> Any:
-    """Convert a restored value that is in this process to one of the kind that `like` has."""
+    """Convert a restored value in this process to the Python type of the leaf that the user gave for it.
+
+    Args:
+        target: the form in which the leaf is restored.
+        value: the plain value or numpy array that was read.
+    """
     if target.value_type is None:
         return value.item() if isinstance(value, np.ndarray) else value
     array = np.asarray(value, numpy_dtype(target.value_type.aval.dtype))
@@ -331,5 +365,5 @@ def _listed(paths: Sequence[str]) -> str:
 
 
 def _named(path: str) -> str:
-    """Name a leaf's path for an error."""
+    """Return a leaf's path as text for an error."""
     return "the root" if path == ROOT else repr(path)

@@ -1,28 +1,30 @@
-"""The compiler turns a step function and its arguments' types into actors' programs and their executables.
+"""The compiler turns a step function and its arguments' types into executables and one program per actor.
 
-`pipeline` runs the passes; each pass is a module:
+`pipeline` runs the passes in this order; each pass is a module:
 
-trace                   the step function as flat operations over integer values, with its markers and loops
-partition               a loop's operations as forward and backward tasks, by stage
-rematerialization       which forward values a backward keeps, and which it computes again
-task_variants           the forms of tasks that a schedule asks for: whole, split, forward and backward as one
-placement               where everything outside the loops runs, and where arguments and results live
-task_graph              all tasks of the step, joined by values; a recipe for each executable
-sharding_propagation    a sharding for each value that crosses tasks
-lowering                the graph as programs: transfers, donation, deletion
-verify                  checks of the graph and the programs
-export                  recipes as serialized StableHLO
+trace                   traces the step function into flat operations over integer value ids
+partition               splits each loop's operations into forward and backward tasks, one pair per stage
+rematerialization       chooses the forward values that a backward keeps and those that it computes again
+task_variants           makes the forms of tasks that a schedule asks for: whole, split, or forward and
+                        backward fused
+placement               chooses the actors of arguments, results and all operations outside the loops
+task_graph              joins all tasks of the step into one graph, and writes a recipe for each executable
+sharding_propagation    finds a sharding for each value that is passed between tasks
+lowering                turns the graph into programs: inserts transfers, donations and deletions
+verify                  checks the graph and the programs
+export                  turns recipes into serialized StableHLO
 
-Each pass has modules that help it:
+These modules hold data or help a pass:
 
-ir, primitives, ir_slicing     operations over integers, JAX's primitives by name, executables as
-data
-scan, cond_split, debug_callbacks       for `trace`: loops with markers, branches, prints
-stage_assignment, loop_commuting        for `partition`: each operation's stage, work that moves behind the
-loop
-outer_ops, reduction_grouping           for `placement`: the step outside its loops, sums by actor
-loop_unrolling, continued_arguments     for `task_graph`: the tasks of one loop, which result continues which
-argument
-evaluate, export_cache                  for `export`: operations as functions, equal recipes once
-describe                                the text of each pass, and the reasons for places and transfers
+ir, primitives, ir_slicing              all passes: operations over integers, names of JAX's primitives,
+                                        selection of the operations that given values need
+scan, cond_split, debug_callbacks       `trace`: loops that contain markers, branches of conds, debug prints
+stage_assignment, loop_commuting        `partition`: the stage of each operation, and the operations that
+                                        move to after the loop
+outer_ops, reduction_grouping           `placement`: operations outside the loops, and sums grouped by actor
+loop_unrolling, continued_arguments     `task_graph`: the tasks of one loop, and which result replaces which
+                                        argument in the next step
+evaluate, export_cache                  `export`: operations as functions, and one export for equal recipes
+describe                                dumps of each pass, and reasons for the place of a value or a
+                                        transfer
 """

@@ -1,8 +1,8 @@
-"""Take conds and calls outside the loops apart, so that each part can run where its data lives.
+"""Split conds and calls outside the loops, so that each piece can run on the actor that holds its data.
 
 `split_cond` makes several conds of one, `merge_parts` joins such parts again, and `expanded` replaces an
 operation by the operations inside it. All compute the same values as before. `compiler.placement` decides
-which operations are taken apart.
+which operations are split or expanded.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Sequence
 from jaxpp_async.compiler.ir import Flat, Lit, Loop, Op, Ref, Types, used_ids
 from jaxpp_async.compiler.primitives import LAID_OUT
 
-# Sending a value of up to this size costs next to nothing, so its place says nothing about where its users
-# should run.
+# Sending a value of up to this size in bytes costs next to nothing, so the actor that has it need not run its
+# users.
 SMALL_BYTES = 64
 
-# A value of up to this size (a scalar, a key) is computed again rather than shared between the parts of a
-# cond.
+# A value of up to this size in bytes (a scalar, a key) is computed again rather than shared between the parts
+# of a cond.
 SCALAR_BYTES = 16
 
 
 def is_repeatable(op: Op, types: Types) -> bool:
-    """Say whether computing `op` again costs less than sharing its result."""
+    """Return whether computing `op` again costs less than sharing its result."""
     if any(types.sizes[r] > SCALAR_BYTES for r in op.reads):
         return False
     return op.name in LAID_OUT or all(types.sizes[o] <= SCALAR_BYTES for o in op.outputs if o >= 0)
@@ -33,13 +33,19 @@ def is_repeatable(op: Op, types: Types) -> bool:
 
 
 def split_cond(op: Op, used: set[int], types: Types) -> list[Op]:
-    """Split a cond into one cond for each group of results that share no computed array.
+    """Split a cond into several, so that results in different conds share no computed array.
 
-    Scalars and values laid out from them do not count as shared: each group computes its own.
+    Results that are computed from the same array in some branch are kept in one cond. Scalars, and arrays
+    made from scalars by layout operations such as broadcasts, do not count as shared: each cond computes its
+    own.
 
     Args:
-        op: with `branches`.
-        used: the value ids that any operation needs; other results are dropped.
+        op: a cond, that is an operation with `branches`.
+        used: the value ids that any operation needs; results with other ids are dropped.
+        types: the type of every value id.
+
+    Returns:
+        The new conds; `op` alone if it already is a part of a split cond.
     """
     assert op.branches is not None
     if op.branches.whole is not None:
@@ -51,7 +57,7 @@ def split_cond(op: Op, used: set[int], types: Types) -> list[Op]:
 
 
 def merge_parts(parts: Sequence[Op]) -> Op:
-    """Merge parts of one cond into one operation again, since each choice costs time on a device."""
+    """Merge several parts of one cond into a single operation, since every cond costs time on a device."""
     assert parts[0].branches is not None and parts[0].branches.whole is not None
     whole = parts[0].branches.whole
     asked = {o for part in parts for o in part.outputs}
@@ -59,7 +65,7 @@ def merge_parts(parts: Sequence[Op]) -> Op:
 
 
 def _merge_inside(body: Flat) -> Flat:
-    """Merge the parts of each cond inside a body."""
+    """Return a body in which conds that `split_cond` made of one cond are merged into one again."""
     groups: dict[int, list[Op]] = {}
     for op in body.ops:
         if isinstance(op, Op) and op.branches is not None and op.branches.whole is not None:
@@ -74,7 +80,13 @@ def _merge_inside(body: Flat) -> Flat:
 
 
 def _split_inside(body: Flat, wanted: Sequence[int], types: Types) -> Flat:
-    """Split the conds inside a branch's body, and drop the operations that no wanted result needs."""
+    """Split the conds inside a branch's body, and drop the operations that no wanted result needs.
+
+    Args:
+        body: the branch's body.
+        wanted: the positions of the cond's results that are used.
+        types: the type of every value id.
+    """
     ops: list[Op | Loop] = []
     needed = {r for k in wanted if isinstance(r := body.outputs[k], int)}
     for op in reversed(body.ops):
@@ -86,7 +98,16 @@ def _split_inside(body: Flat, wanted: Sequence[int], types: Types) -> Flat:
 
 
 def _groups(bodies: Sequence[Flat], wanted: Sequence[int], types: Types) -> list[list[int]]:
-    """Group the results that share a computed array in some branch, directly or through others."""
+    """Group the results that share a computed array in some branch, directly or through other results.
+
+    Args:
+        bodies: one body per branch.
+        wanted: the positions of the results to group.
+        types: the type of every value id.
+
+    Returns:
+        The groups, each a list of result positions.
+    """
     sets = _DisjointSets()
     for b, body in enumerate(bodies):
         made_by: dict[int, tuple[int, int]] = {}
@@ -108,7 +129,10 @@ def _groups(bodies: Sequence[Flat], wanted: Sequence[int], types: Types) -> list
 
 
 class _DisjointSets:
-    """Disjoint sets of operations and results, each named by a pair of integers."""
+    """A union-find structure over the operations and results of a cond.
+
+    An operation is named (branch, position in its body); a result is named (-1, position).
+    """
 
     def __init__(self) -> None:
         self._parent: dict[tuple[int, int], tuple[int, int]] = {}
@@ -126,7 +150,10 @@ class _DisjointSets:
 
 
 class _WholeCond:
-    """A cond from which parts are taken, each at the cost of its own size."""
+    """A whole cond from which smaller conds with only some of its results can be made.
+
+    Making a part takes time in proportion to the part, not to the whole cond.
+    """
 
     def __init__(self, op: Op) -> None:
         assert op.branches is not None
@@ -137,7 +164,15 @@ class _WholeCond:
         self.positions = [{v: p for p, v in enumerate(b.inputs)} for b in self.branches.bodies]
 
     def part(self, results: Sequence[int]) -> Op:
-        """Make the cond of some results only."""
+        """Return a cond that computes only the given results.
+
+        Args:
+            results: positions among the whole cond's results.
+
+        Returns:
+            The cond, with only the operands it needs; or a `copy` or `select_n` if there is a single result,
+            for which no branch computes anything.
+        """
         op, bodies = self.op, [self._reduced(b, results) for b in range(len(self.branches.bodies))]
         used = [used_ids(b.ops, b.outputs) for b in bodies]
         kept = sorted({at[v] for at, u in zip(self.positions, used, strict=True) for v in u if v in at})
@@ -154,8 +189,14 @@ class _WholeCond:
         )
 
     def _reduced(self, branch: int, results: Sequence[int]) -> Flat:
-        """Reduce a branch's body to the operations that some results need, and merge the parts of conds
-        inside it."""
+        """Return a branch's body reduced to the operations that some results need.
+
+        Parts of one nested cond inside the body are merged into one operation.
+
+        Args:
+            branch: the branch's index.
+            results: positions of the results to keep.
+        """
         body, makers = self.branches.bodies[branch], self.makers[branch]
         outputs = tuple(body.outputs[k] for k in results)
         kept: set[int] = set()
@@ -169,7 +210,16 @@ class _WholeCond:
 
 
 def _select_one(op: Op, cases: Sequence[Ref], output: int) -> Op:
-    """Make `output` of one of `cases`, all of which are computed."""
+    """Make the operation that selects one of several values, all of which are already computed.
+
+    Args:
+        op: the cond that is replaced; its first input chooses the case.
+        cases: one value per branch.
+        output: the id of the selected value.
+
+    Returns:
+        A `copy` if all cases are the same value, else a `select_n`.
+    """
     if len(cases) == 1 or all(isinstance(c, int) and c == cases[0] for c in cases):
         return Op("copy", (cases[0],), (output,), list, op.line, op.transposed)
     assert op.branches is not None
@@ -177,24 +227,24 @@ def _select_one(op: Op, cases: Sequence[Ref], output: int) -> Op:
     return Op("select_n", (op.inputs[0], *cases), (output,), select, op.line, op.transposed)
 
 
-# ---------------------------------------------------------------- an operation into the operations inside it
+# ---------------------------------------------------------------- an operation replaced by those inside it
 
 
 def can_expand(op: Op) -> bool:
-    """Say whether `expanded` may be called on `op`."""
+    """Return whether `op` is a call or cond that `expanded` can replace by the operations inside it."""
     return op.expand is not None or (op.branches is not None and op.branches.ends)
 
 
 def has_constant_choice(op: Op) -> bool:
-    """Say whether `op` is a cond whose choice is a constant."""
+    """Return whether `op` is a cond whose branch is chosen by a constant."""
     return op.branches is not None and isinstance(op.inputs[0], Lit)
 
 
 def expanded(op: Op, types: Types) -> list[Op]:
-    """Return the operations inside an operation, to stand in its place.
+    """Return operations that replace a call or a cond and compute its results with the same ids.
 
-    Of a cond every branch is computed and its results are selected; of a cond with a constant choice, only
-    that branch is computed.
+    A call is replaced by the operations inside it. For a cond every branch is computed and its results are
+    selected; for a cond with a constant choice only the chosen branch is computed.
     """
     made: list[Op] = []
     if op.expand is not None:
@@ -218,7 +268,14 @@ def _mapped(ref: Ref, mapping: dict[int, Ref]) -> Ref:
 
 
 def _append_copies(ops: Iterable[Op], mapping: dict[int, Ref], made: list[Op], types: Types) -> None:
-    """Append `ops` to `made` over new value ids, which are added to `mapping`."""
+    """Append copies of `ops` to `made` with new value ids.
+
+    Args:
+        ops: the operations to copy, in program order.
+        mapping: old value id to the value that replaces it; the ids of the copies' results are added to it.
+        made: the list that the copies are appended to.
+        types: the type of every value id; new ids are added to it.
+    """
     copies = []
     for op in ops:
         inputs = tuple(_mapped(r, mapping) for r in op.inputs)
@@ -232,8 +289,14 @@ def _append_copies(ops: Iterable[Op], mapping: dict[int, Ref], made: list[Op], t
 
 
 def _with_whole_renamed(op: Op, mapping: dict[int, Ref], wholes: dict[int, Op]) -> Op:
-    """Rename the values of the cond of which `op` is a part too. All parts get the same cond, kept in
-    `wholes`."""
+    """Return `op` with new value ids in the whole cond that it refers to, if it is a part of a split cond.
+
+    Args:
+        op: an operation whose own values are renamed already.
+        mapping: old value id to the value that replaces it.
+        wholes: the renamed whole conds made so far, by the `id()` of the original; all parts of a cond share
+            one.
+    """
     if op.branches is None or (whole := op.branches.whole) is None:
         return op
     if id(whole) not in wholes:
@@ -249,7 +312,13 @@ def _with_whole_renamed(op: Op, mapping: dict[int, Ref], wholes: dict[int, Op]) 
 def _rebased_expand(
     op: Op, mapping: dict[int, Ref], types: Types
 ) -> Callable[[], tuple[tuple[Op, ...], tuple[Ref, ...]]]:
-    """Return `op.expand` over the values that `mapping` gives for its operands."""
+    """Return a replacement of `op.expand` (which returns the operations inside a call) with other operands.
+
+    Args:
+        op: the call.
+        mapping: old value id to the value that the operations inside the call read instead.
+        types: the type of every value id; types of new values are added to it.
+    """
     here = {r: mapping[r] for r in op.reads if r in mapping}
 
     def expand() -> tuple[tuple[Op, ...], tuple[Ref, ...]]:

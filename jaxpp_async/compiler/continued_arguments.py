@@ -1,7 +1,8 @@
-"""Pair a step's results with the arguments that they continue, as a state from step to step.
+"""Pair each result of a step with the argument that it continues: the argument whose next value it is.
 
-Placement keeps such a pair on the same actors, donation reuses the argument's memory, and a donated argument
-of an interrupted `run` stands for its result.
+A training step's new state continues its state argument, for example. Placement keeps such a pair on the same
+actors, donation reuses the argument's memory, and after an interrupted `run` a donated argument stands for
+the result that continues it.
 """
 
 from __future__ import annotations
@@ -16,33 +17,43 @@ from jaxpp_async.program.instructions import Aval
 
 
 def result_positions(traced: Traced) -> Any:
-    """Return the tree of results with each one's position; None where a result is known by its type
-    (`float0`)."""
+    """Return the step's result tree with each leaf replaced by its position among the traced results.
+
+    A leaf is None where the type alone determines the result (`float0`), so that no value is traced for it.
+    """
     tree = tree_util.tree_unflatten(traced.out_tree, list(range(len(traced.out_names))))
     return tree_util.tree_map(lambda k: k if isinstance(k, int) else None, tree)
 
 
 def continued_arguments(traced: Traced) -> dict[int, int]:
-    """Map result leaves to the argument leaves they continue, where a whole subtree of the result has the
-    structure and types of an argument.
+    """Map positions of result leaves to positions of the argument leaves that they continue.
 
-    Of arguments that are alike each is continued by the result that is made of it in the fewest operations:
-    `p - 0.1 * m` continues `p` and not `m`. Where that tells nothing, their order decides. An argument most
-    of whose leaves keep their types (beside its parameters a cache grows) is continued in those leaves. A
-    result that is wholly another argument, handed back as it came, continues that argument alone.
+    A result continues an argument if it is the argument's next value, such as the new state of a training
+    step. An argument is continued by a subtree of the results that has the argument's tree structure and
+    types. Where several arguments are alike, each is continued by the result that is computed from it in the
+    fewest operations: `p - 0.1 * m` continues `p` and not `m`. Where that does not decide, the order of
+    arguments and results does. An argument most of whose leaves keep their types (for example parameters with
+    a cache that grows) is continued in those leaves only. A result that consists entirely of another
+    argument, returned unchanged, continues that argument alone.
     """
     out = result_positions(traced)
     flat = [tree_util.tree_flatten(arg) for arg in _argument_positions(traced)]
     trees = [(leaves, treedef) for leaves, treedef in flat if len(leaves) > 1]
-    # Single arrays come last, since they fit in many places.
+    # Arguments that are single arrays come last, since many results have their type.
     single = [(leaves, treedef) for leaves, treedef in flat if len(leaves) == 1]
     came_as = {v: traced.arg_of[arg] for arg, v in enumerate(traced.flat.inputs[: len(traced.arg_of)])}
     found: dict[int, int] = {}
     taken: set[int] = set()
 
     def handed_back_arguments(candidate: list[int]) -> set[int]:
-        """Return the arguments that the candidate wholly consists of, as they came; none if it is made of
-        other values."""
+        """Return the arguments that a candidate consists of, if its leaves are all unchanged arguments.
+
+        Args:
+            candidate: positions of result leaves.
+
+        Returns:
+            Argument numbers; the empty set if some leaf of the candidate is any other value.
+        """
         refs = (traced.flat.outputs[k] for k in candidate)
         came = {came_as.get(ref) if isinstance(ref, int) else None for ref in refs}
         return set() if None in came else {argument for argument in came if argument is not None}
@@ -80,8 +91,14 @@ _LOOKED_AT = 3
 def _nearest_first(
     traced: Traced, pairs: Sequence[tuple[list[int], list[int]]]
 ) -> Sequence[tuple[list[int], list[int]]]:
-    """Sort pairs of an argument and a result that may continue it by the number of operations between the
-    two."""
+    """Sort pairs of an argument and a result that may continue it (be its next value), the closest first.
+
+    The distance is the number of operations from the argument to the result.
+
+    Args:
+        traced: the step.
+        pairs: (leaves of an argument, leaves of a result), as positions.
+    """
     if len(pairs) < 2:
         return pairs
     sources = sorted({leaf for leaves, _ in pairs for leaf in leaves[:_LOOKED_AT]})
@@ -95,7 +112,7 @@ def _nearest_first(
 
 
 def _operations_from(traced: Traced, value: int) -> dict[Any, int]:
-    """Count the operations on the shortest way from `value` to each value that is made of it."""
+    """Return, for each value computed from `value`, the number of operations on the shortest path to it."""
     steps: dict[Any, int] = {value: 0}
     for op in traced.flat.ops:
         if reached := [steps[r] for r in op.reads if r in steps]:
@@ -105,18 +122,19 @@ def _operations_from(traced: Traced, value: int) -> dict[Any, int]:
 
 
 def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping[int, int]) -> list[str]:
-    """Describe the donated arguments whose memory no result takes over, though a result of another shape or
-    dtype stands in their place.
+    """Describe donated arguments whose memory cannot be reused because their new value has another type.
 
-    An argument that is itself a result, elsewhere, is left out, and so is one in whose place a scalar stands:
-    that is a loss beside a batch.
+    For each such argument leaf, the result at its place in the result tree has another shape or dtype. Two
+    kinds of arguments are left out: those that are returned unchanged as some other result, and arrays with a
+    scalar at their place, which is probably the loss that is returned where a batch was passed.
 
     Args:
-        donated: argument numbers.
-        continues: as of `continued_arguments`.
+        traced: the step.
+        donated: the numbers of the donated arguments.
+        continues: result leaf to the argument leaf that it continues, as `continued_arguments` returns it.
 
     Returns:
-        One text for each such leaf, with its result.
+        One text per such leaf, with the name and type of the argument and of the result.
     """
     out = result_positions(traced)
     several = type(out) is tuple
@@ -166,7 +184,7 @@ def _find_subtree(tree: Any, treedef: Any, fits: Callable[[list[int]], bool]) ->
 
 
 def _subtrees(tree: Any, treedef: Any) -> Iterator[list[int]]:
-    """Return the leaves of each part of a tree that has this structure."""
+    """Yield the leaves of each subtree of `tree` that has the structure `treedef`."""
     leaves, found = tree_util.tree_flatten(tree)
     if found == treedef:
         yield leaves

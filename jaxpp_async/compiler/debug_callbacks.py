@@ -1,7 +1,8 @@
-"""Keep `jax.debug.print` and `jax.debug.callback` working in a step, and refuse host code of any other kind.
+"""Make `jax.debug.print` and `jax.debug.callback` work in a step, and refuse any other host code.
 
-Host code never travels to an actor. Instead the printed values become hidden results of the step's tasks, and
-the controller calls the prints with these values once the step is over.
+Host code is never sent to an actor. Instead the printed values become hidden results of the step's tasks, and
+the controller calls the prints with these values once the step is over. A "print" below is a call of either
+function.
 """
 
 from __future__ import annotations
@@ -19,21 +20,29 @@ from jaxpp_async.jax_bridge import private_api, tracebacks
 
 
 def make_print(eqn: Any, operands: Sequence[Ref], line: str) -> Print:
-    """Make the print that an equation asks for."""
+    """Make the `Print`, a call that the controller makes after the step, for one equation that prints.
+
+    Args:
+        eqn: the equation of a `jax.debug.print` or `jax.debug.callback`.
+        operands: the value ids and constants to print.
+        line: `file:line` of the user's code.
+    """
     return Print(
         functools.partial(private_api.call_host, eqn), tuple(PrintOperand(r) for r in operands), line
     )
 
 
 def refuse_host_code(eqn: Any, line: str, stage: Callable[[], int] | None) -> None:
-    """Refuse an equation that runs host code: it does not travel to the actors.
+    """Raise an error if an equation runs host code or has side effects, since actors cannot run host code.
 
     Args:
-        line: `file:line` where the equation stands.
-        stage: counts the stages before it in a loop's body, which takes a walk; None outside.
+        eqn: the equation to check.
+        line: `file:line` of the equation in the user's code.
+        stage: a function that finds the stage of the equation inside a loop's body, for the error's text;
+            called only for an error, since it has to walk over the body. None outside loops.
 
     Raises:
-        UnsupportedError: the equation runs host code.
+        UnsupportedError: the equation runs host code or has side effects.
     """
     name = eqn.primitive.name
     found, around = private_api.find_inside(eqn, CALLBACKS)
@@ -62,7 +71,7 @@ def refuse_host_code(eqn: Any, line: str, stage: Callable[[], int] | None) -> No
 
 
 def is_checkpoint_with_prints(eqn: Any) -> bool:
-    """Say whether an equation is a checkpoint with prints inside it."""
+    """Return whether an equation is a checkpoint (`jax.checkpoint`) with prints inside it."""
     return eqn.primitive.name in CHECKPOINTS and _has_prints(eqn)
 
 
@@ -71,12 +80,17 @@ def _has_prints(eqn: Any) -> bool:
 
 
 def lift_prints(eqn: Any) -> tuple[Any, list[Any], list[tuple[Any, list[Any]]]]:
-    """Take the prints out of a checkpoint: their operands become further results of it. Prints inside a scan
-    or a cond stay.
+    """Return a copy of a checkpoint without prints; the printed values become extra results.
+
+    A print is a `jax.debug.print` or `jax.debug.callback`. Those inside a scan or a cond within the
+    checkpoint are not moved.
+
+    Args:
+        eqn: the equation of the checkpoint (`jax.checkpoint`).
 
     Returns:
-        The equation without prints, constants to pass before its operands, and each print's equation with its
-        operands: a literal, or the number of a result of the new equation.
+        The equation without prints, the constants to pass before its operands, and a list of (equation of a
+        print, its operands). Each such operand is a literal or the number of a result of the new equation.
     """
     jaxpr = private_api.inner_jaxpr(eqn)
     lifted: list[tuple[Any, list[Any]]] = []
@@ -97,7 +111,13 @@ def lift_prints(eqn: Any) -> tuple[Any, list[Any], list[tuple[Any, list[Any]]]]:
 
 
 def _evaluate(closed: Any, args: Sequence[Any], found: list[tuple[Any, list[Any]]]) -> list[Any]:
-    """Run a jaxpr under a JAX trace without its prints, which are added to `found`."""
+    """Run a jaxpr under a JAX trace without its prints, and return its results.
+
+    Args:
+        closed: the closed jaxpr.
+        args: its arguments.
+        found: a list to which (equation of a print, its operands) is added for each print.
+    """
     jaxpr, consts = private_api.open_jaxpr(closed)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -131,12 +151,17 @@ def move_prints_out(
 ) -> tuple[LoopPrints, dict[int, int]]:
     """Rewrite the prints of a loop's body so that they read values outside the loop.
 
+    A printed value that is computed in the body becomes a new result of the loop, stacked over microbatches.
+
     Args:
-        prints: operands are ids of the body.
-        inside: the body's inputs, as the operands outside that they stand for.
+        prints: the prints in the body; their operands are value ids of the body.
+        inside: for each input of the body, the operand outside the loop that it stands for.
+        types: the type of every value id; the stacked values are added to it.
+        num_microbatches: the number of microbatches of the loop.
 
     Returns:
-        The prints, and the values that the loop has to stack: id in the body to id of the stack.
+        The rewritten prints, and the values that the loop has to stack: value id in the body to value id of
+        the stacked result.
     """
     stacked: dict[int, int] = {}
 
@@ -157,7 +182,10 @@ def move_prints_out(
 
 
 def hidden_results(prints: Sequence[Print | LoopPrints]) -> tuple[int, ...]:
-    """List the values that prints show, each once."""
+    """List the ids of the values that debug prints show, which the step returns as hidden results.
+
+    Each id is listed once, in order of first use.
+    """
     each = (q for p in prints for q in (p.prints if isinstance(p, LoopPrints) else (p,)))
     refs = (o.ref for p in each for o in p.operands)
     return tuple(dict.fromkeys(r for r in refs if isinstance(r, int)))
@@ -166,10 +194,13 @@ def hidden_results(prints: Sequence[Print | LoopPrints]) -> tuple[int, ...]:
 def print_calls(
     prints: Sequence[Print | LoopPrints], values: Mapping[int, Any]
 ) -> Iterator[tuple[Print, list[Any]]]:
-    """Pair each print with its operands, in program order, a loop's prints microbatch by microbatch.
+    """Yield each print to call with the operands to call it with, in program order.
+
+    The prints of a loop are called once per microbatch, all prints of a microbatch before those of the next.
 
     Args:
-        values: host arrays (keys as key arrays) by value id.
+        prints: the prints of the step.
+        values: value id to host array; PRNG keys are key arrays.
     """
     for p in prints:
         inside, count = ((p,), 1) if isinstance(p, Print) else (p.prints, p.num_microbatches)

@@ -1,7 +1,7 @@
-"""Describe a compilation to people: the text of each pass, and the reasons why things are where they are.
+"""Describe a compiled step to people: a text dump of each pass, and the reasons for each place and transfer.
 
-Texts are long and seldom read, so `PassTexts` holds functions and makes a text when it is asked for.
-`Explainer` reads from the graph who uses what, for `report`.
+Dumps are long and seldom read, so `PassTexts` keeps functions and makes a dump only when it is asked for.
+`Explainer` derives the reasons from the task graph, for the step's `report`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from jaxpp_async.program.instructions import ActorId, Node, ValueId, task_kind
 
 
 class PassTexts(Mapping[str, str]):
-    """The text of each pass by its name, in the order of the passes; each is made anew when it is read.
+    """A read-only mapping from the name of each compiler pass to its text dump, in the order of the passes.
+
+    A dump is made anew each time it is read.
 
     Args:
-        makers: pass name to the function that makes its text of frozen values.
+        makers: pass name to a function without arguments that makes the dump. It must use only values that
+            are never changed later.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], str]]) -> None:
@@ -48,22 +51,28 @@ class PassTexts(Mapping[str, str]):
         return f"<texts of {', '.join(self)}>"
 
     def with_text(self, name: str, maker: Callable[[], str]) -> PassTexts:
-        """Return these texts and that of one more pass."""
+        """Return a new mapping with the dump of one more pass at its end."""
         return PassTexts({**self._makers, name: maker})
 
 
 def format_programs(programs: Sequence[ActorProgram]) -> str:
-    """Format the programs of all actors."""
+    """Return a text dump of the programs of all actors."""
     return "\n\n".join(format_program(p) for p in programs)
 
 
 def format_executables(executables: Sequence[Any]) -> str:
-    """Format a line for each executable."""
+    """Return a text with one line per executable: its number, name and size in bytes."""
     return "\n".join(f"exe {i} {e.name} {len(e.blob)} bytes" for i, e in enumerate(executables))
 
 
 def format_flat(flat: Flat, types: Types, indent: str = "") -> str:
-    """Format a body of operations, for dumps and golden files."""
+    """Return a text dump of a body of operations, for `PassTexts` and for tests against stored dumps.
+
+    Args:
+        flat: the operations, with inputs and outputs.
+        types: the type of every value id.
+        indent: spaces at the start of each line.
+    """
     lines = [f"{indent}inputs {_format_refs(flat.inputs, types)}"]
     for op in flat.ops:
         left = _format_refs([o for o in op.outputs if o >= 0], types)
@@ -80,7 +89,7 @@ def format_flat(flat: Flat, types: Types, indent: str = "") -> str:
 
 
 def format_staged(staged: StagedLoop) -> str:
-    """Format the whole tasks of a loop, as it was cut."""
+    """Return a text dump of a loop that is split into tasks, with each task's operations and each result."""
     lines = [f"loop of {staged.num_stages} stages, {staged.loop.num_microbatches} microbatches"]
     lines += [
         f"stage {k} ends at pipeline_yield {name!r}" for k, name in enumerate(staged.stage_names) if name
@@ -94,7 +103,11 @@ def format_staged(staged: StagedLoop) -> str:
 
 
 def format_scheduled(scheduled: ScheduledLoop) -> str:
-    """Format who runs what when, and each form of a task with what it reads and makes."""
+    """Return a text dump of a loop under its schedule.
+
+    The dump has the grid of tasks by actor and time, then each task variant (a form of a task that the
+    schedule asked for) with its actor, the values it reads and makes, and its operations.
+    """
     lines = [schedules.format_grid(scheduled.tasks)]
     for variant, actor in scheduled.variants_on_actors():
         task = variant.task
@@ -121,7 +134,7 @@ def _format_refs(refs: Iterable[Ref], types: Types | None = None) -> str:
 
 
 def _format_ref(ref: Ref, types: Types | None = None) -> str:
-    """Format an operand; with its type, if types are given."""
+    """Format an operand, followed by its type if `types` is given."""
     if isinstance(ref, Lit):
         return _format_literal(ref.value)
     return (
@@ -130,7 +143,7 @@ def _format_ref(ref: Ref, types: Types | None = None) -> str:
 
 
 def _format_literal(value: Any) -> str:
-    """Format a constant in a way that does not depend on which array class JAX keeps it in."""
+    """Format a constant; the text does not depend on the array class in which JAX keeps it."""
     array = np.asarray(value)
     content = array.tolist() if array.size <= 8 else "..."
     return f"#{content}:{_format_aval(array.dtype.name, array.shape) if array.ndim else array.dtype.name}"
@@ -141,7 +154,7 @@ def _format_aval(dtype: str, shape: Sequence[int]) -> str:
 
 
 def format_graph(placed: PlacedStep) -> str:
-    """Format a placed graph and a line for each recipe."""
+    """Return a text dump of a task graph, followed by one line per executable's recipe."""
     graph = placed.graph
     lines = [f"in  v{i.value} {graph.values[i.value].label} on {list(i.actors)}" for i in graph.inputs]
     for n in graph.nodes:
@@ -157,7 +170,7 @@ def _format_recipe(index: int, recipe: Recipe) -> str:
 
 
 def format_specs(placed: PlacedStep) -> str:
-    """Format the type and sharding of every value of the graph."""
+    """Return a text with one line per value of the task graph: its label, type and sharding."""
     return "\n".join(
         f"v{i} {value.label} {value.aval.dtype}{list(value.aval.shape)} {value.aval.spec or 'replicated'}"
         for i, value in enumerate(placed.graph.values)
@@ -171,14 +184,14 @@ IN_LOOP = "in the loop"
 
 @dataclass(frozen=True, slots=True)
 class CrossActorArray:
-    """One array that goes from one actor to another.
+    """One array that is sent from one actor to another, with the reason, for the step's `report`.
 
     Args:
-        value: the value in the graph.
-        from_actor, to_actor: the two actors.
-        what: its type, and the task or operation that makes it.
-        when: `"in the loop"`, or the part of the step outside it.
-        why: who needs it there.
+        value: the array's value in the task graph.
+        from_actor, to_actor: the sender and the receiver.
+        what: the array's type, and the task or operation that makes it, as text.
+        when: `"in the loop"`, or the part of the step outside the loop.
+        why: the tasks, operations or results that need it on the receiver, as text.
     """
 
     value: ValueId
@@ -190,12 +203,12 @@ class CrossActorArray:
 
 
 class Explainer:
-    """Finds the reasons for the places and transfers of one step.
+    """An explainer of where the values of one compiled step are placed and why they are sent.
 
     Args:
-        traced: the step, for names.
-        placed: the same, placed.
-        continues: result leaf to the argument leaf that it continues.
+        traced: the traced step, for the names of arguments and results.
+        placed: the same step after placement, with its task graph.
+        continues: result leaf to the argument leaf that it continues (whose next value it is), as positions.
     """
 
     def __init__(self, traced: Traced, placed: PlacedStep, continues: Mapping[int, int]) -> None:
@@ -230,7 +243,7 @@ class Explainer:
 
     @cached_property
     def _continued(self) -> dict[ValueId, list[int]]:
-        """The results that continue an argument, by the argument's value."""
+        """For each argument's value in the task graph, the results that continue it (are its next value)."""
         values = {i.arg: i.value for i in self.graph.inputs}
         found: dict[ValueId, list[int]] = defaultdict(list)
         for result, arg in self.continues.items():
@@ -240,7 +253,7 @@ class Explainer:
     # ---- transfers
 
     def crossings(self) -> list[CrossActorArray]:
-        """List every transfer of a step, by value."""
+        """List every transfer of the step with its reason, sorted by value."""
         planned = sorted((t.value, t.to_actor, t.from_actor) for t in plan_transfers(self.graph))
         return [
             CrossActorArray(
@@ -266,7 +279,7 @@ class Explainer:
         return f"of {node.label}" if op is None else f"{op.name} at {_file_name(op.line)}"
 
     def _find_phase(self, value: ValueId, actor: ActorId) -> str:
-        """Find the part of the step in which a transfer happens."""
+        """Return the part of the step in which `value` is sent to `actor`, such as "before the loop"."""
         node = self.maker.get(value)
         readers = self.readers.get((value, actor), [])
         if node is not None and node.task is not None and self.graph.values[value].kind == "temp":
@@ -293,12 +306,12 @@ class Explainer:
     # ---- parts of the step
 
     def is_in_loop(self, when: str) -> bool:
-        """Say whether a transfer at that time happens for each microbatch."""
+        """Return whether transfers with this `CrossActorArray.when` happen once per microbatch."""
         return when == IN_LOOP
 
     @property
     def num_microbatches(self) -> int:
-        """The microbatches of the largest loop; 1 without a loop."""
+        """The number of microbatches of the loop that has the most; 1 for a step without a loop."""
         return max((s.staged.loop.num_microbatches for s in self.placed.loops.values()), default=1)
 
     @cached_property
@@ -313,14 +326,19 @@ class Explainer:
         return ["before loop 1", *(f"before loop {k}" for k in range(2, count + 1)), f"after loop {count}"]
 
     def phase(self, node: Node) -> str:
-        """Say in which part of the step a node outside the loops runs."""
+        """Return the part of the step in which a node outside the loops runs, such as "after the loop"."""
         level = self.placed.outer_levels.get(node.label, 0)
         return self._phases[sum(level > loop for loop in self._loop_levels)]
 
     # ---- arguments and results
 
     def why_input(self, value: ValueId, actors: Sequence[ActorId]) -> str:
-        """Say why an argument lives where it lives."""
+        """Return the reason why an argument is placed on the given actors, as text.
+
+        Args:
+            value: the argument's value in the task graph.
+            actors: the actors that get the argument; empty if no actor uses it.
+        """
         if not actors:
             return self._why_unused(value)
         return _join_reasons({a: self._why_input_on(value, a) for a in actors})
@@ -354,7 +372,12 @@ class Explainer:
         return "not used: stays where it is"
 
     def _used_through(self, value: ValueId, actor: ActorId) -> list[str]:
-        """Find an actor's tasks that use what is made of an argument outside the loops, such as a cast."""
+        """List an actor's tasks that use an argument after an operation outside the loops, such as a cast.
+
+        Args:
+            value: the argument's value in the task graph.
+            actor: the actor.
+        """
         argument, homes = self.placed.value_ids[value], self.placed.placement.op_actors
         made = {o for i, op in self._items if actor in homes[i] and argument in op.reads for o in op.outputs}
         here = (n for n in self.graph.nodes if n.actor == actor and n.task is not None)
@@ -365,7 +388,12 @@ class Explainer:
         )
 
     def why_result(self, result: int, value: ValueId) -> str:
-        """Say why a result lives where it lives."""
+        """Return the reason why a result is placed where it is, as text.
+
+        Args:
+            result: the position of the result leaf.
+            value: the result's value in the task graph.
+        """
         if result in self.placed.placement.handed_back:
             return f"is {self.graph.values[value].label}, handed back where it lies"
         if result in self.placed.placement.asked:

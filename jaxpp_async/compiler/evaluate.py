@@ -1,6 +1,7 @@
-"""Turn operations, recipes and branches into functions of arrays that JAX can trace.
+"""Turn operations, recipes and branches of a cond into functions of arrays that JAX can trace.
 
-At a recipe's boundary PRNG keys travel as their uint32 data.
+A recipe describes the computation of one executable. PRNG keys among its arguments and results are passed as
+their uint32 data.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from jaxpp_async.program.instructions import Aval
 
 
 def recipe_function(recipe: Recipe, types: Types) -> Callable[..., list[Any]]:
-    """Return the recipe as a function of its inputs."""
+    """Return a function that computes the recipe's outputs from its inputs, for `jax.jit`."""
     return lambda *args: _run_recipe(recipe, types, args, None)
 
 
 def checked_function(recipe: Recipe, types: Types) -> Callable[..., tuple[list[Any], dict[str, Any]]]:
-    """Return the recipe as a function of its inputs that also reports which operations make NaNs or
-    infinities.
+    """Return the recipe's function, extended to report which operations make NaNs or infinities.
 
     Returns:
-        A function that returns the results, and a dict of one entry: the checked places, joined by newlines,
-            and the vector with the worst value at each. First comes each input (of a batch: its microbatch),
-            then the result of each operation. See `nonfinite.NonfiniteChecker`.
+        A function that returns the recipe's results and a dict with one entry. Its key is the text of the
+        checked places, joined by newlines. Its value is an integer vector that tells for each place whether
+        the value at this place contains a NaN, an infinity or neither. The places are first each input (for a
+        batch, its microbatch), then the result of each operation. See `nonfinite.NonfiniteChecker`.
     """
 
     def run(*args: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -74,14 +75,19 @@ def _run_recipe(
 
 
 def run_ops(ops: Sequence[Op], env: dict[int, Any]) -> None:
-    """Run operations under a JAX trace, reading and writing `env`."""
+    """Run operations under a JAX trace.
+
+    Args:
+        ops: the operations, in program order.
+        env: value id to array; operands are read from it and results are written to it.
+    """
     for op in ops:
         results = op.run([read_operand(env, r) for r in op.inputs])
         env.update((o, x) for o, x in zip(op.outputs, results, strict=True) if o >= 0)
 
 
 def _run_ops_checked(ops: Sequence[Op], env: dict[int, Any], checker: NonfiniteChecker) -> None:
-    """Run operations as `run_ops` does, and check each value that is made, also inside a call or a scan."""
+    """Run operations as `run_ops` does, and check each value that they make, also inside calls and scans."""
     for op in ops:
         operands, run = [read_operand(env, r) for r in op.inputs], op.run
         if isinstance(run, functools.partial) and run.func is private_api.bind_eqn:
@@ -94,20 +100,25 @@ def _run_ops_checked(ops: Sequence[Op], env: dict[int, Any], checker: NonfiniteC
 
 
 def read_operand(env: Mapping[int, Any], ref: Ref) -> Any:
-    """Return an operand's array."""
+    """Return the array of an operand: its constant, or its entry in `env`, which maps value ids to arrays."""
     return ref.value if isinstance(ref, Lit) else env[ref]
 
 
 def wrap_input(value_type: ValueType, x: Any) -> Any:
-    """Convert an array at the boundary into the form its operations use: key data as keys, with the
-    sharding of its type."""
+    """Convert an argument of an executable into the array that its operations use.
+
+    Key data is wrapped as PRNG keys, and the array gets the sharding of its type.
+    """
     keyed = jax.random.wrap_key_data(x, impl=value_type.key_impl) if value_type.key_impl else x
     return logical_axes.reshard_to(keyed, value_type.sharding)
 
 
 def unwrap_result(x: Any) -> Any:
-    """Convert a result into its form at the boundary: keys as key data, a value that is whole on every
-    device as replicated, even where its type says reduced."""
+    """Convert a result of an executable's operations into the array that the executable returns.
+
+    PRNG keys become their uint32 data. An array whose sharding type says "reduced" becomes a replicated one,
+    since each device has the whole array.
+    """
     x = jnp.asarray(x)
     mesh, known = jax.sharding.get_abstract_mesh(), logical_axes.explicit_sharding(jax.typeof(x))
     if known is not None and (known.mesh != mesh or known.spec.reduced):
@@ -116,12 +127,15 @@ def unwrap_result(x: Any) -> Any:
 
 
 def key_data(x: Any) -> Any:
-    """Convert keys to key data; return any other array as it is."""
+    """Convert an array of PRNG keys to its uint32 data; return any other array unchanged."""
     return jax.random.key_data(x) if private_api.is_key_dtype(x.dtype) else x
 
 
 def value_type(aval: Any) -> ValueType:
-    """Return the `ValueType` of a JAX aval. Its split over mesh axes is found later."""
+    """Return the `ValueType` of a JAX aval.
+
+    It does not say how automatic mesh axes split the value; `compiler.sharding_propagation` finds that later.
+    """
     weak, types = bool(getattr(aval, "weak_type", False)), logical_axes.explicit_sharding(aval)
     on_host = private_api.is_host_memory(aval)
     if private_api.is_key_dtype(aval.dtype):
@@ -134,12 +148,12 @@ def value_type(aval: Any) -> ValueType:
 
 
 def branches(bodies: Sequence[Flat], types: Types, *, ends: bool) -> Branches:
-    """Make the branches of a `cond`, for passes that split it.
+    """Make the `Branches` of a `cond`, from which passes can build smaller conds.
 
     Args:
-        bodies: one a branch, with the same results.
-        types: of every value id, also of the ids that bodies get later.
-        ends: no branch has a `while`.
+        bodies: one body per branch; all return the same number and types of results.
+        types: the type of every value id, including ids that are added to bodies later.
+        ends: whether every branch is certain to end, that is, none contains a `while`.
     """
     return Branches(tuple(bodies), lambda chosen: _choose_branch(chosen, types), _select, ends)
 
@@ -149,7 +163,7 @@ def _choose_branch(bodies: Sequence[Flat], types: Types) -> Callable[[Sequence[A
 
     def run_body(body: Flat, *args: Any) -> list[Any]:
         env: dict[int, Any] = dict(zip(body.inputs, args, strict=True))
-        # No branch has a loop: tracing refuses it.
+        # No branch has a `Loop`, since tracing refuses that.
         run_ops([op for op in body.ops if isinstance(op, Op)], env)
         results = zip((read_operand(env, r) for r in body.outputs), dtypes, strict=True)
         # A constant may be a Python number, whose dtype would follow the configuration.
@@ -160,7 +174,15 @@ def _choose_branch(bodies: Sequence[Flat], types: Types) -> Callable[[Sequence[A
 
 
 def _dtype(refs: Sequence[Ref], types: Types) -> Any:
-    """Return the dtype of one result, which every branch gives; None for keys."""
+    """Return the dtype of one result of a cond, which is the same in every branch.
+
+    Args:
+        refs: the result in each branch.
+        types: the type of every value id.
+
+    Returns:
+        The dtype; None for PRNG keys.
+    """
     value_id = next((r for r in refs if isinstance(r, int)), None)
     if value_id is None:
         return _constant_dtype(refs[0].value) if isinstance(refs[0], Lit) else None
@@ -168,7 +190,14 @@ def _dtype(refs: Sequence[Ref], types: Types) -> Any:
 
 
 def _select(xs: Sequence[Any]) -> list[Any]:
-    """Return `cases[position]`, all computed. Constants among the cases become arrays of the others' type."""
+    """Return the case that an index selects from cases that are all computed already.
+
+    Args:
+        xs: the index, then the cases. Constants among the cases are converted to the dtype of the others.
+
+    Returns:
+        A list with the selected case.
+    """
     position, *cases = xs
     arrays = [x for x in cases if isinstance(x, jax.Array)]
     dtype = arrays[0].dtype if arrays else _constant_dtype(cases[0])

@@ -1,12 +1,12 @@
-"""Lower recipes to serialized StableHLO with pinned shardings, and explain why one cannot be lowered.
+"""Lower recipes to serialized StableHLO with pinned shardings, and explain why a recipe cannot be lowered.
 
-Every executable takes and returns flat lists of arrays. PRNG keys are passed between executables as their
-data. Under `jax_debug_nans` or `jax_debug_infs` an executable returns a second result: see
-`evaluate.checked_function`.
+A recipe describes the computation of one executable. Every executable takes and returns flat lists of arrays;
+PRNG keys are passed between executables as their uint32 data. Under `jax_debug_nans` or `jax_debug_infs` an
+executable returns a second result: see `evaluate.checked_function`.
 
 Errors for steps that cannot be lowered, or whose arrays actors cannot keep, are `UnsupportedError`s that name
-the operation, its task and the user's line. The operation is looked for only once something has failed: each
-is then lowered alone.
+the operation, its task and the user's line. The operation is searched for only after lowering has failed, by
+lowering each operation alone.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Emitted:
     """One serialized executable.
 
     Args:
-        key: a hash of the content alone.
+        key: a hash of `blob`, without the name.
         blob: the serialized StableHLO.
-        name: the recipe's.
+        name: the name of the executable's recipe, such as `"fwd0"`.
     """
 
     key: str
@@ -52,9 +52,9 @@ class Target:
     """The devices that executables are lowered for.
 
     Args:
-        mesh: the actors' mesh, abstract; None for actors of one device.
+        mesh: the device mesh of each actor, as an abstract mesh; None for actors with one device.
         platform: `"cpu"` or `"cuda"`.
-        axis_rules: logical to mesh axis names, for `shard`.
+        axis_rules: logical axis name to mesh axis names, for `shard`.
     """
 
     mesh: AbstractMesh | None
@@ -63,7 +63,7 @@ class Target:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Mesh axis name to size; empty for actors of one device."""
+        """The size of each mesh axis by its name; empty for actors with one device."""
         return dict(self.mesh.shape) if self.mesh is not None else {}
 
 
@@ -75,14 +75,14 @@ def emit(
     *,
     out_specs: Sequence[tuple[SpecEntry, ...]] | None = None,
 ) -> Emitted:
-    """Lower one recipe.
+    """Lower one recipe to a serialized executable.
 
     Args:
-        recipe: the recipe.
+        recipe: the computation to lower.
         types: the type of each value id.
-        specs: sharding of each value id; missing ones are replicated.
+        specs: the sharding of each value id; ids without an entry are replicated.
         target: the mesh and platform to lower for.
-        out_specs: of the results, where they differ from the values' own.
+        out_specs: the sharding of each result, where it differs from the entry in `specs`.
     """
     if out_specs is None:
         out_specs = [specs.get(v, ()) if isinstance(v, int) else () for v in recipe.outputs]
@@ -114,7 +114,10 @@ def emit(
 
 
 def lowering_context(target: Target) -> Any:
-    """Set up JAX for tracing and lowering: the mesh for bare `PartitionSpec`s, the rules for `shard`."""
+    """Return a context in which JAX traces and lowers for the target.
+
+    It sets the mesh that bare `PartitionSpec`s refer to, and the axis rules for `shard`.
+    """
     stack = contextlib.ExitStack()
     stack.enter_context(logical_axes.axis_rules(target.axis_rules if target.mesh is not None else {}))
     stack.enter_context(jax_config.mesh_context(target.mesh))
@@ -122,7 +125,14 @@ def lowering_context(target: Target) -> Any:
 
 
 def _sharding(mesh: AbstractMesh, spec: Sequence[SpecEntry], value_type: ValueType | None) -> NamedSharding:
-    """Return how a value lies between executables."""
+    """Return the sharding with which a value is passed from one executable to another.
+
+    Args:
+        mesh: the actors' abstract mesh.
+        spec: the mesh axes that split each dimension.
+        value_type: the value's type, which tells the axes over which it is still to be summed; None if there
+            are none.
+    """
     pending = logical_axes.unreduced_axes(value_type.sharding) if value_type is not None else ()
     return NamedSharding(mesh, PartitionSpec(*spec, unreduced=frozenset(pending)))
 
@@ -135,10 +145,12 @@ _FOREIGN = re.compile(r"custom_call @([\w.$-]+)")
 
 @contextlib.contextmanager
 def explained(recipes: Sequence[Recipe], types: Types, target: Target) -> Iterator[None]:
-    """Turn what JAX raises inside into an `UnsupportedError`, if one operation of the recipes is to blame.
+    """Turn JAX's lowering errors inside the context into `UnsupportedError`s that name the failing operation.
+
+    An error is raised unchanged if every operation can be lowered alone.
 
     Args:
-        recipes: of the step that is lowered inside, each with the operations of one task.
+        recipes: the recipes of the step that is lowered in the context; each has the operations of one task.
         types: the type of each value id.
         target: the mesh and platform to lower for.
     """
@@ -155,9 +167,13 @@ def explained(recipes: Sequence[Recipe], types: Types, target: Target) -> Iterat
 
 
 def refuse_host_memory(placed: PlacedStep) -> None:
-    """Raise an `UnsupportedError` for a value in host memory that outlives its task: actors keep none there.
+    """Raise an error if an array in host memory leaves its task, since actors cannot keep such arrays.
 
-    A checkpoint that offloads makes one of each residual, unless its backward is in the same task.
+    A `jax.checkpoint` whose policy offloads puts each residual into host memory. That is allowed where its
+    backward is in the same task.
+
+    Raises:
+        UnsupportedError: such an array is passed to another task or returned from the step.
     """
     crossing = {v for v in placed.value_ids if placed.types[v].on_host}
     for recipe in placed.recipes if crossing else ():
@@ -178,7 +194,12 @@ def refuse_host_memory(placed: PlacedStep) -> None:
 def _find_culprit(
     recipes: Sequence[Recipe], types: Types, target: Target
 ) -> tuple[Recipe, Op, Exception] | None:
-    """Find the first operation that cannot be lowered on its own."""
+    """Find the first operation that cannot be lowered on its own.
+
+    Returns:
+        The recipe that contains the operation, the operation, and JAX's error; None if every operation can be
+        lowered.
+    """
     tried: set[tuple[str, str]] = set()
     for recipe in recipes:
         for op in recipe.ops:

@@ -1,9 +1,10 @@
-"""Export recipes that are equal up to the numbers of their values only once.
+"""Export equal recipes only once; recipes are equal if they differ only in the numbers of their value ids.
 
 Two recipes are equal when everything that `emit` reads of them is: names, types, shardings, constants' bytes,
-the parameters of every operation, nested jaxprs included, and the source lines that stand in an executable's
-bytes. What cannot be compared is equal to itself alone. So an executable that is shared has the bytes that a
-second export would give, and identical stages cost one export, however many there are.
+the parameters of every operation including nested jaxprs, and the source lines that become part of an
+executable's bytes. An object that cannot be compared counts as equal only to itself. A shared executable
+therefore has the same bytes as a second export would give, and identical stages cost one export, however many
+there are.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ Specs = Mapping[int, tuple[SpecEntry, ...]]
 
 
 class ExportCache:
-    """The executables of a step and of its forms under other schedules, by what they compute.
+    """A cache of exported executables, keyed by what they compute.
 
-    The cache grows with every step that is emitted through it; whoever keeps compiled steps owns one.
+    One cache serves a step and the forms of that step under other schedules; the owner of the compiled steps
+    owns it. It grows with every step that is emitted through it and is never emptied.
 
     Attributes:
-        count: how many recipes were exported.
+        count: the number of recipes that were exported.
     """
 
     def __init__(self) -> None:
@@ -45,11 +47,11 @@ class ExportCache:
     def emit(
         self, recipes: Sequence[Recipe], types: Types, specs: Specs, target: Target
     ) -> tuple[Emitted, ...]:
-        """Emit one executable a recipe, as `export.emit` would make it, each exported at most once.
+        """Return one executable per recipe, as `export.emit` would make it, exporting equal recipes once.
 
         Args:
-            recipes: of one step.
-            types, specs, target: as `export.emit` takes them.
+            recipes: the recipes of one step.
+            types, specs, target: the arguments of the same names of `export.emit`.
         """
         context = _ExportContext(types, specs, target, jax_config.trace_settings())
         # Keys cost a tenth of an export. A recipe that resembles no other needs none yet.
@@ -82,7 +84,7 @@ class ExportCache:
 
 
 def _outline(recipe: Recipe) -> Hashable:
-    """Return what equal recipes have in common and is cheap to find."""
+    """Return a cheap key of a recipe; only recipes with equal outlines can be equal and need a full key."""
     lists = recipe.inputs, recipe.outputs, recipe.slices, recipe.starts, recipe.accumulates
     return recipe.stem, tuple(map(len, lists)), tuple(op.name for op in recipe.ops)
 
@@ -92,12 +94,12 @@ def _outline(recipe: Recipe) -> Hashable:
 
 @dataclass(frozen=True, eq=False)
 class _ExportContext:
-    """The things that the recipes of one step share."""
+    """The data besides a recipe that determines its executable; all recipes of one step share it."""
 
     types: Types
     specs: Specs
     target: Target
-    config: Hashable  # the settings now: a recipe's key may be made later
+    config: Hashable  # JAX's settings when the recipes are emitted, since a recipe's key may be made later
 
     @functools.cached_property
     def _common(self) -> Hashable:
@@ -116,7 +118,10 @@ _HANDLED = {"name", "inputs", "outputs", "ops", "slices", "index", "literals", "
 
 
 class _RecipeKey:
-    """Numbers the values of one recipe in the order in which they are made, and copies the rest as it is."""
+    """A maker of the key of one recipe, in which value ids are replaced by numbers.
+
+    Values are numbered in the order in which they are made, so that the key does not depend on their ids.
+    """
 
     def __init__(self, context: _ExportContext) -> None:
         self.context, self.contents = context, _ContentKeys()
@@ -143,7 +148,7 @@ class _RecipeKey:
         return r.stem, inputs, index, slices, starts, ops, accumulates, outputs
 
     def make(self, value: int) -> int:
-        """Return the number of a value that is made here; -1 for results that nobody wants."""
+        """Return the number that stands for a newly made value in the key; -1 for an unused result."""
         return self.numbers.setdefault(value, len(self.numbers)) if value >= 0 else -1
 
     def read(self, ref: Ref) -> Hashable:
@@ -152,7 +157,7 @@ class _RecipeKey:
         return self.contents.key(ref.value) if isinstance(ref, Lit) else self.numbers[ref]
 
     def boundary(self, ref: Ref) -> tuple[ValueType, Hashable]:
-        """Return the type and sharding of an argument or result."""
+        """Return the type and sharding of an argument or result of the recipe."""
         if isinstance(ref, Lit):
             return literal_type(ref), ()
         return self.context.types[ref], self.context.specs.get(ref, ())
@@ -163,7 +168,7 @@ class _RecipeKey:
 
 @dataclass(frozen=True, eq=False)
 class _Identity:
-    """The key of a thing that is equal to itself alone, and lives as long as a key names it."""
+    """A key for an object that counts as equal only to itself; the key also keeps the object alive."""
 
     thing: Any
 
@@ -175,10 +180,10 @@ class _Identity:
 
 
 class _ContentKeys:
-    """Makes keys of operations' payloads and parameters, for one recipe.
+    """A maker of keys for operations' functions and parameters, used for one recipe.
 
-    A jaxpr that stands in several places of a recipe is lowered once. So each is numbered, and the pattern of
-    repetition is part of the key.
+    JAX lowers a jaxpr object that occurs in several places of a recipe once. So each jaxpr is numbered, and
+    the pattern of repetition is part of the key.
     """
 
     def __init__(self) -> None:
@@ -186,7 +191,10 @@ class _ContentKeys:
         self._open: list[Any] = []  # functions whose key is being made: one may close over itself
 
     def key(self, value: Any) -> Hashable:
-        """Return a key that values share only if they export alike; an `_Identity` when in doubt."""
+        """Return a key of any value; two values share a key only if they are exported to the same bytes.
+
+        A value that cannot be compared gets an `_Identity`, which equals no other value's key.
+        """
         kind = type(value)
         if kind in _PLAIN:
             return kind, value
@@ -247,7 +255,10 @@ class _ContentKeys:
     # ---- Python
 
     def function(self, value: Any) -> Hashable:
-        """Return the key of a function: functions of the same code over the same values do the same."""
+        """Return the key of a Python function: its code object, its defaults and the values it closes over.
+
+        Functions with the same code over the same values do the same.
+        """
         if any(value is f for f in self._open):
             return "itself", next(i for i, f in enumerate(self._open) if value is f)
         self._open.append(value)
@@ -276,7 +287,7 @@ class _ContentKeys:
         return dict, tuple((self.key(k), self.key(v)) for k, v in value.items())
 
     def named(self, value: Any) -> Hashable:
-        """Return the key of a named tuple, such as dimension numbers."""
+        """Return the key of a tuple subclass, such as a named tuple of dimension numbers."""
         return type(value), tuple(map(self.key, value))
 
     def same(self, value: Any) -> Hashable:
@@ -299,7 +310,7 @@ _SPECIAL: dict[type, Callable[[_ContentKeys, Any], Hashable]] = {
 }
 
 _NEVER_LOWERED = {
-    # These are rules of differentiation, and a task is not differentiated any more.
+    # These parameters are rules of differentiation, which a task no longer needs.
     "custom_jvp_call": ("jvp_jaxpr_fun",),
     "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
 }

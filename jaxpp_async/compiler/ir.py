@@ -1,9 +1,9 @@
-"""Represent a traced step as flat lists of operations over integer values, and its executables as recipes.
+"""Represent a traced step as flat lists of operations over integer value ids, and its executables as recipes.
 
-A recipe is what `task_graph` writes and `export` turns into StableHLO; a node's inputs and its recipe's
-inputs agree position by position. The function that runs an operation is opaque here (`Op.run`), so that
-partition and placement work on structure alone. Value ids count from zero over the whole step, loop bodies
-included.
+A recipe describes the computation of one executable: `task_graph` writes it and `export` turns it into
+StableHLO. The inputs of a node of the task graph and of its recipe agree position by position. The function
+that runs an operation (`Op.run`) is opaque to the passes, so that partition and placement use only the
+structure. Value ids count from zero over the whole step, loop bodies included.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxpp_async.program.instructions import Aval
 
 @frozen(eq=False)
 class Lit:
-    """A small constant operand."""
+    """A small constant that is an operand of an operation or a result of a body."""
 
     value: Any
 
@@ -28,14 +28,14 @@ Ref: TypeAlias = int | Lit
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """The type of a value: shape and dtype as it travels, and the JAX properties that its array form loses.
+    """The type of a value: shape and dtype of the array that is sent, and further JAX properties.
 
     Args:
-        aval: of the array as it travels; a key array travels as its uint32 data.
-        key_impl: PRNG implementation, for key arrays.
-        weak: JAX's weak type.
-        sharding: the sharding in the value's type on a mesh with explicit axes, else None.
-        on_host: the value lies in host memory, which only values inside a task may do.
+        aval: shape and dtype of the array that is sent; an array of PRNG keys is sent as its uint32 data.
+        key_impl: the PRNG implementation of a key array; None for other arrays.
+        weak: whether JAX's type is weak.
+        sharding: the sharding in JAX's type of the value, on a mesh with explicit axes; else None.
+        on_host: whether the value is in host memory, which is allowed only for values used within one task.
     """
 
     aval: Aval
@@ -46,7 +46,7 @@ class ValueType:
 
 
 def stacked_type(element: ValueType, length: int) -> ValueType:
-    """Make the type of `length` values of a type along a new leading axis, which no mesh axis splits."""
+    """Return the type of `length` values stacked along a new leading axis that no mesh axis splits."""
     known = element.sharding
     sharding = known and known.update(spec=known.spec.update(partitions=(None, *known.spec.partitions)))
     aval = replace(element.aval, shape=(length, *element.aval.shape))
@@ -58,22 +58,24 @@ class Op:
     """An operation of a step.
 
     Args:
-        name: of the JAX primitive, or of an operation of the compiler's own such as `"reduction_end"`.
-        inputs: value ids and constants.
-        outputs: ids of the values it makes; -1 where a result is not used.
-        run: takes the operands' arrays and returns the results, under a JAX trace.
-        line: `file:line` of the user.
-        transposed: made by reverse-mode differentiation.
-        params: properties that partitioning reads (a marker's name and side).
-        expand: for an operation that wraps others (a checkpoint): returns those, over new value ids, and its
-            results.
-        split: for an operation that can be cut in two (a scan): takes the operation and the positions of the
-            results that are wanted first; returns the operation that makes them, with the values that the
-            rest needs of it, and the operation that makes the rest.
-        branches: for a `cond` outside the loops, its branches.
+        name: the name of the JAX primitive, or of an operation of the compiler's own such as
+            `"reduction_end"`.
+        inputs: the operands: value ids and constants.
+        outputs: the ids of the values that it makes; -1 for a result that is not used.
+        run: a function that takes the operands' arrays and returns the results, called under a JAX trace.
+        line: `file:line` of the user's code.
+        transposed: whether reverse-mode differentiation made the operation.
+        params: properties that partitioning reads, such as the name and side of a stage marker.
+        expand: for an operation that wraps others (such as a checkpoint), a function that returns those, over
+            new value ids, and their results.
+        split: for an operation that can be split in two (a scan), a function that takes the operation and the
+            positions of the results that are wanted first. It returns the operation that makes these,
+            together with the values that the rest needs of it, and the operation that makes the rest; None if
+            it cannot be split so.
+        branches: the branches of a `cond` outside the loops; else None.
 
     Attributes:
-        reads: the values among `inputs`.
+        reads: the value ids among `inputs`, without the constants.
     """
 
     name: str
@@ -96,18 +98,20 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """The branches of a `cond`. Its first operand is the branch's position, the others are the branches'
-    inputs.
+    """The branches of a `cond`, and functions that build other conds from them.
+
+    The first operand of the cond is the index of the branch to run; the others are the branches' inputs.
 
     Args:
-        bodies: one a branch, each over value ids of its own.
-        choose: makes the `run` of a `cond` of the given bodies, which may be other ones than those above:
-            reduced, reordered.
-        select: the `run` of an operation that takes the position and one value a branch, and returns that
-            branch's value.
-        ends: no branch has a `while`, which may never end on values that it was not meant for.
-        whole: the cond of which this one is a part, so that parts which meet again on one actor can be
-            merged.
+        bodies: one body per branch, each over value ids of its own.
+        choose: a function that takes bodies and returns the `Op.run` of a cond of them. The bodies may be
+            reduced or reordered versions of those above.
+        select: the `Op.run` of an operation that takes the index and one value per branch, and returns the
+            value of the chosen branch.
+        ends: whether every branch is certain to end. A branch with a `while` is not: it might run forever on
+            values that it was not meant for.
+        whole: the cond that this one is a part of (see `cond_split`), so that parts that are placed on the
+            same actor can be merged again; None if it is not a part.
     """
 
     bodies: tuple[Flat, ...]
@@ -119,12 +123,21 @@ class Branches:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """An accumulate loop. The inputs of its `body` are invariants, one microbatch's leaves and the
-    microbatch's index.
+    """An accumulate loop: a body that runs once per microbatch, with a reduction for each of its results.
+
+    The inputs of its `body` are the invariants, one microbatch's leaves and the microbatch's index.
 
     Args:
-        leaves: name and type of each leaf of a microbatch, as the user wrote it, such as `"batch['x']
-            float32[2,4]"`.
+        body: the operations of one microbatch.
+        invariants: the values outside the loop that are the same for every microbatch.
+        batch: the leaves of the batch, which are sliced along their leading axis.
+        outputs: the ids of the loop's results.
+        reductions: for each result, how the microbatches' values are combined.
+        schedule: the schedule that the user passed.
+        num_microbatches: the number of microbatches.
+        line: `file:line` of the user's code.
+        leaves: the name and type of each leaf of a microbatch, named after the user's argument, such as
+            `"batch['x'] float32[2,4]"`.
     """
 
     body: Flat
@@ -146,7 +159,7 @@ class Loop:
         return tuple(r for r in self.inputs if isinstance(r, int))
 
     def body_inputs(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the body's ids of the invariants, of the microbatch's leaves, and of the index."""
+        """Return the body's ids of the invariants, the microbatch's leaves and the microbatch's index."""
         n = len(self.invariants)
         ids = self.body.inputs
         return ids[:n], ids[n:-1], ids[-1]
@@ -154,7 +167,7 @@ class Loop:
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """A function body that computes its outputs from its inputs through `ops`, in program order."""
+    """A function body that computes its outputs from its inputs by running `ops` in program order."""
 
     inputs: tuple[int, ...]
     ops: tuple[Op | Loop, ...]
@@ -162,8 +175,10 @@ class Flat:
 
 
 class _SizeCache(dict[int, int]):
-    """Bytes of one whole copy of each value, computed at first use, since some values (`float0`) have no
-    size."""
+    """A cache of the size in bytes of each value, counting one whole copy of the array.
+
+    A size is computed when it is first used, since some values (`float0`) have none.
+    """
 
     def __init__(self, types: dict[int, ValueType]) -> None:
         self._types = types
@@ -174,10 +189,10 @@ class _SizeCache(dict[int, int]):
 
 
 class Types:
-    """The type of every value id, growing while a step is compiled.
+    """A table of the type of every value id; types of new values are added while a step is compiled.
 
     Attributes:
-        sizes: bytes of one whole copy of a value, by id.
+        sizes: the size in bytes of one whole copy of each value, by value id.
     """
 
     def __init__(self) -> None:
@@ -198,7 +213,10 @@ class Types:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A large array that the user's function closes over: a hidden step argument, put on the actors once."""
+    """A large array that the user's function closes over.
+
+    It becomes a hidden argument of the step and is sent to the actors once.
+    """
 
     value: Any
     value_id: int
@@ -206,11 +224,11 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class PrintOperand:
-    """The source of a print's operand.
+    """The origin of an operand of a debug print.
 
     Args:
-        ref: a value of the step outside its loops, or a constant; None: the microbatch's index.
-        per_microbatch: `ref` has an entry for each microbatch.
+        ref: a value of the step outside its loops, or a constant; None for the microbatch's index.
+        per_microbatch: whether `ref` has one entry per microbatch along its leading axis.
     """
 
     ref: Ref | None
@@ -219,12 +237,12 @@ class PrintOperand:
 
 @dataclass(frozen=True, eq=False)
 class Print:
-    """Host code (`jax.debug.print`, `jax.debug.callback`) that the controller calls once the step is over.
+    """A call of host code (`jax.debug.print`, `jax.debug.callback`) that the controller makes after the step.
 
     Args:
-        call: takes the operands and returns nothing.
-        operands: in the order of `call`'s.
-        line: `file:line` of the user.
+        call: the host code; it takes the operands and returns nothing.
+        operands: the origins of the values to pass to `call`, in order.
+        line: `file:line` of the user's code.
     """
 
     call: Callable[[Sequence[Any]], None]
@@ -234,7 +252,7 @@ class Print:
 
 @dataclass(frozen=True, eq=False)
 class LoopPrints:
-    """The prints of a loop's body, in program order; the controller calls them microbatch by microbatch."""
+    """The prints in a loop's body, in program order; the controller calls all of them once per microbatch."""
 
     prints: tuple[Print, ...]
     num_microbatches: int
@@ -245,14 +263,16 @@ class Traced:
     """A traced step function.
 
     Args:
-        flat: its operations; inputs are the arguments' leaves, then the captured arrays.
-        types: of every value id.
-        arg_names: one a leaf, such as `"state['w']"`.
-        arg_of: the argument number of each leaf.
-        captured: hidden arguments.
-        out_names: one a result leaf.
-        prints: host code to call when the step is over, in program order. The printed values are hidden
-            results: `flat.outputs` has them behind the result leaves.
+        flat: the step's operations; its inputs are the arguments' leaves, then the captured arrays.
+        types: the type of every value id.
+        arg_names: one name per argument leaf, such as `"state['w']"`.
+        arg_of: the argument number of each argument leaf.
+        captured: the large arrays that the function closes over, which are hidden arguments.
+        out_names: one name per result leaf.
+        in_tree: the tree structure of the arguments.
+        out_tree: the tree structure of the results.
+        prints: the host code to call when the step is over, in program order. The printed values are hidden
+            results: `flat.outputs` has them after the result leaves.
     """
 
     flat: Flat
@@ -267,16 +287,16 @@ class Traced:
 
     @property
     def shown(self) -> tuple[Ref, ...]:
-        """Return the hidden results."""
+        """The hidden results: the values that debug prints show."""
         return self.flat.outputs[len(self.out_names) :]
 
     def result_name(self, result: int) -> str:
-        """Return the name of a result, hidden ones too, for reports and errors."""
+        """Return the name of a result, hidden ones included, for reports and errors."""
         return self.out_names[result] if result < len(self.out_names) else "a printed value"
 
 
 def used_ids(ops: Iterable[Op | Loop], outputs: Iterable[Ref]) -> set[int]:
-    """Collect the ids that `ops` read or `outputs` return."""
+    """Return the value ids that `ops` read or that are among `outputs`."""
     used = {r for r in outputs if isinstance(r, int)}
     for op in ops:
         used.update(op.reads)
@@ -284,12 +304,12 @@ def used_ids(ops: Iterable[Op | Loop], outputs: Iterable[Ref]) -> set[int]:
 
 
 def renamed(op: Op, names: KeysView[int], name: Callable[[Ref], Ref]) -> Op:
-    """Copy an operation, and the operations inside it, with other operands.
+    """Copy an operation, including the operations inside it, with other operands.
 
     Args:
-        op: the operation; its results stay.
+        op: the operation; its results keep their ids.
         names: the ids of the operands that are replaced.
-        name: takes an operand and returns its replacement.
+        name: a function that takes an operand and returns its replacement.
     """
     if names.isdisjoint(op.reads):
         return op
@@ -308,7 +328,7 @@ def renamed(op: Op, names: KeysView[int], name: Callable[[Ref], Ref]) -> Op:
 
 @dataclass(frozen=True, eq=False)
 class Accumulate:
-    """An update of an accumulator: `result = reduction.step(accumulator, value, index)`."""
+    """One update of an accumulator in a recipe: `result = reduction.step(accumulator, value, index)`."""
 
     accumulator: int
     value: Ref
@@ -318,8 +338,14 @@ class Accumulate:
 
 @dataclass(frozen=True, eq=False)
 class AccumulatorStart:
-    """A new accumulator: `result` is that of `reduction` over values of `aval`, before the first
-    microbatch."""
+    """The creation of an accumulator in a recipe, with its value before the first microbatch.
+
+    Args:
+        aval: shape and dtype of one microbatch's value.
+        reduction: how the microbatches' values are combined.
+        num_microbatches: the number of microbatches of the loop.
+        result: the value id of the new accumulator.
+    """
 
     aval: Aval
     reduction: Any
@@ -332,15 +358,16 @@ class Recipe:
     """The computation of one executable.
 
     Args:
-        name: such as `"fwd0"`, for profiles and dumps.
-        inputs: value ids, one an argument.
-        outputs: value ids (or constants), one a result.
-        ops: in program order.
-        slices: (whole batch leaf, one microbatch of it) pairs, cut by `index` before `ops` run.
-        index: id of the microbatch index among `inputs`, if needed.
-        literals: ids that stand for constants.
-        starts: accumulators to make.
-        accumulates: accumulators to update, after `ops`.
+        name: the name for profiles and dumps, such as `"fwd0"`.
+        inputs: the value ids of the executable's arguments.
+        outputs: the value ids (or constants) of the executable's results.
+        ops: the operations, in program order.
+        slices: pairs of a whole batch leaf and one microbatch of it, which is sliced at `index` before `ops`
+            run.
+        index: the id of the microbatch's index among `inputs`; None if it is not needed.
+        literals: the constant for each value id that stands for one.
+        starts: the accumulators to create, before `ops` run.
+        accumulates: the accumulators to update, after `ops` have run.
     """
 
     name: str
@@ -355,13 +382,12 @@ class Recipe:
 
     @property
     def stem(self) -> str:
-        """Return the name without the stage, such as `"fwd"`, so that identical stages become one
-        executable."""
+        """The name without the stage number, such as `"fwd"`: identical stages then share one executable."""
         return self.name.rstrip("0123456789")
 
 
 def outside_reads(ops: Sequence[Op], returned: Sequence[Ref]) -> list[int]:
-    """List the values that `ops` (and `returned`) read and `ops` do not make, in order of first use."""
+    """List the values that `ops` and `returned` read but `ops` do not make, in order of first use."""
     made = {o for op in ops for o in op.outputs if o >= 0}
     reads = [r for op in ops for r in op.reads] + [r for r in returned if isinstance(r, int)]
     return [r for r in dict.fromkeys(reads) if r not in made]

@@ -1,4 +1,4 @@
-"""Slice lists of operations by the values that are needed of them.
+"""Select from a list of operations those that given values depend on.
 
 `split_needed` separates the operations that some values need from the others, `LightOps` finds the cheap ones
 that are better computed twice than kept, and `eliminate_dead` drops the operations that nothing needs.
@@ -16,11 +16,12 @@ from jaxpp_async.compiler.primitives import LIGHT, MARKER
 def split_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], list[Op]]:
     """Separate the operations that `wanted` depends on from the others.
 
-    An operation that belongs to both is expanded (a checkpoint) or split (a scan), where it can be.
+    An operation of which only some results are needed is expanded (a checkpoint) or split (a scan) where
+    possible; otherwise it counts as needed.
 
     Args:
-        ops: in program order.
-        wanted: ids of values.
+        ops: the operations, in program order.
+        wanted: the value ids that are needed.
 
     Returns:
         The needed operations and the others, each in program order.
@@ -47,7 +48,7 @@ def split_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], 
 
 
 def select_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[Op, ...]:
-    """Return the operations that `wanted` depends on, each whole."""
+    """Return the operations that `wanted` depends on; none is expanded or split."""
     needed, found = set(wanted), list[Op]()
     for op in reversed(ops):
         if not needed.isdisjoint(op.outputs):
@@ -57,7 +58,7 @@ def select_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[Op, ...]:
 
 
 def _expand(op: Op) -> list[Op]:
-    """Return the operations inside an operation, and copies that give its results their old ids."""
+    """Return the operations inside an operation, followed by copies that give its results their old ids."""
     assert op.expand is not None
     inner, results = op.expand()
     renamed = [(ref, o) for ref, o in zip(results, op.outputs, strict=True) if o >= 0]
@@ -65,10 +66,10 @@ def _expand(op: Op) -> list[Op]:
 
 
 class LightOps:
-    """Operations that cost less to run again than their results cost to keep.
+    """The "light" operations of a program: those that cost less to run again than to keep their results.
 
     Args:
-        ops: by position in the program.
+        ops: position in the program to operation.
     """
 
     def __init__(self, ops: Mapping[int, Op]) -> None:
@@ -76,7 +77,12 @@ class LightOps:
 
     @classmethod
     def among(cls, ops: Sequence[Op], free: Iterable[int]) -> LightOps:
-        """Find the light ones of `ops` that need nothing but `free` values and each other."""
+        """Find the light operations (cheap to run again) that depend on no values but `free` ones.
+
+        Args:
+            ops: the operations to choose from, in program order.
+            free: the value ids that are available without computing anything.
+        """
         known = set(free)
         found: dict[int, Op] = {}
         for i, op in enumerate(ops):
@@ -86,7 +92,12 @@ class LightOps:
         return cls(found)
 
     def needed(self, values: Iterable[int]) -> dict[int, Op]:
-        """Return the light operations that make `values`, by position, in program order."""
+        """Return the light operations that have to run again to compute `values`.
+
+        Returns:
+            Position in the program to operation, in program order. Values that no light operation makes add
+            nothing.
+        """
         found: dict[int, Op] = {}
         stack = list(values)
         while stack:
@@ -98,8 +109,10 @@ class LightOps:
 
 
 def eliminate_dead(flat: Flat) -> Flat:
-    """Drop operations, loop results and loop inputs that nothing needs. Markers stay, since they count
-    stages."""
+    """Drop operations, loop results and loop inputs that nothing needs.
+
+    Stage markers are kept, since the number of stages is counted by them.
+    """
     needed = {r for r in flat.outputs if isinstance(r, int)}
     kept: list[Op | Loop] = []
     for op in reversed(flat.ops):

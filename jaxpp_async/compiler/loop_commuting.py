@@ -1,13 +1,14 @@
-"""Move the linear operations that join several stages' parts of a summed result behind the loop.
+"""Move the linear operations that join several stages' parts of a summed result to after the loop.
 
-A sum over microbatches commutes with linear operations. So the end of a summed result that joins values of
-several stages (a tied weight's gradient: an addition; a stack of layers that spans stages: a concatenation)
-moves behind the loop as an `Epilogue`, and each stage accumulates its own part: nothing of a weight's size
-travels inside the loop. Widening casts and scalings on the way are done in each stage instead, before
-accumulating, since a sum in a narrower type would round.
+A sum over microbatches commutes with linear operations. The last operations of a summed result may join
+values of several stages: the gradient of a weight that two stages share is an addition, that of a stack of
+layers that spans stages is a concatenation. These operations move to after the loop as an `Epilogue`, and
+each stage accumulates its own part, so that no array of a weight's size is sent inside the loop. Widening
+casts and scalings between the stages' values and the joining operations are instead computed in each stage
+before accumulating, since a sum in a narrower type would round.
 
-Only gradients are taken apart so. A metric is small, and its terms may cancel, which they would not do when
-summed apart.
+Only gradients are split so. A metric is small, and its terms may cancel, which they would not do when
+they are summed separately.
 
 Source: the JaxPP paper, section "Weight Sharing" (loop commuting).
 """
@@ -28,7 +29,7 @@ from jaxpp_async.compiler.stage_assignment import StageAssignment, TaskKey
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """A value that one task adds to one result of the loop."""
+    """One part of a result of the loop: a value that one task accumulates over microbatches."""
 
     value: Ref
     task: TaskKey
@@ -36,10 +37,11 @@ class OutputPart:
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """The operations behind the loop that make one of its results of the totals that stages accumulated.
+    """The operations after the loop that compute one of its results from the totals that stages accumulated.
 
     Args:
-        ops: in program order; they read each part's total under the id of the part's value.
+        ops: the operations in program order; they read the total of each part under the id of the part's
+            value.
         value: the id of the result.
     """
 
@@ -49,14 +51,14 @@ class Epilogue:
 
 @dataclass(frozen=True, eq=False)
 class LoopResults:
-    """The parts and epilogues that make a loop's results.
+    """The way to compute each result of a loop: from parts that tasks accumulate, joined after the loop.
 
     Args:
-        parts: for each result, the values that are accumulated apart.
-        epilogues: for each result, the operations that join its parts; None where there is one part, the
-            result itself.
-        dropped: positions of operations that the epilogues replace.
-        added: new operations of tasks, in order.
+        parts: for each result, the values that are accumulated separately.
+        epilogues: for each result, the operations that join its parts; None for a result with a single part,
+            whose total is the result.
+        dropped: the positions in the loop's body of the operations that the epilogues replace.
+        added: the operations that are added to each task, in order.
     """
 
     parts: tuple[tuple[OutputPart, ...], ...]
@@ -67,20 +69,23 @@ class LoopResults:
 
 @dataclass(frozen=True, eq=False)
 class _Leaf:
-    """A value that one task makes. `task` is None for a light value, which can be made anywhere."""
+    """A value that one task makes; `task` is None for a "light" value, which any task can make cheaply."""
 
     value: Ref
     task: TaskKey | None
 
     @property
     def place(self) -> TaskKey:
-        """Return the task that makes the value."""
+        """The task that makes the value; the forward of stage 0 for a light value."""
         return self.task or ("fwd", 0)
 
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
-    """A sum of values of several tasks, without the operations at the positions `dropped`."""
+    """A sum of values of several tasks.
+
+    It replaces the operations at the positions `dropped` of the loop's body.
+    """
 
     terms: tuple[_Expr, ...]
     dropped: frozenset[int]
@@ -88,8 +93,10 @@ class _Sum:
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """A layout operation over operands of several tasks, without the operations at the positions
-    `dropped`."""
+    """A layout operation (such as a concatenation) over values of several tasks.
+
+    It replaces the operations at the positions `dropped` of the loop's body.
+    """
 
     op: Op
     operands: tuple[_Expr, ...]  # the operation's first inputs; the other inputs are constants
@@ -100,7 +107,15 @@ _Expr: TypeAlias = _Leaf | _Sum | _Layout
 
 
 def commute_results(stages: StageAssignment, types: Types) -> LoopResults:
-    """Choose the parts and the epilogue of every result of the loop that `stages` cuts."""
+    """Choose for every result of a loop its parts and its epilogue.
+
+    A part is a value that one task accumulates; an epilogue has the operations that join the parts after the
+    loop.
+
+    Args:
+        stages: the loop's body with a stage for each operation.
+        types: the type of every value id; types of new values are added to it.
+    """
     commuter = _Commuter(stages, types)
     found = [commuter.result(i) for i in range(len(stages.loop.outputs))]
     return LoopResults(
@@ -112,13 +127,13 @@ def commute_results(stages: StageAssignment, types: Types) -> LoopResults:
 
 
 class _Commuter:
-    """A search through a loop's body for the linear operations behind its results."""
+    """A search for the linear operations that can move from a loop's body to after the loop."""
 
     def __init__(self, stages: StageAssignment, types: Types) -> None:
         self.stages, self.types = stages, types
         self.dropped: set[int] = set()
         self.added: dict[TaskKey, list[Op]] = defaultdict(list)
-        # The values that splits take apart, by the split's position.
+        # The operand of each `split`, by the position of the `split`.
         self.split_operands: dict[int, _Expr] = {}
 
     def result(self, index: int) -> tuple[tuple[OutputPart, ...], Epilogue | None]:
@@ -142,11 +157,14 @@ class _Commuter:
         return tuple(parts), Epilogue(tuple(ops), made)
 
     def _split_of(self, value: Ref) -> int | None:
-        """Find the split that makes a value, if all its results are summed results of the loop and it joins
-        several stages.
+        """Find the `split` operation that makes a value, if what it splits can be accumulated in parts.
 
-        `split_operands` then has the value that is split. Its parts are accumulated once, for all of the
-        results.
+        That is the case if all its results are summed results of the loop and its operand joins values of
+        several stages. The operand is then put into `split_operands`, and its parts are accumulated once for
+        all of the results.
+
+        Returns:
+            The position of the `split`, or None.
         """
         stages = self.stages
         p = stages.producer.get(value) if isinstance(value, int) else None
@@ -175,7 +193,7 @@ class _Commuter:
         return _Leaf(value, task)
 
     def _stages_that_hold(self, value: int) -> set[int]:
-        """Find the stages that hold an operand of a light value anyway."""
+        """Return the stages that already have an operand of a light (cheaply recomputed) value."""
         found: set[int] = set()
         stack = [value]
         while stack:
@@ -190,7 +208,10 @@ class _Commuter:
     # ---- a result as an expression of the tasks' values
 
     def _expression(self, value: Ref) -> _Expr:
-        """Express a value by values of tasks, as far as linear operations reach over several tasks."""
+        """Return an expression for a value in terms of values that single tasks make.
+
+        The operations in the expression are the linear ones that join values of several tasks.
+        """
         if not isinstance(value, int):
             return self._leaf(value)
         known: dict[int, _Expr] = {}
@@ -206,8 +227,10 @@ class _Commuter:
         return found or self._leaf(ref)
 
     def _region(self, value: int) -> set[int]:
-        """Find the positions of the linear operations that make a value and whose results no other
-        operation reads."""
+        """Return the positions of the linear operations that serve only to make a value.
+
+        No other operation reads their results.
+        """
         found: set[int] = set()
         stack = [value]
         while stack:
@@ -223,14 +246,23 @@ class _Commuter:
         return found
 
     def _combine(self, position: int, op: Op, operands: Sequence[_Expr]) -> _Expr:
-        """Express an operation's result by the expressions of its operands, or as one value where that is
-        not allowed."""
+        """Return the expression of an operation's result, made from the expressions of its operands.
+
+        Where that is not allowed, the expression is just the value that the operation's task computes.
+
+        Args:
+            position: the operation's position in the loop's body.
+            op: the operation.
+            operands: one expression per operand.
+        """
         whole = self._leaf(op.outputs[0])
         tasks = [leaf.task for e in operands for leaf in _leaves(e) if leaf.task is not None]
         if len({stage for _, stage in tasks}) < 2:
             return whole
         if not any(kind == "bwd" for kind, _ in tasks):
-            return whole  # a metric is small, and terms that cancel would not do so when accumulated apart
+            return (
+                whole  # a metric is small, and terms that cancel would not do so when accumulated separately
+            )
         dropped = frozenset((position,)).union(*(e.dropped for e in operands if not isinstance(e, _Leaf)))
         # JAX stretches dimensions of size 1 in arithmetic; a sum does not commute with that.
         same = all(self._shape(e) == self.types[op.outputs[0]].aval.shape for e in operands)
@@ -247,18 +279,31 @@ class _Commuter:
         return whole
 
     def _movable(self, op: Op, operands: Sequence[_Expr]) -> tuple[_Expr, ...] | None:
-        """Return the operands that a layout operation moves; None for a padding with other values than
-        zero."""
+        """Return the operands of a layout operation that may be values of several tasks.
+
+        Returns:
+            All operands; for `pad` only the padded array. None for a `pad` with another value than zero,
+            which is not linear.
+        """
         if op.name != "pad":
             return tuple(operands)
         padding = op.inputs[1]
         return (operands[0],) if isinstance(padding, Lit) and not np.any(padding.value) else None
 
-    # ---- operations done in each stage
+    # ---- operations computed in each stage
 
     def _move_into_stages(self, op: Op, operands: Sequence[_Expr], dropped: frozenset[int]) -> _Expr | None:
-        """Express an operation's result as the operation done in each stage; None where it is not linear
-        in one operand."""
+        """Return an expression that applies an operation to each stage's value before they are joined.
+
+        Args:
+            op: the operation.
+            operands: one expression per operand.
+            dropped: the positions of the operations that the new expression replaces.
+
+        Returns:
+            The expression; None if the operation is not linear in exactly one operand or could round or
+            overflow.
+        """
         several = [k for k, e in enumerate(operands) if not isinstance(e, _Leaf)]
         if len(several) != 1 or (op.name == "div" and several != [0]):
             return None
@@ -268,7 +313,7 @@ class _Commuter:
             return None
         out, source = self.types[op.outputs[0]], self._type(operands[k])
         if op.name in ("convert_element_type", "div") and not (_is_real(out) and _is_real(source)):
-            return None  # integers round
+            return None  # integer results are rounded, so the operation is not linear
         if op.name == "convert_element_type" and _item_bytes(out) < _item_bytes(source):
             return None  # a narrower type may overflow on a part where the sum fits
         if op.name != "reduce_sum" and self._shape(operands[k]) != out.aval.shape:
@@ -292,7 +337,13 @@ class _Commuter:
         return self.types[value]
 
     def _run_in_stage(self, op: Op, position: int, leaf: _Leaf) -> _Leaf:
-        """Add an operation on one stage's part to that stage's task."""
+        """Add an operation on one stage's part to that stage's task, and return its result.
+
+        Args:
+            op: the operation.
+            position: the position of the part among the operation's inputs.
+            leaf: the part.
+        """
         assert isinstance(leaf.value, int)
         task, new_type = leaf.place, self.types[op.outputs[0]]
         shape = (new_type if op.name == "reduce_sum" else self.types[leaf.value]).aval.shape
@@ -305,7 +356,7 @@ class _Commuter:
     # ---- the epilogue's operations
 
     def _merge_terms(self, expr: _Expr) -> _Expr:
-        """Join the terms of one sum that one task makes into one term."""
+        """Return `expr` with one term per task in each sum: each task adds up its own terms."""
         if isinstance(expr, _Leaf):
             return expr
         if isinstance(expr, _Layout):
@@ -328,7 +379,13 @@ class _Commuter:
         return total
 
     def _emit(self, expr: _Expr, parts: dict[OutputPart, None], ops: list[Op]) -> int:
-        """Append the operations that make `expr` behind the loop. Returns the id of the value they make."""
+        """Append the operations that compute `expr` after the loop, and return the id of its value.
+
+        Args:
+            expr: the expression.
+            parts: an ordered set, to which the values that are accumulated for `expr` are added.
+            ops: the list that operations are appended to.
+        """
         if isinstance(expr, _Leaf):
             part = OutputPart(self._with_id(expr), expr.place)
             parts[part] = None
@@ -350,7 +407,7 @@ class _Commuter:
         return total
 
     def _with_id(self, leaf: _Leaf) -> Ref:
-        """Return a value's id; a constant gets one, since a total needs an id."""
+        """Return a value's id; for a constant, make a value with an id, since an accumulator needs one."""
         if isinstance(leaf.value, int):
             return leaf.value
         made = self.types.new(literal_type(leaf.value))
@@ -359,11 +416,11 @@ class _Commuter:
         return made
 
     def _new_strong(self, like: int) -> int:
-        """Make an id for a value of another value's type, strongly typed."""
+        """Return the id of a new value with the type of `like`, but without JAX's weak type."""
         return self.types.new(replace(self.types[like], weak=False))
 
     def _new_layout_result(self, op: Op, operand: ValueType) -> int:
-        """Make an id for a layout operation's result: its shape, in the operand's dtype."""
+        """Return the id of a new value for a layout operation's result, with the dtype of `operand`."""
         out = self.types[op.outputs[0]]
         return self.types.new(replace(out, aval=replace(out.aval, dtype=operand.aval.dtype), weak=False))
 
@@ -381,7 +438,14 @@ def _has_layout(expr: _Expr) -> bool:
 
 
 def _map_leaves(expr: _Expr, change: Callable[[_Leaf], _Leaf], dropped: frozenset[int], dtype: str) -> _Expr:
-    """Apply `change` to every leaf that is no constant; constants take the dtype."""
+    """Return an expression with `change` applied to each leaf; constants are cast to `dtype` instead.
+
+    Args:
+        expr: the expression.
+        change: a function from a leaf to the leaf that replaces it.
+        dropped: the positions of the operations that the new expression replaces.
+        dtype: the dtype of constants.
+    """
     if isinstance(expr, _Leaf):
         return change(expr) if isinstance(expr.value, int) else _Leaf(_cast(expr.value, dtype), expr.task)
     if isinstance(expr, _Sum):

@@ -1,6 +1,7 @@
-"""Unroll one scheduled loop into a task graph: a node a task, in the schedule's order.
+"""Unroll one scheduled loop into a task graph with one node per scheduled task, in the schedule's order.
 
-All microbatches of a task run the same recipe, and each hands its accumulators to the next one.
+All microbatches of a task run the same recipe (the computation of one executable), and each passes its
+accumulators on to the next one.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from jaxpp_async.program.instructions import ActorId, Aval, Node, Task, ValueId,
 
 
 def unroll_loop(graph: TaskGraphBuilder, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
-    """Add the nodes and recipes of one loop to `graph`.
+    """Add the nodes and recipes (computations of executables) of one loop to `graph`.
 
     Args:
-        graph: the graph so far, which has the values that the loop reads.
+        graph: the graph so far, which contains the values that the loop reads.
         scheduled: the loop under its schedule.
-        finals: for each result of the loop, the ids of its parts' last accumulators.
+        finals: for each result of the loop, the value ids of its parts after the last microbatch. A part is
+            the sum that one task accumulates.
     """
     unroller = _LoopUnroller(graph, scheduled, finals)
     for actor, task, key in scheduled.order:
@@ -31,7 +33,7 @@ def unroll_loop(graph: TaskGraphBuilder, scheduled: ScheduledLoop, finals: list[
 
 
 def needs_index(staged: StagedLoop, task: StageTask) -> bool:
-    """Say whether a task reads its microbatch's index.
+    """Return whether a task reads its microbatch's index.
 
     A task reads the index to slice a batch leaf, to write a row of a result, or because the user's function
     asked for it.
@@ -50,17 +52,18 @@ class TaskGraphBuilder:
     """A task graph that is under construction.
 
     Args:
-        types: the type of every value id; new ids are made here.
-        num_actors: actors of the mesh.
-        recipes: one an executable.
-        nodes: in a topological order.
-        value_ids: for each value of the graph, the value id in the traced step that it stands for.
-        avals, kinds, places: the other columns of the graph's values. A place is the label of the task that
-            makes a value, or "" for a value that `names` labels.
+        types: the type of every value id; types of newly created values are added to it.
+        num_actors: the number of actors of the mesh.
+        recipes: the computations of the executables, one per executable.
+        nodes: the nodes, in a topological order.
+        value_ids: for each value of the graph, the id of the value in the traced step that it stands for.
+        avals, kinds, places: further columns of the table of the graph's values, one entry per value. A place
+            is the label of the task that makes a value, or "" for a value that is labelled by `names`.
         names: value id to label.
-        held: (value id, actor) to the graph value that this actor holds.
-        index_ids: value ids of the microbatch indices.
-        same_sharding: ids of accumulators inside recipes to the ids of their final values.
+        held: (value id, actor) to the graph value that represents this value on this actor.
+        index_ids: the value id of each microbatch's index.
+        same_sharding: ids of accumulators inside recipes to the ids of their final values, whose sharding
+            they share.
     """
 
     types: Types
@@ -77,12 +80,18 @@ class TaskGraphBuilder:
     same_sharding: dict[int, int] = field(default_factory=dict)
 
     def add_recipe(self, recipe: Recipe) -> int:
-        """Add an executable and return its index."""
+        """Add the recipe of a new executable and return its index."""
         self.recipes.append(recipe)
         return len(self.recipes) - 1
 
     def add_named(self, ir_id: int, name: str, kind: ValueKind) -> ValueId:
-        """Add a value that stands for `ir_id`; all values of that id are labelled `name`."""
+        """Add a value to the graph, labelled with a name instead of the task that makes it.
+
+        Args:
+            ir_id: the id of the value in the traced step; all graph values of that id get the same label.
+            name: the label.
+            kind: the kind of value.
+        """
         self.names[ir_id] = name
         return self.add_values((ir_id,), (self.types[ir_id].aval,), (kind,), "", 0)[0]
 
@@ -94,12 +103,13 @@ class TaskGraphBuilder:
         place: str,
         num_placed: int,
     ) -> range:
-        """Add the values that one task makes.
+        """Add the values that one task makes, and return their graph values.
 
         Args:
-            ir_ids, avals, kinds: a column each.
+            ir_ids, avals, kinds: the value id, type and kind of each value.
             place: the task's label.
-            num_placed: how many of the first values are labelled by the task; the others have names.
+            num_placed: how many of the values, from the first, are labelled by the task; the others by
+                `names`.
         """
         first = len(self.avals)
         self.avals += avals
@@ -110,14 +120,14 @@ class TaskGraphBuilder:
         return range(first, len(self.avals))
 
     def value_on(self, ir_id: int, actor: ActorId) -> ValueId:
-        """Return the graph value of an id that `actor` holds, or else the one that is to be sent there."""
+        """Return the graph value of a value id on `actor`, or the one to send to it if it has none."""
         if (ir_id, actor) in self.held:
             return self.held[ir_id, actor]
         holders = [a for a in range(self.num_actors) if (ir_id, a) in self.held]
         return self.held[ir_id, source_actor(holders, actor)]
 
     def values(self) -> ValueTable:
-        """Return the graph's values as a table."""
+        """Return a table of the graph's values."""
         ids, places, names = tuple(self.value_ids), tuple(self.places), self.names
 
         def label(value: ValueId) -> str:
@@ -128,17 +138,21 @@ class TaskGraphBuilder:
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """The data that the nodes of all microbatches of one form of a task share.
+    """The data that the nodes of all microbatches of one task variant share.
+
+    A variant is a form of a task that the schedule asked for, such as `bwd_input`.
 
     Args:
-        recipe: index of the executable.
-        inputs: for each input that is no accumulator, its value id in the loop body and the graph value that
-            is this input for every microbatch; None for a value that the microbatch's own tasks make.
-        index: position of the microbatch's index among `inputs`.
-        finals: the accumulators that the task adds to, by their final ids.
-        makes: value ids that the task makes for other tasks.
-        ir_ids, avals, kinds: columns of all values that the task makes: `makes`, then the accumulators.
-        donatable: positions of the accumulators among the task's inputs.
+        recipe: the index of the executable.
+        inputs: for each input except the accumulators, its value id in the loop body and the graph value that
+            is this input for every microbatch; None in place of the latter for a value that the microbatch's
+            own tasks make.
+        index: the position of the microbatch's index among `inputs`; None if it is not read.
+        finals: the accumulators that the task adds to, each by the value id that it has after the loop.
+        makes: the value ids that the task makes for other tasks.
+        ir_ids, avals, kinds: the value id, type and kind of each value that the task makes: first those of
+            `makes`, then the accumulators.
+        donatable: the positions of the accumulators among the task's inputs.
     """
 
     recipe: int
@@ -153,7 +167,7 @@ class _Form:
 
 
 class _LoopUnroller:
-    """The state of `unroll_loop`: values made so far, and the accumulators as they stand."""
+    """The state of `unroll_loop`: the values made so far and the current value of each accumulator."""
 
     def __init__(self, graph: TaskGraphBuilder, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
         self.graph, self.scheduled, self.staged, self.finals = graph, scheduled, scheduled.staged, finals
@@ -161,9 +175,11 @@ class _LoopUnroller:
         invariants, batch, self.index = self.loop.body_inputs()
         self.outer = dict(zip((*invariants, *batch), self.loop.inputs, strict=True))
         self.batch = set(batch)
-        self.made: dict[int, dict[int, ValueId]] = defaultdict(dict)  # microbatch to body id to value
+        self.made: dict[int, dict[int, ValueId]] = defaultdict(
+            dict
+        )  # microbatch to value id in the body to graph value
         self.forms: dict[TaskKey, _Form] = {}
-        self.accumulators: dict[int, ValueId] = {}  # final IR id to its current value
+        self.accumulators: dict[int, ValueId] = {}  # value id after the loop to current graph value
         self.started: set[TaskKey] = set()
 
     def add_node(self, actor: ActorId, task: Task, key: TaskKey) -> None:
@@ -185,14 +201,21 @@ class _LoopUnroller:
         )
 
     def record_results(self) -> None:
-        """Record the last accumulators as the loop's results on their actors."""
+        """Record the last value of each accumulator as a loop result on the accumulator's actor."""
         for whole in self.started:
             for add in self.staged.tasks[whole].adds:
                 final = self._final(add)
                 self.graph.held[final, self.scheduled.stage_actors[whole[1]]] = self.accumulators[final]
 
     def _form(self, actor: ActorId, key: TaskKey) -> _Form:
-        """Make a form's recipe, and the accumulators that it is the first to need."""
+        """Make the data that all microbatches of a task variant share, including its recipe.
+
+        Accumulators of the variant that no earlier node created are created too.
+
+        Args:
+            actor: the actor that runs the variant.
+            key: the kind and stage of the variant, which is a form of a task that the schedule asked for.
+        """
         variant, graph = self.scheduled.variants[key], self.graph
         adds = variant.task.adds
         for whole in dict.fromkeys(self._part(add).task for add in adds):
@@ -217,13 +240,17 @@ class _LoopUnroller:
         )
 
     def _held(self, value: int, variant: Variant, actor: ActorId) -> ValueId | None:
-        """Return the graph value of an input that all microbatches share; None: the microbatch's tasks make
-        it."""
+        """Return the graph value of an input of a task variant, if all microbatches share it.
+
+        Returns:
+            The graph value; None for a value that the microbatch's own tasks make; -1 for the microbatch's
+            index.
+        """
         if value in variant.takes:
             return None
         if value == self.index:
-            return -1  # another value for each microbatch
-        ref = self.outer.get(value, value)  # a whole batch leaf goes by its outer id
+            return -1  # the index has another graph value for each microbatch
+        ref = self.outer.get(value, value)  # a whole batch leaf is found by its id outside the loop
         assert isinstance(ref, int)
         return self.graph.value_on(ref, actor)
 
@@ -234,7 +261,12 @@ class _LoopUnroller:
         return self.finals[add[0]][add[1]]
 
     def _start_accumulators(self, actor: ActorId, whole: TaskKey) -> None:
-        """Add the node that makes the accumulators of one whole task, just before their first use."""
+        """Add the node that creates the accumulators of one forward or backward, just before their first use.
+
+        Args:
+            actor: the actor of the task's stage.
+            whole: kind and stage of the whole forward or backward, of which the task that runs may be a part.
+        """
         self.started.add(whole)
         starts = []
         outputs = []

@@ -1,20 +1,21 @@
-"""Lower a `TaskGraph` to one `ActorProgram` an actor.
+"""Lower a `TaskGraph` to one `ActorProgram` per actor.
 
-There are three passes, each a function to a new frozen value, and `lower` runs them:
+There are three passes, each a function that returns a new frozen value, and `lower` runs them:
 
     TaskGraph -insert_transfers-> programs -donate_buffers-> programs -delete_buffers-> programs
 
 A lowered program has, in order of issue:
 
-* `Input`s by argument, then `Send`s of arguments that live here and are needed elsewhere;
-* for each node: the `Recv`s due here, the `Run`, the `Send`s of what it made, the `Delete`s of what nothing
-  needs now;
-* `Output`s at the end: a step that fails half-way then has no half of its results in the actor's store.
+* the `Input`s by argument number, then the `Send`s of arguments that this actor has and other actors need;
+* for each node: the `Recv`s that are posted before it, its `Run`, the `Send`s of values that it made, and the
+  `Delete`s of buffers that no later instruction needs;
+* the `Output`s, so that a step that fails half-way leaves none of its results in the actor's store.
 
-Slots are assigned once and count from zero in order of definition. Tags count from zero over all programs of
-the step in the order of the graph, so between two actors they rise in both programs.
+Slots (the numbers of buffers in a program) are assigned once and count from zero in order of definition. Tags
+(the numbers of transfers) count from zero over all programs of the step in the order of the graph, so the
+tags between two actors rise in both of their programs.
 
-`peak_plan` finds the most bytes that an actor's buffer table holds while it runs its program.
+`peak_plan` finds the largest number of bytes that an actor's buffer table holds while it runs its program.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ gave it the shorter of the two, and a link that is as slow as a forward delayed 
 
 
 def lower(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs:
-    """Lower a graph to one program an actor.
+    """Lower a task graph to one program per actor.
 
     Args:
-        graph: valid in the sense of `verify.verify_graph`.
-        receives_ahead: a receive is posted before the run that is so many runs ahead of its first consumer on
-            that actor. 0 posts right before the consumer; more hides latency and costs memory.
+        graph: a graph that is valid in the sense of `verify.verify_graph`.
+        receives_ahead: how many `Run` instructions before its first consumer on that actor a receive is
+            posted. 0 posts it right before the consumer; more hides latency and costs memory.
 
     Returns:
         Programs of actors 0 to `num_actors - 1`, valid in the sense of `verify.verify_programs`.
@@ -82,14 +83,14 @@ def lower(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs
 
 @frozen()
 class PlannedTransfer:
-    """One value that goes from the actor that makes or holds it to one that needs it.
+    """One value that is sent to an actor that needs it by the actor that makes it or has it as an argument.
 
     Args:
         value: the value.
-        from_actor, to_actor: the two actors.
+        from_actor, to_actor: the sender and the receiver.
         tag: the transfer's number in the step.
-        node: index of the node after which it is sent; -1 for a step argument.
-        needed: index of the first node that reads it there; the number of nodes for a result.
+        node: the index of the node after which it is sent; -1 for a step argument.
+        needed: the index of the first node on the receiver that reads it; the number of nodes for a result.
     """
 
     value: ValueId
@@ -101,7 +102,12 @@ class PlannedTransfer:
 
 
 def _find_missing(graph: TaskGraph) -> list[tuple[ValueId, ActorId, int]]:
-    """Find every value that an actor needs and neither makes nor holds, and its first node that reads it."""
+    """Find every value that an actor needs but neither makes nor has as an argument.
+
+    Returns:
+        (value, actor, index of the actor's first node that reads the value); for a value that only a result
+        needs, the index is the number of nodes.
+    """
     held: list[set[ValueId]] = [set() for _ in range(graph.num_actors)]
     for i in graph.inputs:
         for actor in i.actors:
@@ -127,15 +133,15 @@ def _find_missing(graph: TaskGraph) -> list[tuple[ValueId, ActorId, int]]:
 
 
 def plan_transfers(graph: TaskGraph) -> tuple[PlannedTransfer, ...]:
-    """Plan every transfer of the step, by tag.
+    """Plan every transfer of the step, and return them in order of their tags.
 
-    A value goes exactly once to each actor that needs and lacks it, from the actor that makes it; an argument
-    from the first actor that holds it. Values that are sent at one point are sent in the order in which they
-    are needed.
+    A value is sent exactly once to each actor that needs and lacks it, from the actor that makes it; an
+    argument is sent from the first actor that has it. Values that are sent after the same node are sent in
+    the order in which they are needed.
     """
     missing = _find_missing(graph)
     wanted_values = {v for v, _, _ in missing}
-    source: dict[ValueId, tuple[int, int, ActorId]] = {}  # node, position among what it makes, actor
+    source: dict[ValueId, tuple[int, int, ActorId]] = {}  # (node, position in its outputs, actor)
     for position, i in enumerate(graph.inputs):
         if i.actors:
             source[i.value] = -1, position, i.actors[0]
@@ -153,7 +159,19 @@ def plan_transfers(graph: TaskGraph) -> tuple[PlannedTransfer, ...]:
 def _receive_positions(
     transfers: Sequence[PlannedTransfer], position_of: dict[int, int], num_runs: int, ahead: int
 ) -> dict[int, list[PlannedTransfer]]:
-    """Choose the run before which each receive of this actor is posted; `num_runs` is the end."""
+    """Choose for each receive of an actor the `Run` instruction before which it is posted.
+
+    Args:
+        transfers: the transfers to this actor, by tag.
+        position_of: index of a node in the graph to its position in this actor's sequence of runs.
+        num_runs: the number of this actor's runs.
+        ahead: how many runs before its first consumer a receive is posted. It is posted earlier where a later
+            receive from the same sender has to be, since receives keep the order of the sends.
+
+    Returns:
+        Position in the sequence of runs to the receives that are posted before that run; position `num_runs`
+        is after the last run.
+    """
     # Between two actors receives are posted in the order of the sends (NCCL pairs them by order alone), so a
     # receive moves up to the earliest one that follows it on its link.
     link_limit: dict[ActorId, int] = {}
@@ -168,7 +186,7 @@ def _receive_positions(
 
 
 class _ProgramBuilder:
-    """A program that is under construction: its instructions and the slot of each value."""
+    """A program that is under construction: its instructions and the slot (buffer number) of each value."""
 
     def __init__(self, graph: TaskGraph, avals: Sequence[Aval], actor: ActorId):
         self.graph, self.avals, self.actor = graph, avals, actor
@@ -186,8 +204,8 @@ class _ProgramBuilder:
 
         Args:
             nodes: the actor's nodes, each with its index in the graph.
-            sent, received: the actor's transfers, by tag.
-            receives_ahead: see `lower`.
+            sent, received: the transfers from and to the actor, by tag.
+            receives_ahead: how many runs before its consumer a receive is posted; see `lower`.
         """
         position_of = {index: position for position, (index, _) in enumerate(nodes)}
         due = _receive_positions(received, position_of, len(nodes), receives_ahead)
@@ -240,7 +258,11 @@ class _ProgramBuilder:
         return slot
 
     def program(self, uncounted: frozenset[ValueId]) -> ActorProgram:
-        """Return the program; `uncounted` are the values that peak bytes leave out."""
+        """Return the finished program.
+
+        Args:
+            uncounted: the values that are left out when the program's peak bytes are counted.
+        """
         slots = self.slots
         uncounted_slots = frozenset([slots[v] for v in uncounted & slots.keys()])
         avals = tuple(map(self.avals.__getitem__, slots))
@@ -248,14 +270,14 @@ class _ProgramBuilder:
 
 
 def insert_transfers(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs:
-    """Write programs that compute and move everything, without donation and deletion.
+    """Write programs with all runs and transfers, but without donations and deletions.
 
     Args:
-        graph: valid in the sense of `verify.verify_graph`.
-        receives_ahead: see `lower`.
+        graph: a graph that is valid in the sense of `verify.verify_graph`.
+        receives_ahead: how many runs before its first consumer a receive is posted; see `lower`.
 
     Returns:
-        One program an actor.
+        One program per actor.
 
     Raises:
         ValueError: `receives_ahead` is below zero.
@@ -282,10 +304,10 @@ def insert_transfers(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) 
 
 
 def _find_never_donated(instructions: Iterable[Instruction]) -> set[BufferId]:
-    """Find the slots that a run must not overwrite.
+    """Return the slots (buffer numbers) whose buffers no `Run` instruction may overwrite.
 
-    A received one lies in the transport's memory, a sent one may still be under way, an output leaves the
-    program, and an argument that was not donated stays in the store.
+    A received buffer is in the transport's memory, a sent one may still be in use by its send, an output
+    leaves the program, and an argument that was not donated stays in the store.
     """
     return {
         i.buffer
@@ -295,13 +317,13 @@ def _find_never_donated(instructions: Iterable[Instruction]) -> set[BufferId]:
 
 
 def _choose_donations(nodes: Sequence[Node], program: ActorProgram) -> dict[ExecutableId, tuple[int, ...]]:
-    """Choose the positions that every run of an executable on this actor can donate.
+    """Choose for each executable the input positions that all its runs on this actor can donate.
 
     Args:
-        nodes: of this actor, in order.
-        program: of this actor.
+        nodes: the nodes of this actor, in order.
+        program: the program of this actor.
     """
-    # To these come, from the end of the program back, the slots that are still read.
+    # The walk goes back from the end of the program; slots that later instructions read are added here.
     taken = _find_never_donated(program.instructions)
     remaining = reversed(nodes)
     common: dict[ExecutableId, set[int]] = {}
@@ -314,21 +336,21 @@ def _choose_donations(nodes: Sequence[Node], program: ActorProgram) -> dict[Exec
             times = Counter(inputs)
             free = {p for p in free if times[inputs[p]] == 1}
         taken.update(inputs)
-        # One executable is compiled once an actor, so all its runs donate alike.
+        # An executable is compiled once per actor, so all its runs there donate the same inputs.
         common[run.executable] = common.get(run.executable, free) & free
     return {executable: tuple(sorted(positions)) for executable, positions in common.items()}
 
 
 def donate_buffers(graph: TaskGraph, programs: Programs) -> Programs:
-    """Let runs consume the inputs that nothing needs afterwards.
+    """Let `Run` instructions donate the inputs that no later instruction needs.
 
-    A position listed in `Node.donatable` is donated when, at every run of that executable on that actor, the
-    buffer is read for the last time, appears once among the inputs, and is none of: received, sent, returned,
-    or an argument that the caller keeps.
+    A position listed in `Node.donatable` is donated if, at every run of that executable on that actor, its
+    buffer is read for the last time and appears once among the inputs. The buffer must also not be one that
+    is received, sent or returned, or an argument that the caller keeps.
 
     Args:
-        graph: the graph that `programs` came from.
-        programs: what `insert_transfers` made.
+        graph: the graph that `programs` were made from.
+        programs: the programs that `insert_transfers` made.
 
     Returns:
         The same programs with `Run.donated` set.
@@ -356,7 +378,10 @@ def donate_buffers(graph: TaskGraph, programs: Programs) -> Programs:
 
 
 def _find_not_deleted(program: ActorProgram) -> set[BufferId]:
-    """Find the slots that the program does not free by a `Delete`."""
+    """Return the slots (buffer numbers) that need no `Delete` instruction.
+
+    These are outputs, arguments that the caller keeps, and donated buffers.
+    """
     instructions = program.instructions
     left = {
         i.buffer for i in instructions if isinstance(i, Output) or (isinstance(i, Input) and not i.donated)
@@ -365,8 +390,11 @@ def _find_not_deleted(program: ActorProgram) -> set[BufferId]:
 
 
 def _find_last_uses(program: ActorProgram) -> list[Sequence[BufferId]]:
-    """Find for each instruction the slots that are deleted behind it, in the order in which it names them."""
-    needed = _find_not_deleted(program)  # to these come the slots that later instructions use
+    """Return for each instruction the slots (buffer numbers) that are to be deleted after it.
+
+    No later instruction uses these slots. They are in the order in which the instruction names them.
+    """
+    needed = _find_not_deleted(program)  # slots that later instructions use are added below
     ends: list[Sequence[BufferId]] = []
     for i in reversed(program.instructions):
         if not isinstance(i, Run):  # reads or makes one slot
@@ -388,7 +416,8 @@ def _insert_deletes(program: ActorProgram, deletes: Sequence[Delete]) -> tuple[I
     found: list[Instruction] = []
     due: list[BufferId] = []
     for instruction, ended in zip(program.instructions, _find_last_uses(program), strict=True):
-        # Sends go first, since a peer waits for them; deletes go before receives and runs, which take memory.
+        # Sends go first, since a peer waits for them. Deletes go before receives and runs, which allocate
+        # memory.
         if due and not isinstance(instruction, (Input, Send)):
             found += map(deletes.__getitem__, due)
             due.clear()
@@ -400,18 +429,19 @@ def _insert_deletes(program: ActorProgram, deletes: Sequence[Delete]) -> tuple[I
 
 
 def delete_buffers(programs: Programs) -> Programs:
-    """Free each buffer right after its last use.
+    """Insert `Delete`s so that each buffer is freed right after its last use.
 
-    Donated buffers are gone already; outputs and arguments that the caller keeps are not the program's to
-    free. A sent buffer is deleted behind its send: the executor keeps it until the send completes.
+    Donated buffers need none, since the run that they are donated to consumes them. Outputs, and arguments
+    that the caller keeps, are not freed by the program. A sent buffer is deleted after its send: the executor
+    keeps it until the send completes.
 
     Args:
-        programs: what `donate_buffers` made.
+        programs: the programs that `donate_buffers` made.
 
     Returns:
         The same programs with `Delete`s.
     """
-    # One `Delete` a slot serves all actors.
+    # One `Delete` per slot is shared by all actors.
     deletes = list(map(Delete, range(max((len(p.avals) for p in programs), default=0))))
     return tuple(replace(p, instructions=_insert_deletes(p, deletes)) for p in programs)
 
@@ -421,12 +451,14 @@ def delete_buffers(programs: Programs) -> Programs:
 
 @dataclass(frozen=True, slots=True)
 class PeakPlan:
-    """The most that an actor's buffer table holds during a step.
+    """The peak memory of an actor's buffer table during a step, as planned from its program.
 
     Args:
-        peak_bytes: bytes at the peak. A sharded array counts as one whole copy (`Aval.size_bytes`), however
-            many devices the actor has; XLA's temporaries inside a run and sends under way are not in it.
-        instruction: index of the first instruction that reaches the peak; 0 for a program that holds nothing.
+        peak_bytes: the bytes at the peak. A sharded array counts as one whole copy (`Aval.size_bytes`),
+            however many devices the actor has; XLA's temporaries inside a run and unfinished sends do not
+            count.
+        instruction: the index of the first instruction at which the peak occurs; 0 for a program without
+            buffers.
     """
 
     peak_bytes: int
@@ -440,27 +472,27 @@ def _buffers_freed(instruction: Instruction) -> tuple[BufferId, ...]:
 
 
 def peak_plan(program: ActorProgram) -> PeakPlan:
-    """Find the peak of a program's buffer table, instruction by instruction.
+    """Find the peak memory of a program's buffer table by walking over its instructions.
 
-    A receive counts from the moment it is posted. A run's results come and its donated inputs go at the same
-    moment; its other inputs stay until their `Delete`. An `Output` hands its buffer over and so ends its
-    counting. Slots in `ActorProgram.uncounted` never count.
+    A receive counts from the moment it is posted. At a run its results are added and its donated inputs are
+    removed at the same moment; its other inputs count until their `Delete`. A buffer counts until its
+    `Output`, which passes it to the caller. Slots in `ActorProgram.uncounted` never count.
 
     Args:
-        program: valid in the sense of `verify.verify_program`.
+        program: a program that is valid in the sense of `verify.verify_program`.
 
     Returns:
-        The peak and where it is reached. The executor measures the same number.
+        The peak and the instruction at which it occurs. The executor measures the same number of bytes.
     """
-    # Avals are looked up by identity: hashing one costs more than this whole walk, and equal ones are mostly
-    # one object.
+    # Avals are looked up by identity: hashing one costs more than this whole walk, and equal avals are mostly
+    # the same object.
     by_id = {id(a): a.size_bytes for a in {id(a): a for a in program.avals}.values()}
     sizes = [by_id[id(a)] for a in program.avals]
     held: dict[BufferId, int] = {}
     now, peak, at = 0, 0, 0
     for index, instruction in enumerate(program.instructions):
         for b in _buffers_freed(instruction):
-            # A buffer may be two results: its second Output finds it gone.
+            # A buffer may be two results; it stops counting at the first `Output`.
             now -= held.pop(b, 0)
         for b in buffers_made(instruction):
             if b not in program.uncounted:

@@ -1,4 +1,4 @@
-"""Describe a step as it looks from outside its loops, and replace operations there."""
+"""Describe the part of a step that is outside its microbatch loops, and replace or remove its operations."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ Actors: TypeAlias = frozenset[ActorId]
 
 @dataclass(frozen=True, eq=False)
 class OuterStep:
-    """A step whose loops are cut, ready to be placed.
+    """The input of placement: a step as it looks from outside its microbatch loops, each an opaque item.
 
     Args:
-        inputs: ids of the step's inputs (arguments, captured arrays).
-        items: operations and loops in program order.
-        outputs: the step's results.
-        loop_needs: for each loop (by position in `items`) the actors that need each outer value that it
-            reads.
-        loop_makes: for each loop, the outer values that it makes and the actor of each.
-        continues: result position to the input position that it continues (the new and the old leaf of a
-            state).
-        num_actors: actors of the mesh.
-        result_homes: where results have to be, for those that the caller says; others follow from the
-            program.
-        num_results: how many of `outputs` are the user's; the others are shown by prints. None: all.
-        untouched: result position to the input that the result is; only inputs that are one result and
-            nothing else.
+        inputs: the ids of the step's inputs (argument leaves, then captured arrays).
+        items: the operations outside the loops and the loops themselves, in program order.
+        outputs: the ids (or constants) of the step's results.
+        loop_needs: for each loop (by its position in `items`), a map from the id of each value that it reads
+            from outside to the actors that need that value.
+        loop_makes: for each loop (by its position in `items`), a map from the id of each value that it leaves
+            for operations outside to the actor that makes that value.
+        continues: a map from the position of a result to the position of the input that it continues (the new
+            and the old leaf of a state).
+        num_actors: the number of actors in the mesh.
+        result_homes: a map from the position of a result to the actors that must hold it, for the results
+            where the caller asks for that. Placement chooses the actors of the other results.
+        num_results: the number of leading `outputs` that are the user's results; the others are values that
+            `jax.debug.print` shows. None if all of them are the user's.
+        untouched: a map from the position of a result that is an unchanged input to the id of that input.
+            Only inputs that are returned as exactly one result appear.
     """
 
     inputs: tuple[int, ...]
@@ -47,20 +49,22 @@ class OuterStep:
 
 
 def source_actor(actors: Collection[ActorId], wanted: ActorId) -> ActorId:
-    """Choose the actor that gives a value to `wanted`: itself where it is among `actors`, else the lowest.
+    """Return the actor from which the actor `wanted` gets a value that is made on each of `actors`.
 
-    `lowering.plan_transfers` sends from there.
+    This is `wanted` itself if it makes the value, else the lowest of `actors`, from which
+    `lowering.plan_transfers` sends it.
     """
     return wanted if wanted in actors else min(actors)
 
 
 def replaced(step: OuterStep, others: Mapping[int, Sequence[Op]], removed: Collection[int] = ()) -> OuterStep:
-    """Replace the operations at some positions of a step by others, or remove them.
+    """Return a copy of a step with the operations at some positions replaced or removed.
 
     Args:
-        step: the step; what is known of its loops stays.
-        others: the new operations, by position in `items`.
-        removed: positions.
+        step: the step; what it says about its loops is kept, under their new positions.
+        others: a map from the position in `items` of each operation to replace to the operations to put in
+            its place.
+        removed: the positions in `items` of the operations to remove.
     """
     items: list[Op | Loop] = []
     renumbered: dict[int, int] = {}
@@ -79,7 +83,7 @@ def replaced(step: OuterStep, others: Mapping[int, Sequence[Op]], removed: Colle
 
 
 def without_dead(step: OuterStep) -> OuterStep:
-    """Remove the operations whose results nothing needs."""
+    """Return a step without the operations outside its loops whose results nothing needs."""
     needed = {r for r in step.outputs if isinstance(r, int)}
     dead: set[int] = set()
     for i in reversed(range(len(step.items))):

@@ -1,7 +1,8 @@
-"""Cut a loop's flat body into the forward and backward tasks of its stages.
+"""Split the flat body of a microbatch loop into one forward and one backward task per pipeline stage.
 
-Every operation goes to exactly one task, which `compiler.stage_assignment` chooses, except light operations,
-which are repeated wherever they are used.
+Every operation goes to exactly one task, which `compiler.stage_assignment` chooses. The exceptions are light
+operations: cheap ones that read only inputs of the loop's body and results of each other. Every task that
+needs their results repeats them.
 
 Source: the JaxPP paper, sections "Stage Marking", "Placement Inference" and "Weight Sharing".
 """
@@ -23,12 +24,14 @@ __all__ = ["OutputPart", "StageTask", "StagedLoop", "TaskKey", "partition"]
 
 @dataclass(frozen=True, eq=False)
 class StageTask:
-    """The computation of one task of the schedule, the same for every microbatch.
+    """The computation of one task of the schedule (such as the forward of stage 0), which is the same for
+    every microbatch.
 
     Args:
-        key: kind and stage.
-        ops: in program order.
-        adds: (result, part) of the loop's results that the task accumulates.
+        key: the task's kind and stage.
+        ops: the operations of the task, in program order.
+        adds: the accumulators that the task adds to, each as (position of the loop's result, position of the
+            part in `StagedLoop.outputs` of that result).
     """
 
     key: TaskKey
@@ -37,22 +40,24 @@ class StageTask:
 
     @cached_value
     def made(self) -> frozenset[int]:
-        """Return the ids of the values that the task makes."""
+        """The ids of the values that the task's operations compute."""
         return frozenset([o for op in self.ops for o in op.outputs if o >= 0])
 
 
 @dataclass(frozen=True, eq=False)
 class StagedLoop:
-    """A loop, cut into tasks.
+    """A microbatch loop whose body is split into the tasks of its pipeline stages.
 
     Args:
-        num_stages: markers + 1.
-        tasks: the non-empty ones, forward stages upward, then backward stages downward.
-        outputs: for each result of the loop, the partial values that are accumulated apart.
-        epilogues: for each result, the operations that join its parts behind the loop; None where there is
-            one part.
-        loop: the loop that was cut.
-        stage_names: the user's names for the markers, one a stage boundary (None: unnamed).
+        num_stages: the number of stages, one more than the number of stage markers in the loop's body.
+        tasks: the tasks that have something to do: the forward ones from the first stage to the last, then
+            the backward ones from the last stage to the first.
+        outputs: for each result of the loop, the values that its stages accumulate separately.
+        epilogues: for each result of the loop, the operations that combine its accumulated parts after the
+            loop; None for a result that is a single part.
+        loop: the loop that was split.
+        stage_names: the name that the user gave to each stage marker, one per stage boundary; None if the
+            user gave none.
     """
 
     num_stages: int
@@ -64,19 +69,23 @@ class StagedLoop:
 
     @property
     def boundaries(self) -> list[str]:
-        """Describe the marker that ends each stage but the last: its line, and its name where the user
-        gave one."""
+        """Texts for messages that describe the marker at the end of each stage but the last: the marker's
+        `file:line`, then its name if the user gave one."""
         lines = [op.line for op in self.loop.body.ops if isinstance(op, Op) and op.name == MARKER]
         named = zip(lines, self.stage_names, strict=True)
         return [line if name is None else f"{line} {name!r}" for line, name in named]
 
     def added(self, task: StageTask) -> list[int]:
-        """List the ids of the values that a task accumulates, without constants."""
+        """Return the ids of the values that a task adds to accumulators, without constants, which have no
+        id."""
         values = (self.outputs[k][j].value for k, j in task.adds)
         return [v for v in values if isinstance(v, int)]
 
     def reads(self, task: StageTask) -> list[int]:
-        """List the values that a task reads and does not make, in order of first use."""
+        """Return the ids of the values that a task reads but does not compute, in order of first use.
+
+        These are values of other tasks and inputs of the loop's body.
+        """
         if (known := self._reads.get(task)) is None:
             made = task.made
             wanted = [r for op in task.ops for r in op.reads] + self.added(task)
@@ -84,12 +93,12 @@ class StagedLoop:
         return known
 
     def takes(self, task: StageTask) -> list[int]:
-        """List the values that a task needs of other tasks, in order of first use."""
+        """Return the ids of the values that a task needs from other tasks, in order of first use."""
         return [r for r in self.reads(task) if r not in self._roots]
 
     @cached_value
     def _reads(self) -> dict[StageTask, list[int]]:
-        """Cache the reads of each task that was asked about."""
+        """A cache of the result of `reads` for each task."""
         return {}
 
     @cached_value
@@ -98,15 +107,16 @@ class StagedLoop:
 
 
 def partition(loop: Loop, types: Types) -> StagedLoop:
-    """Cut a loop's body at its markers.
+    """Split a loop's body into the tasks of its stages, at the stage markers (`pipeline_yield`) that the user
+    placed.
 
     Args:
-        loop: the loop.
-        types: of its values; new values enter it.
+        loop: the microbatch loop to split.
+        types: the type of each value; types of newly created values are added to it.
 
     Raises:
         StageError: a stage needs a value of a later stage of the same microbatch.
-        UnsupportedError: the forward side of a cotangent marker cannot be found.
+        UnsupportedError: the marker of a gradient cannot be matched with its `pipeline_yield` in the forward.
     """
     stages = StageAssignment(loop, types)
     results = commute_results(stages, types)
@@ -115,7 +125,7 @@ def partition(loop: Loop, types: Types) -> StagedLoop:
 
 
 def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, StageTask]:
-    """Collect the operations of each task, with the light operations that it repeats."""
+    """Return every task of a loop, with its own operations and the light (cheap) ones that it repeats."""
     members: dict[TaskKey, list[int]] = defaultdict(list)
     light: dict[int, Op] = {}
     for i, op in enumerate(stages.ops):
@@ -129,7 +139,7 @@ def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, Stage
     shared: set[OutputPart] = set()
     for k, parts in enumerate(results.parts):
         for j, part in enumerate(parts):
-            members[part.task]  # a task may do nothing but return a constant
+            members[part.task]  # makes an entry even for a task that only returns a constant
             if results.epilogues[k] is not None:
                 if part in shared:  # several results are made of it: it is accumulated once
                     continue
@@ -147,12 +157,14 @@ def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, Stage
 
 
 def _behind_markers(stages: StageAssignment, position: int) -> Op:
-    """Return the operation, reading the values behind markers."""
+    """Return a copy of an operation in which each operand that is a stage marker's result is replaced by the
+    value that the marker was given."""
     op = stages.ops[position]
     return renamed(op, stages.alias.keys(), stages.resolve)
 
 
 def task_order(key: TaskKey) -> tuple[int, int]:
-    """Order tasks: forward stages upward, then backward stages downward."""
+    """Return a sort key that puts forward tasks first, by ascending stage, then backward tasks by descending
+    stage."""
     ty, stage = key
     return (0, stage) if ty == "fwd" else (1, -stage)

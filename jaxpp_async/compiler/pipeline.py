@@ -1,16 +1,19 @@
-"""Compile a step function to one program an actor: run all passes, check and print the result of each.
+"""Compile a step function to one program per actor: run all passes, and check and print the result of each.
+
+The passes, each with what it reads and what it makes:
 
 trace       step function          -> flat operations with markers and loops
 partition   each loop's body       -> forward and backward tasks
-schedule    each loop's schedule   -> tasks in order, an actor a row, and the forms in which they run
-place       all of it              -> task graph on actors, and a recipe an executable
-shard       task graph             -> the same, with a sharding for every value
-transfer    task graph             -> programs, an actor each: inputs, runs, sends, receives, outputs
-donate      programs               -> the same, runs reusing the buffers that nothing needs afterwards
-delete      programs               -> the same, every other buffer freed right after its last use
+schedule    each loop's schedule   -> tasks in order, one row per actor, and the variants that run
+place       all of these           -> task graph on actors, and one recipe per executable
+shard       task graph             -> the same graph, with a sharding for every value
+transfer    task graph             -> one program per actor: inputs, runs, sends, receives, outputs
+donate      programs               -> the same programs, where runs reuse buffers not needed afterwards
+delete      programs               -> the same programs, where every other buffer is freed after its last use
 emit        recipes                -> serialized StableHLO
 
-`plan` runs all but the last, which takes longest and changes no decision; `compile_step` runs them all.
+A variant is a form of a task that a schedule asks for, such as half of a split backward. `plan` runs every
+pass but `emit`, which takes longest and changes no decision; `compile_step` runs them all.
 """
 
 from __future__ import annotations
@@ -55,21 +58,25 @@ Passed: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True, eq=False)
 class StepRequest:
-    """A step that is to be compiled, and everything that the passes need to know of it.
+    """A step that is to be compiled, with everything that the passes need to know about it.
 
     Args:
         fn: the step function.
-        args: its arguments, every leaf a `jax.ShapeDtypeStruct`; static arguments as they are.
-        argument_names: `fn`'s parameter names.
-        static_argnums: argument numbers that `fn` takes as they are.
-        donated: argument numbers.
-        in_specs, out_specs: given a traced step, the user's spec (or None) for each argument and each result
-            leaf.
-        num_actors: actors of the mesh.
+        args: the arguments of `fn`. Every leaf is a `jax.ShapeDtypeStruct`, except that static arguments are
+            the values themselves.
+        argument_names: the names of the parameters of `fn`.
+        static_argnums: the numbers of the static arguments.
+        donated: the numbers of the arguments that the step may overwrite.
+        in_specs: a function that takes the traced step and returns, for each argument leaf, the sharding spec
+            that the user gave, or None.
+        out_specs: a function that takes the traced step and returns, for each result leaf, the sharding spec
+            that the user gave, or None.
+        num_actors: the number of actors in the mesh.
         target: the mesh and platform that executables are lowered for.
-        schedule: replaces the schedule of every loop; None keeps what the step says.
-        result_homes: actors that must hold a result leaf in the end, by leaf.
-        exports: the executables known so far; those of this step are added.
+        schedule: the schedule that replaces the schedule of every loop; None keeps those written in the step.
+        result_homes: a map from the position of a result leaf to the actors that must hold it when the step
+            ends. Placement chooses the actors of leaves that are not in it.
+        exports: a cache of executables that are lowered already; those of this step are added to it.
     """
 
     fn: Callable
@@ -88,18 +95,20 @@ class StepRequest:
 
 @dataclass(frozen=True, eq=False)
 class CompilePlan:
-    """The result of all passes but `emit`: everything is decided, nothing is lowered to StableHLO.
+    """The result of all passes but `emit`: every decision of a compilation, but no StableHLO yet.
 
     Args:
-        traced: the step (trees, names).
-        placed: the placed step; its graph carries the shardings.
-        specs: a sharding for each value id.
-        programs: one an actor.
-        passes: pass name to text.
-        continues: result leaf to the argument leaf that it continues.
-        settled: argument leaves that the step takes weakly typed as well as strongly typed.
-        any_sharding: unused argument leaves, which may lie in any sharding, unless they are handed back in a
-            given one.
+        traced: the traced step, with its argument and result trees and the names of their leaves.
+        placed: the step placed on actors, as a task graph whose values have shardings.
+        specs: the sharding of each value id.
+        programs: one program per actor.
+        passes: the printed result of each pass, by the name of the pass.
+        continues: a map from the position of a result leaf to that of the argument leaf that it continues
+            (the new and the old leaf of a state).
+        settled: the positions of argument leaves that the step accepts both weakly and strongly typed.
+        any_sharding: the positions of unused argument leaves that the step accepts in any sharding. An unused
+            leaf that is returned as a result is left out if the user gave a spec for the argument or for the
+            result.
     """
 
     traced: Traced
@@ -114,25 +123,26 @@ class CompilePlan:
 
 @dataclass(frozen=True, eq=False)
 class Compiled(CompilePlan):
-    """The result of all passes.
+    """The result of all passes: a `CompilePlan` together with its executables.
 
     Args:
-        executables: one a recipe.
+        executables: the lowered executables, one per recipe of the placed step.
     """
 
     executables: tuple[Emitted, ...]
 
 
 def _ignore_pass(_: str) -> None:
-    """Ignore the end of a pass."""
+    """Do nothing; this is the default of the callback that is called at the end of each pass."""
 
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause Python's search for reference cycles, in all threads; nested uses count as the outermost one.
+    """Pause Python's search for reference cycles, in all threads, while the context is open.
 
-    A compilation makes millions of objects that live until it ends. Searching them for cycles finds none and
-    takes a third of the compiler's time, more in a process that holds much else.
+    Inside another use of this context it does nothing. A compilation makes millions of objects that live
+    until it ends. Searching them for cycles finds none and takes a third of the compiler's time, and more in
+    a process that has many other objects.
     """
     if not gc.isenabled():
         yield
@@ -146,14 +156,15 @@ def gc_paused() -> Iterator[None]:
 
 @gc_paused()
 def compile_step(request: StepRequest, passed: Passed = _ignore_pass) -> Compiled:
-    """Run all passes.
+    """Compile a step completely: run every pass, check its result, and lower the executables to StableHLO.
 
     Args:
-        request: the step.
-        passed: called with a pass's name when the pass and its checks are done; for timing.
+        request: the step to compile.
+        passed: a callback for timing, called with the name of each pass after the pass and its checks.
 
     Raises:
-        UnsupportedError, StageError, ScheduleError, ShardingError: see `errors`.
+        UnsupportedError, StageError, ScheduleError, ShardingError: the step, its schedule or its shardings
+            cannot be compiled; see `errors`.
     """
     done = plan(request, passed)
     with explained(done.placed.recipes, done.traced.types, request.target):
@@ -165,13 +176,15 @@ def compile_step(request: StepRequest, passed: Passed = _ignore_pass) -> Compile
 
 @gc_paused()
 def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
-    """Run every pass but `emit`, and check the result of each.
+    """Make all decisions of a compilation, without lowering: run every pass but `emit`, checking each result.
 
     Args:
-        request, passed: as in `compile_step`.
+        request: the step to compile.
+        passed: a callback for timing, called with the name of each pass after the pass and its checks.
 
     Raises:
-        UnsupportedError, StageError, ScheduleError, ShardingError: see `errors`.
+        UnsupportedError, StageError, ScheduleError, ShardingError: the step, its schedule or its shardings
+            cannot be compiled; see `errors`.
     """
     with lowering_context(request.target):
         traced, settled = trace_settled(
@@ -180,7 +193,7 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
             static_argnums=request.static_argnums,
             argument_names=request.argument_names,
         )
-    if not request.result_homes:  # a model's own init calls the model outside of a step
+    if not request.result_homes:  # `init` has them, and calls the model outside a loop
         warn_of_markers_outside(traced)
     in_specs, out_specs = request.in_specs(traced), request.out_specs(traced)
     traced = _separate_results(traced, in_specs, out_specs)
@@ -218,7 +231,8 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
 def _find_any_sharding(
     traced: Traced, placed: PlacedStep, in_specs: Sequence[Spec | None], out_specs: Sequence[Spec | None]
 ) -> frozenset[int]:
-    """Find the argument leaves of `CompilePlan.any_sharding`."""
+    """Return the positions of the unused argument leaves that the step accepts in any sharding; see
+    `CompilePlan.any_sharding`."""
     leaf_of = {v: arg for arg, v in enumerate(traced.flat.inputs)}
     back = {leaf_of[v]: result for result, v in placed.placement.handed_back.items()}
     asked = {
@@ -228,9 +242,10 @@ def _find_any_sharding(
 
 
 def _lower_and_verify(graph: TaskGraph, passed: Passed) -> lowering.Programs:
-    """Run the three passes from a graph to programs.
+    """Lower a task graph to one program per actor by the passes transfer, donate and delete, and check them.
 
-    Each program by itself is checked once, at the end: `Delete`s hide nothing of what is wrong without them.
+    The checks of each program by itself run only once, after `delete`: whatever is wrong in a program without
+    its `Delete`s is still found with them.
     """
     programs = lowering.insert_transfers(graph)
     verify.verify_together(programs)
@@ -251,7 +266,10 @@ def _pass_texts(
     placed: PlacedStep,
     programs: lowering.Programs,
 ) -> PassTexts:
-    """Make the texts of all passes but `emit`. The programs between are made again rather than kept."""
+    """Return the printed results of all passes but `emit`, each made when it is first read.
+
+    The programs that `transfer` and `donate` return are not stored; their texts run these passes again.
+    """
     graph = placed.graph
     return PassTexts(
         {
@@ -286,7 +304,7 @@ def _schedule(staged: StagedLoop, request: StepRequest, types: Types) -> Schedul
 def _insert_specs(placed: PlacedStep, specs: Mapping[int, Spec]) -> TaskGraph:
     if not specs:  # actors of one device
         return placed.graph
-    graph, avals = placed.graph, dict[int, Aval]()  # an aval a value id: all microbatches have the same
+    graph, avals = placed.graph, dict[int, Aval]()  # one aval per value id: all microbatches have the same
     assert isinstance(graph.values, ValueTable)
     for aval, ir_id in zip(graph.values.avals, placed.value_ids, strict=True):
         if ir_id not in avals:
@@ -297,11 +315,15 @@ def _insert_specs(placed: PlacedStep, specs: Mapping[int, Spec]) -> TaskGraph:
 def _separate_results(
     traced: Traced, in_specs: Sequence[Sequence[Any] | None], out_specs: Sequence[Sequence[Any] | None]
 ) -> Traced:
-    """Copy a value that is asked for in several shardings, so that each result is a value of its own.
+    """Return a traced step in which no value has to have two shardings.
+
+    A value that the user asks for in several shardings is copied, so that each sharding has a value of its
+    own.
 
     Args:
-        traced: the step.
-        in_specs, out_specs: the user's, one an argument and one a result leaf.
+        traced: the traced step.
+        in_specs: for each argument leaf, the sharding spec that the user gave, or None.
+        out_specs: for each result leaf, the sharding spec that the user gave, or None.
     """
     asked = {v: _strip_spec(s) for v, s in zip(traced.flat.inputs, in_specs, strict=False) if s is not None}
     ops, outputs = list(traced.flat.ops), list(traced.flat.outputs)
@@ -319,7 +341,7 @@ def _separate_results(
 
 
 def _strip_spec(spec: Sequence[Any]) -> PartitionSpec:
-    """Strip trailing Nones, so that specs of one meaning are equal."""
+    """Return a sharding spec without its trailing Nones, so that specs of the same meaning compare equal."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()

@@ -1,11 +1,14 @@
-"""Choose where everything outside the loops runs, and where arguments and results live.
+"""Choose the actors that run the operations outside the microbatch loops, and those that hold arguments and
+results.
 
-`place` takes a traced step and the actors that each loop's values need. It finds the actors and the level of
-each outer operation, the homes of each input and the homes of each result. `docs/placement.md` has the rules
-and DESIGN 4 their reasons. A choice between equals always goes to the lowest actor.
+`place` takes the step as it looks from outside its loops, with the actors on which each loop reads and makes
+values. It chooses the actors and the level of each operation, and the homes of each input and each result:
+the actors that hold it. `docs/placement.md` has the rules and DESIGN 4 their reasons. Among actors that are
+equally good, the lowest is always chosen.
 
-A level is a task outside the loops on each actor: it ends where data has to cross actors. Levels take one
-pass up and one pass down, linear in operations and their operands.
+Operations outside the loops run in levels. On each actor one level is one task, and the next level begins
+where data first has to be sent to another actor. Levels are found in one forward and one backward pass over
+the operations, in time linear in the number of operands.
 """
 
 from __future__ import annotations
@@ -25,21 +28,23 @@ from jaxpp_async.program.instructions import ActorId
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The places that `place` chose for the outside of a step's loops.
+    """The result of `place`: the actors that run each operation outside a step's loops, and those that hold
+    the step's inputs and results.
 
     Args:
-        items: the outer operations and loops, with conds split and sums regrouped.
-        op_actors: actors that run each operation, by position in `items`.
-        levels: (position, actor) to the level of an operation's task, counted from 0.
-        loop_levels: position to the level of a loop.
-        input_homes: input id to the actors that hold it when the step starts; none, where the step does not
-            use it.
-        output_homes: for each result, the actors that hold it when the step ends; none, where it is handed
-            back.
-        num_levels: how many levels there are.
-        asked: results whose homes the caller gave.
-        handed_back: result position to the input that the caller gets back as the result, wherever that input
-            lies.
+        items: the operations outside the loops, and the loops; conds are split and sums regrouped.
+        op_actors: the actors that run each operation, by its position in `items`.
+        levels: the level of each operation on each of its actors, by (position in `items`, actor). One level
+            is one task on each actor; levels count from 0.
+        loop_levels: the level of each loop, by its position in `items`.
+        input_homes: a map from the id of each input to the actors that hold it when the step starts; no
+            actors if the step does not use it.
+        output_homes: for each result, the actors that hold it when the step ends; no actors if the result is
+            in `handed_back`.
+        num_levels: the number of levels.
+        asked: the positions of the results for which the caller chose the actors.
+        handed_back: a map from the position of each result that is an otherwise unused input to the id of
+            that input. The caller gets the input's array back as the result, on whichever actors hold it.
     """
 
     items: tuple[Op | Loop, ...]
@@ -54,16 +59,17 @@ class Placement:
 
 
 def place(step: OuterStep, types: Types) -> Placement:
-    """Choose actors and levels for everything outside the loops.
+    """Choose the actors and levels of all operations outside the loops, and the actors of inputs and results.
 
     Args:
         step: the step as it looks from outside its loops.
-        types: the type of every value id; new ids are made here.
+        types: the type of each value; types of newly created values are added to it.
     """
     step = _split_conds(step, types)
     draft = _Placer(step, types)
     while draft.joining:
-        # Open the operations that join actors. They may hold further conds, so this ends with the deepest.
+        # Expand the operations that read large values of several actors. They may contain further conds, so
+        # this is repeated until the deepest are expanded.
         others = {i: cond_split.expanded(draft.ops[i], types) for i in draft.joining}
         draft = _Placer(_split_conds(replaced(draft.step, others), types), types)
     regrouped = regroup_reductions(draft.grouping_inputs())
@@ -87,9 +93,11 @@ def place(step: OuterStep, types: Types) -> Placement:
 
 
 def _split_conds(step: OuterStep, types: Types) -> OuterStep:
-    """Split each cond into one for each group of results.
+    """Return a step where each cond is split into one cond for each group of results that share computed
+    arrays.
 
-    In a step with a loop, a `jit` with shardings of its own becomes the operations inside it.
+    A cond whose choice is a constant is replaced by the operations of the chosen branch. In a step with a
+    loop, a `jit` with its own shardings is replaced by the operations inside it.
     """
     while ops := {
         i: cond_split.expanded(op, types)
@@ -109,7 +117,8 @@ def _split_conds(step: OuterStep, types: Types) -> OuterStep:
 
 
 def _merge_conds(draft: _Placer) -> OuterStep | None:
-    """Merge the parts of one cond that run on the same actors into one operation; None if there are none."""
+    """Return the step with the parts of one cond that run on the same actors merged into one operation again,
+    or None if there is nothing to merge."""
     parts: dict[tuple[int, Actors], list[int]] = defaultdict(list)
     actors = draft.actors()
     for i, op in enumerate(draft.items):
@@ -121,12 +130,17 @@ def _merge_conds(draft: _Placer) -> OuterStep | None:
 
 
 class _Placer:
-    """Decides where everything runs. There are three kinds of operations:
+    """A solver that chooses the actors of every operation, input and result; its constructor does all the
+    work.
 
-    - `bound` ones depend on a loop's results. They run on one actor.
-    - `anchored` ones do not, and take a scalar from large inputs (the norm of a parameter), or are conds over
-      them. They run on one actor, where those inputs live, and do not draw these inputs to other actors.
-    - all others are free: they run on every actor that needs them, and draw the inputs that they read there.
+    There are three kinds of operations:
+
+    - Bound operations (`bound`) depend on a loop's results. Each runs on one actor.
+    - Anchored operations (`anchored`) depend on no loop, and compute a small value from large inputs (the
+      norm of a parameter) or are conds over large inputs. Each runs on one actor that holds those inputs, and
+      causes no copies of them on other actors.
+    - All others are free (`free`). They run on every actor that needs their results, and the inputs that they
+      read are put on these actors too.
     """
 
     def __init__(self, step: OuterStep, types: Types) -> None:
@@ -148,13 +162,15 @@ class _Placer:
         self.owned = self._owned_ops()
         self.free: dict[int, set[ActorId]] = {i: set() for i in self.ops.keys() - self.single}
         self.chosen: dict[int, Actors] = {}  # the actors of single operations, once decided
-        self.homes: dict[int, set[ActorId]] = {}  # of inputs
-        # Where values are, as the very sets above; for free operations that nobody needs yet, where they
-        # would run.
+        self.homes: dict[int, set[ActorId]] = {}  # the actors of each input, by id
+        # The actors that have each value. The sets are the same objects as in `homes` and `free`, so that
+        # they grow together. For the results of free operations that nobody needs yet, these are the actors
+        # on which they would run.
         self.at: dict[int, Set[ActorId]] = dict(loop_home)
-        # Values whose makers run where they run, whoever reads the values.
+        # Values whose actors do not depend on which actors read them.
         self.settled = {o for i in self.single for o in self.ops[i].outputs} | loop_home.keys()
-        self.joining: list[int] = []  # operations that can be opened and read large values of several actors
+        # Operations that can be expanded and read large values of several actors.
+        self.joining: list[int] = []
         self.output_homes: list[Actors] = []
         self.handed_back: dict[int, int] = {}
         self._decide()
@@ -187,11 +203,12 @@ class _Placer:
         return ops
 
     def _owned_ops(self) -> set[int]:
-        """Find the free operations that make a floating result.
+        """Return the positions of the free operations (those that run wherever needed) that make a
+        floating-point result of the step.
 
-        Each of them runs once and its value is sent, so that copies are equal.
+        Each of them runs on one actor, which sends its value to the others, so that all copies are equal.
         """
-        results = self.step.outputs[: self.step.num_results]  # a print changes nothing of how a value is made
+        results = self.step.outputs[: self.step.num_results]  # printing a value does not change who makes it
         made = {self.producer[r] for r in results if isinstance(r, int) and r in self.producer}
         return {
             i
@@ -204,12 +221,12 @@ class _Placer:
         }
 
     def actors(self) -> dict[int, Actors]:
-        """Return the actors of every operation, by position."""
+        """Return the actors that run each operation, by the operation's position."""
         chosen, free = self.chosen, self.free
         return {i: chosen[i] if i in chosen else frozenset(free[i]) for i in self.ops}
 
     def grouping_inputs(self) -> GroupingInputs:
-        """Return the facts that regrouping needs."""
+        """Return the input of `regroup_reductions`: the step and where its operations run so far."""
         return GroupingInputs(self.step, self.types, self.single, self.producer, self.users, self._where)
 
     # ---- the order of decisions
@@ -218,7 +235,7 @@ class _Placer:
         for needs in self.step.loop_needs.values():
             for value, actors in needs.items():
                 self._need(value, actors)
-        # Operations on large values go first: they settle where most inputs live.
+        # Operations on large values go first: they decide which actors hold most inputs.
         large = [i for i in sorted(self.bound) if self._is_large(self.ops[i])]
         deferred = {i for i in large if not self._choose(i, SMALL_BYTES)}
         self._guess_free_ops()
@@ -232,7 +249,11 @@ class _Placer:
         return not (self.large.isdisjoint(op.reads) and self.large.isdisjoint(op.outputs))
 
     def _need(self, value: int, actors: Iterable[ActorId]) -> None:
-        """Record that `value` is used on `actors`: free operations run there too, and inputs live there."""
+        """Record that a value is used on some actors.
+
+        If it is an input, these actors also have to hold it. If a free operation makes it (one that runs
+        wherever needed), the operation also runs on these actors, and needs its own operands on them.
+        """
         stack = [(value, set(actors))]
         while stack:
             v, wanted = stack.pop()
@@ -255,7 +276,11 @@ class _Placer:
     # ---- operations on one actor
 
     def _guess_free_ops(self) -> None:
-        """Guess where free operations that nobody needs yet would run: with most of their operands' bytes."""
+        """Guess the actors of free operations (those that run wherever needed) that no actor needs yet.
+
+        The guess is the actors that have most bytes of an operation's operands. It is recorded in `at` for
+        the operation's results, and helps to place the operations that read them.
+        """
         for i in sorted(self.free):
             if not self.free[i]:
                 held = self._weights(self.ops[i].reads)
@@ -265,7 +290,7 @@ class _Placer:
                     self.at.update(dict.fromkeys(self.ops[i].outputs, likely))
 
     def _weights(self, values: Sequence[int]) -> dict[ActorId, int]:
-        """Add up the bytes of `values` that each actor holds."""
+        """Return how many bytes of `values` each actor has, without the actors that have none of them."""
         at, size = self.at, self.size
         held: dict[ActorId, int] = {}
         for v in values:
@@ -276,10 +301,15 @@ class _Placer:
         return held
 
     def _choose(self, position: int, threshold: int) -> bool:
-        """Run an operation where most of its operands' bytes are.
+        """Choose the actor of an operation: the one that has most bytes of its operands.
+
+        Args:
+            position: the position of the operation.
+            threshold: a number of bytes. An operation that depends on a loop and reads or makes a large value
+                is left undecided if no actor has more bytes of its operands than this.
 
         Returns:
-            False, where it is not decided: the operands are scalars, and the operation is large.
+            Whether an actor was chosen; False if the operation was left undecided.
         """
         op = self.ops[position]
         held = self._weights(op.reads)
@@ -294,7 +324,7 @@ class _Placer:
         return True
 
     def _wanted(self, position: int) -> set[ActorId]:
-        """Find the actors that are known to need the results of an operation."""
+        """Return the actors that are known so far to need a result of an operation."""
         made = self.ops[position].outputs
         found = {a for o in made for u in self.users.get(o, ()) for a in self._run_on(u)}
         return found.union(*(needs.get(o, ()) for needs in self.step.loop_needs.values() for o in made))
@@ -303,7 +333,7 @@ class _Placer:
         return self.at.get(value, frozenset())
 
     def _run_on(self, position: int) -> Set[ActorId]:
-        """Return where an operation runs, as far as that is decided."""
+        """Return the actors that were chosen so far to run an operation; empty if there are none yet."""
         return self.free[position] if position in self.free else self.chosen.get(position, frozenset())
 
     def _choose_by_users(self, position: int) -> None:
@@ -314,7 +344,7 @@ class _Placer:
             best = self._weights(op.reads)
             actors = {min((a for a in best if best[a] == max(best.values())), default=0)}
         elif op.name in LAID_OUT:
-            # Its operand is a scalar: the scalar is sent, and not the array that is made of it.
+            # The operand is a scalar: it is sent, rather than the array that is made from it.
             actors = held
         else:
             actors = {min(a for a in held if held[a] == max(held.values()))}
@@ -336,9 +366,10 @@ class _Placer:
     # ---- results
 
     def _place_results(self) -> None:
-        """Place each result where the input that it continues lives, or else where it is made.
+        """Choose the actors of each result: those of the input that it continues, or else those that make it.
 
-        An input that only a result asks for is handed back as that result, and lies where it lies.
+        An input whose only use is to be returned is recorded in `handed_back` instead: it stays on whichever
+        actors hold it.
         """
         results = [r for r in self.step.outputs if isinstance(r, int)]
         assert len(results) == len(self.step.outputs), "constant results are made by an operation"
@@ -346,7 +377,7 @@ class _Placer:
         homes: list[set[ActorId]] = [set() for _ in results]
         untouched = self.step.untouched
         for k in sorted(range(len(results)), key=untouched.__contains__):
-            # untouched ones come last: others may use the input
+            # Untouched results come last, since another result may put their input on actors.
             old = self.homes.get(continued[k], ()) if k in continued else ()
             asked = self.step.result_homes.get(k, ())
             if k in untouched and not (asked or old or untouched[k] in self.homes):
@@ -356,7 +387,7 @@ class _Placer:
             self._need(results[k], homes[k])
             if old:
                 self._need(continued[k], homes[k])
-        # A later result may have drawn an argument to more actors: the result that continues it goes there,
+        # A later result may have put an argument on more actors: the result that continues it goes to these,
         # too.
         changed = True
         while changed:
@@ -370,7 +401,8 @@ class _Placer:
         self.output_homes = [frozenset(home) for home in homes]
 
     def _made_at(self, ref: int) -> Set[ActorId]:
-        """Return where a result is, or where its operands lie, if nobody has needed it so far."""
+        """Return the actors that have a result, or the one likely to make it if no actor has needed it so
+        far."""
         i = self.producer.get(ref)
         where = self._where(ref)
         return where if not where or i is None or self._run_on(i) else {min(where)}
@@ -382,18 +414,20 @@ class _Placer:
 def _find_levels(
     step: OuterStep, actors: Mapping[int, Actors], producer: Mapping[int, int], users: Mapping[int, list[int]]
 ) -> tuple[dict[tuple[int, ActorId], int], dict[int, int], int]:
-    """Group operations by how many times data has to cross actors first.
+    """Assign a level to each operation and loop, so that data is sent to other actors only between levels.
 
-    Each operation runs as late as possible, since an early result is a buffer to keep.
+    Of the possible levels each operation gets the last one, since an early result would occupy memory until
+    it is used.
 
     Args:
         step: the step as it looks from outside its loops.
-        actors: of each operation, by position.
-        producer: value id to the position of the operation that makes it.
-        users: value id to the positions of the operations that read it.
+        actors: the actors that run each operation, by its position.
+        producer: a map from the id of each value to the position of the operation that makes it.
+        users: a map from the id of each value to the positions of the operations that read it.
 
     Returns:
-        (position, actor) to level for operations, position to level for loops, and the number of levels.
+        The level of each operation by (position, actor), the level of each loop by position, and the number
+        of levels.
     """
     early, loops = _earliest(step, actors, producer)
     last = max([*early.values(), *(n + 1 for n in loops.values())], default=0)
@@ -409,7 +443,7 @@ def _earliest(
     last_loop = -1
 
     def available(value: int, actor: ActorId) -> int:
-        """Return the first level at which an operation on `actor` can read `value`."""
+        """Return the first level at which an operation that runs on `actor` can read `value`."""
         i = producer.get(value)
         if i is None:
             return made_in.get(value, -1) + 1

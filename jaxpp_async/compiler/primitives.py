@@ -1,9 +1,9 @@
-"""Group JAX's primitives by the properties that the compiler's passes ask for: wrappers, cheap, linear,
+"""List the names of JAX's primitives by the properties that compiler passes ask for, such as cheap, linear or
 associative.
 
-Primitives are known by name, and every list of their names is here. `tests/compiler/test_primitives.py`
-compares the lists with the installed JAX, so that the test fails when JAX changes a name. Nothing else would:
-a missing name only makes programs slower or larger.
+The compiler recognises primitives by name, and this module has all lists of names.
+`tests/compiler/test_primitives.py` compares the lists with the installed JAX, so that the test fails when JAX
+changes a name. Nothing else would fail, since a missing name only makes programs slower or larger.
 """
 
 from __future__ import annotations
@@ -14,45 +14,46 @@ def _names(text: str) -> frozenset[str]:
 
 
 MARKER, MARKER_SIDE, LOOP = "pipeline_yield", "pipeline_yield_side", "accumulate_grads"
-"""The primitives of the package `markers`."""
+"""The names of the primitives of the package `markers`, which mark stages and microbatch loops."""
 
 STACK, INDEX = "stack_layers", "index_layer"
-"""Operations of the compiler's own, which join the iterations of an unrolled scan: one reads values of all
-iterations, the other reads the value of one."""
+"""The names of two operations that the compiler makes itself when it unrolls a scan: `STACK` stacks the
+values of all iterations, `INDEX` reads the value of one iteration from a stack."""
 
 # ---------------------------------------------------------------- primitives that wrap other equations
 
 CALLS = _names("jit pjit closed_call core_call eval_jaxpr")
-"""Mean the equations inside them: inlined, so that stages are cut between equations and not between
-blocks."""
+"""Primitives that only call the equations inside them. They are inlined, so that a stage can end between any
+two of these equations."""
 
 CHECKPOINTS = _names("checkpoint remat remat2")
-"""Hold the equations that the backward computes again: whole in a stage, so that XLA keeps the
-recomputation."""
+"""Primitives that contain equations which the backward computes again. Within a stage they stay one
+operation, since XLA would otherwise remove the recomputation."""
 
 CUSTOM_RULES = _names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
-"""Carry a rule of differentiation, which a step needs no more when it is compiled. In a stage they stay
-whole all the same where nothing inside asks for more, since the user wrote them as one."""
+"""Primitives with a custom rule of differentiation, which JAX has already applied when a step is compiled.
+Within a stage they still stay one operation if there is no marker and no print inside, since the user wrote
+them as one."""
 
 CALLBACKS = _names("pure_callback io_callback debug_callback debug_print")
-"""Run Python on the host."""
+"""Primitives that run Python code on the host."""
 
 PRINTS = _names("debug_print debug_callback")
-"""Callbacks that return nothing, so the controller can make them when the step is over."""
+"""Callbacks that return nothing, so that the controller can call them when the step is over."""
 
 LAID_OUT_BY_USER = _names("sharding_constraint device_put shard_map")
-"""Name devices, or a mesh of them, as the user wrote it."""
+"""Primitives that name devices, or a mesh of devices, as the user wrote it."""
 
 
 def inlines(name: str, *, marked: bool, prints: bool, pinned: bool, in_loop: bool) -> bool:
-    """Decide whether the equations that an equation wraps take its place.
+    """Return whether to inline an equation, that is to replace it by the equations that it wraps.
 
     Args:
-        name: of its primitive.
-        marked: it has markers or loops inside.
-        prints: it has prints inside.
-        pinned: it is a `jit` with shardings of its own, which would be lost.
-        in_loop: it stands in a loop's body.
+        name: the name of the equation's primitive.
+        marked: whether there are stage markers or microbatch loops inside the equation.
+        prints: whether there are prints inside the equation.
+        pinned: whether the equation is a `jit` with its own shardings, which inlining would lose.
+        in_loop: whether the equation is in the body of a microbatch loop.
     """
     if name in CALLS:
         return marked or prints or not pinned
@@ -67,7 +68,8 @@ TRANSCENDENTAL = _names(
     "acos acosh asin asinh atan atan2 atanh cos cosh sin sinh tan tanh"
     " cbrt erf erf_inv erfc exp exp2 expm1 log log1p log2 logistic polynomial pow"
 )
-"""Elementwise, and some twenty instructions an element where other light operations are one."""
+"""Elementwise primitives that take some twenty instructions per element, where other light operations take
+one."""
 
 _KEYS = _names("random_fold_in random_seed random_split random_unwrap random_wrap")
 
@@ -85,9 +87,9 @@ LIGHT |= _names(  # choices and bits
     "and clz eq eq_to ge gt is_finite le le_to lt lt_to ne not or population_count select_n shift_left"
     " shift_right_arithmetic shift_right_logical xor"
 )
-"""Repeated where they are used, if they depend on no computed value: layout changes, casts, elementwise
-arithmetic and constants. Products, reductions, random bits and control flow are not here: computing those
-twice costs more than a buffer."""
+"""Cheap primitives, which every task that uses their results repeats if they depend on no computed value:
+layout changes, casts, elementwise arithmetic and constants. Products, reductions, random bits and control
+flow are not among them, since computing those twice costs more than keeping a buffer."""
 
 REPEATED = LIGHT - _KEYS - {STACK, INDEX}
 REPEATED -= _names("concatenate cumsum pad reshard shard sharding_constraint stack unstack")
@@ -95,25 +97,29 @@ REPEATED -= _names("concatenate cumsum pad reshard shard sharding_constraint sta
 that may communicate between devices."""
 
 LAID_OUT = _names("broadcast_in_dim convert_element_type copy iota reshape squeeze")
-"""Make a large value of a small one: made again from the small operand, wherever the value is needed,
-rather than sent. A transpose or a slice is not here, since its operand is as large."""
+"""Primitives that can make a large value of a small one. The large value is not sent to other actors, which
+make it again from the small operand. Transposes and slices are not among them, since their operands are as
+large."""
 
 # ---------------------------------------------------------------- sums
 
 ADDITIONS = _names("add add_any")
-"""Add two values; JAX adds gradients with the second one."""
+"""Primitives that add two values; JAX adds gradients with the second one."""
 
 MOVES_ONLY = _names("broadcast_in_dim concatenate copy pad reshape rev slice squeeze transpose") | {STACK}
-"""Exact on any operands, so they may run once, behind the loop, on a sum. A cast is not here: it rounds."""
+"""Linear primitives that are exact, so that they may run once after the loop, on a sum over microbatches.
+Casts are not among them, since they round."""
 
 SPLITS = _names("split unstack")
-"""Exact too, with several results: the gradient of arrays that the loss joined into one."""
+"""Linear primitives that are exact and have several results. They make the gradients of arrays that the loss
+joined into one."""
 
 LINEAR_IN_STAGE = _names("convert_element_type div mul neg reduce_sum")
-"""f(a + b) = f(a) + f(b), up to rounding: done in each stage on its part of a sum, before accumulating."""
+"""Primitives for which f(a + b) = f(a) + f(b) up to rounding. Each stage applies them to its own part of a
+sum, before accumulating."""
 
 ASSOCIATIVE = _names("add add_any mul max min and or")
-"""Join two values, in any grouping: each actor joins its own values first."""
+"""Associative primitives of two operands, so that each actor can combine its own values first."""
 
 REDUCTIONS = _names("reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or")
-"""Join one array's elements, in any grouping."""
+"""Primitives that reduce the elements of one array, in any grouping."""

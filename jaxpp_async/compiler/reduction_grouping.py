@@ -1,8 +1,9 @@
-"""Regroup sums over values of several actors, so that each actor joins its own values and sends one partial
-result.
+"""Regroup reductions over values of several actors, so that each actor reduces its own values and sends one
+partial result.
 
-The pass rewrites trees of one associative operation (sums, products, maxima, ...) over small values in a
-placed outer step, and reductions of values that were stacked for it, as in `jnp.all(jnp.array([...]))`.
+The pass works on the operations outside the microbatch loops, once they are placed. It rewrites trees of one
+associative operation (sums, products, maxima and others) over small values, and reductions of values that
+were stacked for this purpose, as in `jnp.all(jnp.array([...]))`.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from jaxpp_async.program.instructions import ActorId
 
 @dataclass(frozen=True, eq=False)
 class GroupingInputs:
-    """The placed outer step whose reductions are regrouped.
+    """The input of `regroup_reductions`: the part of a step outside its loops, and where its values are.
 
     Args:
-        step: the outer step.
-        types: of every value id.
-        single: positions of the operations that run on one actor.
-        producer: value id to the position of the operation that makes it.
-        users: value id to the positions of the operations that read it.
-        where: returns a value's actors.
+        step: the step as it looks from outside its loops.
+        types: the type of each value; types of newly created values are added to it.
+        single: the positions of the operations that run on exactly one actor.
+        producer: a map from the id of each value to the position of the operation that makes it.
+        users: a map from the id of each value to the positions of the operations that read it.
+        where: a function that takes a value's id and returns the actors that have the value.
     """
 
     step: OuterStep
@@ -50,7 +51,8 @@ class GroupingInputs:
 
 
 def regroup_reductions(inputs: GroupingInputs) -> OuterStep | None:
-    """Return the step with its sums regrouped; None if it has none."""
+    """Return the step with reductions regrouped so that each actor first reduces its own values, or None if
+    there is nothing to regroup."""
     kept = {r for r in inputs.step.outputs if isinstance(r, int)}
     kept.update(v for needs in inputs.step.loop_needs.values() for v in needs)
     replacements: dict[int, list[Op]] = {}
@@ -65,7 +67,17 @@ def regroup_reductions(inputs: GroupingInputs) -> OuterStep | None:
 
 
 def _find_trees(inputs: GroupingInputs, kept: set[int]) -> dict[int, tuple[set[int], list[int]]]:
-    """Find maximal trees of one associative operation over small values that live on several actors."""
+    """Find the maximal trees of one associative operation over small values of several actors.
+
+    Args:
+        inputs: the placed step.
+        kept: the ids of values that loops need or that are results of the step, so that they cannot be inside
+            a tree.
+
+    Returns:
+        A map from the position of the operation at the root of each tree to the positions of all operations
+        of the tree and the ids of the values at its leaves.
+    """
     inside: set[int] = set()
     found = {}
     for i in sorted(inputs.single, reverse=True):
@@ -126,8 +138,15 @@ def _join_by_actor(inputs: GroupingInputs, root: int, leaves: list[int]) -> list
 
 
 def _find_stacked(inputs: GroupingInputs, kept: set[int]) -> dict[int, int]:
-    """Find reductions to a scalar of small values that were concatenated for it. Maps the reduction's
-    position to the concatenation's."""
+    """Find the reductions to a scalar of small values of several actors that were concatenated only for this.
+
+    Args:
+        inputs: the placed step.
+        kept: the ids of values that loops need or that are results of the step, so that they have to stay.
+
+    Returns:
+        A map from the position of each such reduction to the position of its concatenation.
+    """
     found = {}
     for i in sorted(inputs.single):
         op = inputs.op(i)

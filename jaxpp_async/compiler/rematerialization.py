@@ -1,14 +1,14 @@
-"""Choose which forward values each backward task keeps and which it recomputes, minimising kept bytes by a
-minimum cut.
+"""Choose by a minimum cut which forward values each backward task keeps and which it recomputes, so that the
+fewest bytes are kept.
 
-A backward needs values of its forward, the residuals. Within one program XLA recomputes cheap residuals where
-they are read. Between two executables XLA cannot: each residual is written, held while its microbatch is
-under way, and read. So a backward takes the fewest bytes from which light operations make the rest. The
-choice is a minimum cut through the forward's light operations, in which keeping a value costs its bytes and
-recomputing it a fraction of them.
+A backward needs values of its forward, the residuals. Within one executable XLA recomputes cheap residuals
+where they are read. Between two executables XLA cannot: each residual is written, kept in memory until the
+backward of its microbatch has run, and read. So a backward receives the fewest bytes from which cheap
+operations can make the other residuals. The choice is a minimum cut through the cheap operations of the
+forward, in which keeping a value costs its bytes and recomputing it costs a fraction of them.
 
 `minimize_residuals` is the pass over a loop's stages. `task_variants` calls `choose_recomputation` for the
-values that the second half of a split backward takes of the first.
+values that the second half of a split backward needs from the first half.
 """
 
 from __future__ import annotations
@@ -28,47 +28,48 @@ from jaxpp_async.compiler.partition import StagedLoop
 from jaxpp_async.compiler.primitives import REPEATED, TRANSCENDENTAL
 
 RECOMPUTE_COST, RECOMPUTE_COST_TRANSCENDENTAL = 1 / 16, 1 / 4
-"""The cost of recomputing a byte, where keeping one (writing, holding and reading it) costs 1. Light
-operations are fused into their readers and move no bytes of their own; a tanh or an exp is some twenty
-instructions."""
+"""The costs of recomputing a byte, in general and by a transcendental function; keeping a byte (writing,
+storing and reading it) costs 1. Light (cheap) operations are fused into their readers and move no bytes of
+their own. A tanh or an exp takes some twenty instructions."""
 
-_UNIT = 16  # of costs: the largest denominator above
-_INFINITE = 2**30  # above every sum of costs
+_UNIT = 16  # the cost of keeping a byte, so that all costs are integers: the largest denominator above
+_INFINITE = 2**30  # more than any sum of costs
 
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """The operations that a later executable runs again, so that an earlier executable keeps fewer bytes for
-    it.
+    """The operations of an earlier executable that a later one runs again, so that fewer bytes are kept
+    between the two.
 
     Args:
-        ops: copies of the earlier executable's operations, in program order; their results have new ids.
-        new_ids: id of a value in the earlier executable to the id of its recomputed copy.
+        ops: copies of operations of the earlier executable, in program order; their results have new ids.
+        new_ids: a map from the id of each recomputed value in the earlier executable to the id of its copy in
+            the later one.
     """
 
     ops: tuple[Op, ...]
     new_ids: dict[int, int]
 
     def prepend_to(self, ops: Iterable[Op]) -> tuple[Op, ...]:
-        """Return the recomputation, then `ops` reading the recomputed values."""
+        """Return the operations to run again, followed by copies of `ops` that read the recomputed values."""
         return (*self.ops, *self.read_recomputed(ops))
 
     def read_recomputed(self, ops: Iterable[Op]) -> Iterable[Op]:
-        """Return `ops` reading the recomputed values in place of the earlier executable's."""
+        """Return copies of `ops` that read the recomputed values in place of the originals."""
         new_ids: Mapping[Any, int] = self.new_ids
         return (renamed(op, self.new_ids.keys(), lambda ref: new_ids.get(ref, ref)) for op in ops)
 
 
 def minimize_residuals(staged: StagedLoop, types: Types) -> StagedLoop:
-    """Make every stage's backward keep the fewest bytes of its forward.
+    """Add recomputations to the backward of every stage, so that it needs the fewest bytes from its forward.
 
     Args:
-        staged: the loop.
-        types: of its values; new values enter it.
+        staged: the microbatch loop, split into tasks.
+        types: the type of each value; types of newly created values are added to it.
 
     Returns:
-        The loop with recomputations in backward tasks, and without the forward operations that nothing reads
-        any more.
+        The loop with recomputations in its backward tasks, and without the forward operations whose results
+        nothing reads any more.
     """
     tasks, changed = dict(staged.tasks), list[int]()
     for stage in range(staged.num_stages):
@@ -96,17 +97,20 @@ def choose_recomputation(
     """Choose the values that a later executable recomputes, so that the fewest bytes are kept for it.
 
     Args:
-        ops: the earlier executable's, in program order.
-        taken: values of the earlier executable that the later one needs.
-        free: values that the later executable has anyway.
-        types: of the values; new values enter it.
+        ops: the operations of the earlier executable, in program order.
+        taken: the ids of the values of the earlier executable that the later one needs.
+        free: the ids of the values that the later executable has anyway, such as its loop's inputs.
+        types: the type of each value; types of newly created values are added to it.
+
+    Returns:
+        The operations that the later executable runs again, and the new ids of the recomputed values.
     """
     source = {o: op for op in ops if op.name in REPEATED for o in op.outputs if o >= 0}
     given = {*free, *(v for v in taken if v not in source)}
     nodes = {v: k for k, v in enumerate(dict.fromkeys(v for v in taken if v in source))}
     num_taken, edges, keep, recompute = len(nodes), list[tuple[int, int]](), list[int](), list[int]()
     pending = list(nodes)
-    for v in pending:  # grows while it is walked
+    for v in pending:  # the loop appends to it
         cost, op = types.sizes[v] * _UNIT, source.get(v)
         keep.append(cost)
         if op is None:
@@ -132,21 +136,25 @@ def choose_recomputation(
 def _cut(
     keep: tuple[int, ...], recompute: tuple[int, ...], edges: tuple[tuple[int, int], ...], num_taken: int
 ) -> frozenset[int]:
-    """Find the values that are recomputed, by a minimum cut. The result is cached, since equal stages have
-    equal graphs.
+    """Find by a minimum cut which values to recompute, at the least total cost of keeping and recomputing.
+
+    Values are numbered from 0. Results are cached, since equal stages have equal graphs.
 
     Args:
         keep: the cost of keeping each value.
-        recompute: the cost of recomputing it; -1 where that cannot be.
-        edges: (operand, value) of the operations that can be run again.
-        num_taken: the first so many values are needed.
+        recompute: the cost of recomputing each value; -1 if the value cannot be recomputed.
+        edges: pairs of values, (operand, result), of the operations that can be run again.
+        num_taken: the number of values that the later executable needs; they are the first ones.
+
+    Returns:
+        The numbers of the values to recompute.
     """
     if not num_taken:
         return frozenset()
     scale = 1 + (sum(keep) + sum(recompute)) // (_INFINITE // 2)
     start, end, count = 0, 1, len(keep)
-    # A value is two nodes. A cut between the two keeps the value; a cut between the start and the value
-    # computes it anew.
+    # Each value is two nodes. A cut between the two means that the value is kept; a cut between the start and
+    # the first of them means that it is recomputed.
     enters, leaves = 2 + 2 * np.arange(count), 3 + 2 * np.arange(count)
     operands, values = np.array(edges, int).reshape(-1, 2).T
     heads = np.concatenate([enters, np.full(count, start), leaves[operands], leaves[:num_taken]])
@@ -157,6 +165,6 @@ def _cut(
     graph = csr_array((np.array(costs, np.int32), (heads, tails)), shape=(size, size))
     left = graph - maximum_flow(graph, start, end).flow
     left.eliminate_zeros()
-    # Of several minimum cuts the one next to the end is taken: it repeats the fewest operations.
+    # Of several minimum cuts the one nearest to the end is chosen, since it repeats the fewest operations.
     reaching = set(breadth_first_order(csr_array(left.T), end, return_predecessors=False).tolist())
     return frozenset(k for k in range(count) if int(enters[k]) in reaching)

@@ -1,12 +1,12 @@
-"""Take `scan` equations apart: unroll one over stages, or split one between the two halves of a backward.
+"""Unroll `scan` equations that contain stage markers, and split those in a backward task into two scans.
 
-A scan with markers is unrolled into flat operations, one iteration after the other. A value stacked over
-layers is then known by its elements: the value that one layer keeps for its own backward goes straight there,
-and a stack that no operation reads whole is never made.
+A scan with markers is unrolled into flat operations, one iteration after the other. The compiler then knows
+the elements of each value that the scan stacks over layers. So a value that one layer keeps for its own
+backward is read directly by that backward, and a stack that no operation reads as a whole is never made.
 
-A scan in a stage's backward is split into one scan for the results that are wanted first and one for the
-others. The values that the second scan needs of the first are stacked over iterations. Only light operations
-are computed in both.
+A scan in a stage's backward is split when the backward is split into its input-gradient and weight-gradient
+halves: one scan makes the results that are wanted first, and another makes the rest. The values that the
+second scan needs from the first are stacked over iterations. Only cheap operations are computed in both.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from jaxpp_async.jax_bridge import private_api
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The place where an equation stands.
+    """The origin of an equation: the user's source line, and the parts of the program that contain it.
 
     Args:
-        line: `file:line` of the user.
-        transposed: made by reverse-mode differentiation.
-        in_loop: in the body of an `accumulate_grads`.
+        line: the `file:line` in the user's code.
+        transposed: whether reverse-mode differentiation made the equation.
+        in_loop: whether the equation is in the body of an `accumulate_grads`.
     """
 
     line: str
@@ -43,7 +43,10 @@ class Where:
 
 
 class Flattener(Protocol):
-    """The part of the tracer that flattens the jaxprs inside an equation."""
+    """An interface to the tracer (`trace._Flattener`), which translates jaxprs to flat operations.
+
+    This module calls it on the jaxprs inside `scan` equations.
+    """
 
     types: Types
     stacks: dict[int, list[Ref]]
@@ -58,13 +61,25 @@ class Flattener(Protocol):
 
 
 def reads_stacks(flattener: Flattener, eqn: Any, inputs: Sequence[Ref]) -> bool:
-    """Say whether a scan runs over values that are known by their elements."""
+    """Return whether a scan iterates over a stack whose elements are known because an unrolled scan made
+    it."""
     stacked = inputs[private_api.scan_parts(eqn).first_x :]
     return any(r in flattener.stacks for r in stacked if isinstance(r, int))
 
 
 def unroll(flattener: Flattener, eqn: Any, inputs: Sequence[Ref], ops: list, where: Where) -> list[Ref]:
-    """Append a scan's iterations to `ops`, one after the other. Returns its results."""
+    """Unroll a scan: append the operations of its iterations to `ops`, one iteration after the other.
+
+    Args:
+        flattener: the tracer.
+        eqn: the `scan` equation.
+        inputs: the operands of the equation.
+        ops: the list of operations to append to.
+        where: the origin of the equation.
+
+    Returns:
+        The results of the scan: the final carries, then the stacked results.
+    """
     scan = private_api.scan_parts(eqn)
     shared, carry = inputs[: scan.num_consts], list(inputs[scan.num_consts : scan.first_x])
     rows: list[list[Ref]] = [[] for _ in range(scan.length)]
@@ -84,8 +99,18 @@ def unroll(flattener: Flattener, eqn: Any, inputs: Sequence[Ref], ops: list, whe
 
 
 def _element(flattener: Flattener, stack: Ref, i: int, element: ValueType, ops: list, line: str) -> Ref:
-    """Return the i-th element of a value stacked over layers, indexing it where its elements are not
-    known."""
+    """Return the i-th element of a value that is stacked over the iterations of a scan.
+
+    If the elements are not known, append an operation to `ops` that reads the element from the stack.
+
+    Args:
+        flattener: the tracer, which knows the elements of some stacks.
+        stack: the stacked value.
+        i: the index of the element.
+        element: the type of the element.
+        ops: the list of operations to append to.
+        line: the `file:line` in the user's code.
+    """
     if isinstance(stack, int) and stack in flattener.stacks:
         return flattener.stacks[stack][i]
     made = flattener.types.new(element)
@@ -105,15 +130,16 @@ def _index(i: int, xs: Sequence[Any]) -> list[Any]:
 
 
 def split(flattener: Flattener, scan: Any, op: Op, wanted: frozenset[int]) -> tuple[Op, Op] | None:
-    """Split a scan into two, as `Op.split` asks.
+    """Split a scan into one that makes the wanted results and one that makes the others, for `Op.split`.
 
-    The values that the second scan needs of the first are stacked over iterations. Only light operations are
-    computed in both.
+    The values that the second scan needs from the first are stacked over iterations. Only cheap operations
+    are computed in both.
 
     Args:
+        flattener: the tracer.
         scan: the `ScanParts` of the equation.
-        op: the scan.
-        wanted: positions of the results that are wanted first.
+        op: the scan as one operation.
+        wanted: the positions of the results that are wanted first.
 
     Returns:
         The scan that makes the wanted results and the scan that makes the others; None if there are no
@@ -151,15 +177,19 @@ def split(flattener: Flattener, scan: Any, op: Op, wanted: frozenset[int]) -> tu
 def _split_body(
     body: Flat, starts: Sequence[int], wanted: frozenset[int]
 ) -> tuple[list[Op], list[Op], set[int]]:
-    """Split a scan's body. A carry that the first half reads is computed by the first half in every
+    """Split a scan's body into the operations that the wanted results need and the others.
+
+    If the first half reads a carry, it also makes that carry's next value, since it needs it in the next
     iteration.
 
     Args:
+        body: the scan's body.
         starts: the body's ids of the carries at the start of an iteration.
-        wanted: positions of results.
+        wanted: the positions of the results that the first half has to make.
 
     Returns:
-        The operations of the first and of the second half, and the positions of the first half's carries.
+        The operations of the first half, those of the second half, and the positions of the carries that the
+        first half makes.
     """
     ops = [x for x in body.ops if isinstance(x, Op)]
     early = {k for k in wanted if k < len(starts)}
@@ -183,14 +213,18 @@ def _half_scan(
     takes: Mapping[int, int] = MappingProxyType({}),
     gives: Mapping[int, int] = MappingProxyType({}),
 ) -> Op:
-    """Make the scan over some operations of another scan's body.
+    """Return one of the two scans that a scan is split into, as one operation.
 
     Args:
-        op: the other scan.
-        ops: operations of its body.
-        results: positions of the results to make.
-        takes, gives: values of the body (by id) that travel from the first half to the second, with the id of
-            their stack.
+        scan: the `ScanParts` of the scan that is split.
+        body: the body of the scan that is split.
+        op: the scan that is split.
+        ops: the operations of its body that this half runs.
+        results: the positions of the scan's results that this half makes.
+        takes: a map from the id of each value of the body that this half reads from the other half to the id
+            of the stack of that value over all iterations.
+        gives: a map from the id of each value of the body that this half makes for the other half to the id
+            of the stack of that value over all iterations.
     """
     carried = [k for k in results if k < scan.num_carry]
     ys = [k for k in results if k >= scan.num_carry]
@@ -218,16 +252,16 @@ def _half_scan(
 
 @dataclass(frozen=True, eq=False)
 class _HalfScan:
-    """A scan over some of the operations of another scan's body. Ids are those of the body.
+    """A scan that runs some of the operations of another scan's body; ids are those of that body.
 
     Args:
-        consts: values shared by all iterations.
-        carry: pairs of a carry's id at the start of an iteration, and its value at the end.
-        xs: elements of stacked operands.
-        ops: in program order.
-        ys: elements of stacked results.
-        length: number of iterations.
-        reverse: the iterations run backward.
+        consts: the ids of the values that all iterations share.
+        carry: for each carry, its id at the start of an iteration and its value at the end of the iteration.
+        xs: the ids of one iteration's elements of the stacked operands.
+        ops: the operations of one iteration, in program order.
+        ys: one iteration's elements of the stacked results.
+        length: the number of iterations.
+        reverse: whether the iterations run from the last element to the first.
     """
 
     consts: tuple[int, ...]
@@ -239,8 +273,11 @@ class _HalfScan:
     reverse: bool
 
     def run(self, arrays: Sequence[Any]) -> list[Any]:
-        """Run the scan on constants, initial carries and stacked operands. Returns final carries and
-        stacked results."""
+        """Run the scan under a JAX trace, and return the final carries followed by the stacked results.
+
+        Args:
+            arrays: the constants, then the initial carries, then the stacked operands.
+        """
         first_carry, first_x = len(self.consts), len(self.consts) + len(self.carry)
 
         def iteration(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:

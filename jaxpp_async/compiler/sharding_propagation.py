@@ -1,8 +1,8 @@
-"""Infer a sharding for every value that crosses a task boundary, without devices.
+"""Infer a sharding for every value that is passed between executables, without devices.
 
-On explicit axes the shardings stand in the values' types. For automatic axes the whole step, with each loop's
-body once, is lowered on an abstract mesh with every boundary value as a result; Shardy's propagation fills in
-the rest.
+On a mesh of explicit axes the values' types already contain the shardings. For automatic axes the whole step,
+with one iteration of each loop's body, is lowered on an abstract mesh with every such value as a result, and
+Shardy's propagation chooses the shardings that the user did not give.
 """
 
 from __future__ import annotations
@@ -36,18 +36,22 @@ def propagate(
     out_specs: Sequence[Spec | None],
     continues: Mapping[int, int],
 ) -> dict[int, Spec]:
-    """Infer the spec of every boundary value, by value id.
+    """Infer the sharding spec of every value that is passed between executables.
 
     Args:
-        traced: the step.
-        placed: the same, placed.
-        target: the actors' mesh and platform.
-        in_specs: the user's, one an argument leaf; None is inferred.
-        out_specs: the user's, one a result leaf; None is inferred.
-        continues: result leaf to the argument leaf whose sharding it keeps.
+        traced: the traced step.
+        placed: the same step, placed on actors.
+        target: the mesh of each actor's devices, and their platform.
+        in_specs: the spec that the user gave for each argument leaf; one that is None is inferred.
+        out_specs: the spec that the user gave for each result leaf; one that is None is inferred.
+        continues: a map from the position of a result leaf to that of the argument leaf whose sharding it
+            gets.
+
+    Returns:
+        The spec of each value, by id; empty if actors have one device and no mesh.
 
     Raises:
-        ShardingError: a result is not added up over all devices yet.
+        ShardingError: a result is unreduced: each device still has only a part of a sum.
     """
     if target.mesh is None:
         return {}
@@ -78,7 +82,13 @@ def _refuse_unreduced_results(traced: Traced, placed: PlacedStep) -> None:
 
 
 def sharded(aval: Aval, value_type: ValueType, spec: Spec) -> Aval:
-    """Return the aval of a value as it lies between executables."""
+    """Return an aval with the sharding that its value has between executables.
+
+    Args:
+        aval: the aval without a sharding.
+        value_type: the type of the value, which tells over which mesh axes the value is unreduced.
+        spec: the inferred sharding of the value.
+    """
     while spec and spec[-1] is None:  # so that equal shardings compare equal
         spec = spec[:-1]
     return replace(aval, spec=spec, unreduced=logical_axes.unreduced_axes(value_type.sharding))
@@ -113,7 +123,7 @@ def _boundary_ids(placed: PlacedStep) -> set[int]:
 
 
 def _index_ids(placed: PlacedStep) -> set[int]:
-    """Find the microbatch indices: inside loop bodies, and as the step's hidden arguments."""
+    """Return the ids of all microbatch indices: those inside loop bodies and the step's hidden arguments."""
     hidden = {
         placed.value_ids[i.value]
         for i in placed.graph.inputs[len(placed.graph.inputs) - placed.num_indices :]
@@ -146,7 +156,7 @@ def _run_loop_once(
     for v, ref in zip(batch, loop.batch, strict=True):
         env[v] = lax.index_in_dim(evaluate.read_operand(env, ref), 0, 0, keepdims=False)
     env[index] = jnp.int32(0)
-    # Forms run in the order of their first use in the schedule, where nothing runs before what it needs.
+    # Variants run in the order of their first use in the schedule, in which each comes after what it needs.
     for key in dict.fromkeys(key for _, _, key in scheduled.order):
         evaluate.run_ops(scheduled.variants[key].task.ops, env)
     for ids, parts, reduction in zip(finals, scheduled.staged.outputs, loop.reductions, strict=True):

@@ -1,7 +1,8 @@
-"""Assign a stage and a direction, forward or backward, to each operation of a loop's flat body.
+"""Assign a pipeline stage and a direction, forward or backward, to each operation of a microbatch loop.
 
-Some operations are light instead: they depend on no computed value and are repeated wherever they are used,
-since computing them again is cheaper than keeping or sending their results. `DESIGN.md` 2 has the rules.
+Some operations are light instead: they are cheap, and read only inputs of the loop's body and results of
+other light operations. They are repeated in every task that needs their results, since computing them again
+is cheaper than keeping or sending the results. `DESIGN.md` 2 has the rules.
 
 Source: the JaxPP paper, sections "Stage Marking" and "Placement Inference".
 """
@@ -17,31 +18,36 @@ from jaxpp_async.compiler.primitives import LIGHT, MARKER, MARKER_SIDE
 from jaxpp_async.errors import StageError, UnsupportedError
 
 TaskKey: TypeAlias = tuple[str, int]
-"""Kind and stage: `("fwd", 0)`, `("bwd", 2)`."""
+"""The kind and stage of a task, such as `("fwd", 0)` or `("bwd", 2)`."""
 
 FORWARD, BACKWARD, LIGHTWEIGHT, MARK = "forward", "backward", "light", "mark"
 
 
 class StageAssignment:
-    """The stage and direction of each operation of a loop's body. Operations are named by their position in
-    the body.
+    """The stage and direction of each operation of a loop's body, which the constructor computes.
+
+    Operations are identified by their position in the body. Markers are the operations that `pipeline_yield`
+    leaves at the end of each stage: a `MARKER` for the values themselves, and a `MARKER_SIDE` for their
+    tangents or cotangents at the same stage boundary. Both return the values that they are given.
 
     Args:
-        loop: the loop.
-        types: of its values.
+        loop: the microbatch loop.
+        types: the type of each value.
 
     Attributes:
-        kind: one of `FORWARD`, `BACKWARD`, `LIGHTWEIGHT`, `MARK` an operation.
-        stage: one an operation; None for light operations.
-        alias: results of markers, and of repeated operations that are not run, to the values that stand for
-            them.
-        held_in: value id to the stages that make or use the value in the forward pass.
-        num_uses: how often each value is read or returned, under its own name or behind markers.
-        reused: positions of operations whose results an earlier stage's values replace.
+        kind: for each operation, one of `FORWARD`, `BACKWARD`, `LIGHTWEIGHT` (a cheap operation that tasks
+            repeat) and `MARK` (a marker of the forward).
+        stage: the stage of each operation; None for light operations.
+        alias: a map from the id of each result of a marker or of an operation in `reused` to the value to
+            read instead of it.
+        held_in: a map from the id of each value to the stages that make or use the value in the forward pass.
+        num_uses: how often each value is read or returned, directly or as a marker's result.
+        reused: the positions of operations that are not run, since an earlier stage already made the same
+            results.
 
     Raises:
         StageError: a stage needs a value of a later stage of the same microbatch.
-        UnsupportedError: the forward side of a cotangent marker cannot be found.
+        UnsupportedError: the marker of a gradient cannot be matched with its `pipeline_yield` in the forward.
     """
 
     def __init__(self, loop: Loop, types: Types) -> None:
@@ -70,7 +76,7 @@ class StageAssignment:
             self.held_in = self._find_holders()
 
     def _aliases(self) -> dict[int, Ref]:
-        """Map the results of markers to the values they mark."""
+        """Return a map from the id of each stage marker's result to the value that the marker was given."""
         alias: dict[int, Ref] = {}
         for op in self.ops:
             if op.name == MARKER:
@@ -80,19 +86,29 @@ class StageAssignment:
         return alias
 
     def _count_uses(self) -> Counter[int]:
-        """Count how often each value is read or returned, under its own name or behind markers."""
+        """Return how often each value is read or returned by the loop's body, directly or as a marker's
+        result."""
         reads = [r for op in self.ops if op.name not in (MARKER, MARKER_SIDE) for r in op.reads]
         reads += [r for r in self.body.outputs if isinstance(r, int)]
         return Counter([self.root(r) if r in self.alias else r for r in reads])
 
     def resolve(self, ref: Ref) -> Ref:
-        """Return the value or constant behind markers."""
+        """Follow an operand back through the stage markers that returned it, and return what they were given.
+
+        Return an operand that no marker returned as it is.
+        """
         while isinstance(ref, int) and ref in self.alias:
             ref = self.alias[ref]
         return ref
 
     def _boundary_of(self, position: int) -> int:
-        """Return the stage boundary that a side marker belongs to."""
+        """Return the number of the stage boundary that a marker of tangents or cotangents belongs to.
+
+        Boundary 0 is between stages 0 and 1.
+
+        Args:
+            position: the position of the marker.
+        """
         op = self.ops[position]
         token = op.inputs[0]
         source = self.producer.get(token) if isinstance(token, int) else None
@@ -106,9 +122,9 @@ class StageAssignment:
     # ---- forward, backward or light
 
     def _classify(self) -> None:
-        """Decide for each operation whether it is forward, backward or light."""
+        """Set the kind of each operation in `kind`: forward, backward, light (cheap to repeat) or marker."""
         ancestors = self._marker_ancestors()
-        computed: set[int] = set()  # values that are neither roots nor light
+        computed: set[int] = set()  # results of operations that are not light
         backward: set[int] = set()
         for i, op in enumerate(self.ops):
             reads = op.reads
@@ -145,7 +161,10 @@ class StageAssignment:
                 computed.update(op.outputs)
 
     def _marker_ancestors(self) -> dict[int, int]:
-        """Find the operations that some marker depends on, with the first such marker's stage."""
+        """Return the first stage whose marker depends on each operation, by the operation's position.
+
+        Operations on which no stage marker depends are left out.
+        """
         found: dict[int, int] = {}
         for k, position in enumerate(self.markers):
             stack = list(self.ops[position].reads)
@@ -161,8 +180,11 @@ class StageAssignment:
     # ---- stages of forward operations
 
     def _place_forward(self) -> None:
-        """Place each operation in the earliest stage whose marker needs it; else in the latest of its
-        operands; else in its first user's."""
+        """Choose the stage of each forward operation.
+
+        This is the earliest stage whose marker needs the operation. If no marker does, it is the latest stage
+        of its operands. If these have no stage either, it is the stage of its first user.
+        """
         for i, op in enumerate(self.ops):
             if op.name == MARKER:
                 self.stage[i] = self.marker_index[i] + 1
@@ -178,7 +200,7 @@ class StageAssignment:
             self.stage[i] = (
                 limit if limit is None else self._stage_beside_weights(self.ops[i], holders, limit, limit)
             )
-        # A value that only the backward uses is made beside its operands.
+        # A value that only the backward uses is made in the stage of its operands.
         for i in left:
             if self.stage[i] is None and (latest := self._latest_operand(self.ops[i])) is not None:
                 self.stage[i] = latest
@@ -186,13 +208,23 @@ class StageAssignment:
                 self.stage[i] = self._stage_beside_weights(self.ops[i], holders, self.num_stages - 1, 0)
 
     def _latest_operand(self, op: Op) -> int | None:
-        """Return the last stage that makes an operand; None if none is known to."""
+        """Return the last stage that makes an operand of `op`, or None if no operand has a stage yet."""
         stages = [self.stage[p] for p in self._producers(op)]
         return max((s for s in stages if s is not None), default=None)
 
     def _stage_beside_weights(self, op: Op, holders: dict[int, set[int]], limit: int, otherwise: int) -> int:
-        """Return the latest stage up to `limit` that holds a weight of which `op` makes a smaller value (a
-        penalty's sum)."""
+        """Return a stage that uses the weight that an operation reduces to a smaller value (a penalty's sum).
+
+        Args:
+            op: the operation.
+            holders: a map from the id of each value to the stages that make or use it in the forward.
+            limit: the last stage that may be returned.
+            otherwise: the stage to return if no stage up to `limit` uses such a weight.
+
+        Returns:
+            The last stage up to `limit` that uses a loop invariant that is larger than the result of `op` and
+            that `op` reads.
+        """
         made = sum(self.types[o].aval.size_bytes for o in op.outputs if o >= 0)
         roots = {r for v in op.reads for r in self._roots(v) if r in self.invariants}
         large = [r for r in roots if self.types[r].aval.size_bytes > made]
@@ -200,7 +232,10 @@ class StageAssignment:
         return max((s for s in held if s <= limit), default=otherwise)
 
     def _roots(self, value: int) -> set[int]:
-        """Find the loop's operands behind a light value."""
+        """Return the ids of the inputs of the loop's body from which light (cheap) operations make `value`.
+
+        These are only `value` itself if it is such an input.
+        """
         found: set[int] = set()
         stack = [value]
         while stack:
@@ -218,7 +253,7 @@ class StageAssignment:
                 yield p
 
     def _users(self, value: int) -> list[int]:
-        """List the operations that use a value, looking through light operations."""
+        """Return the positions of the operations that use a value, directly or through light (cheap) ones."""
         found = []
         for u in self.users.get(value, ()):
             if self.kind[u] == LIGHTWEIGHT:
@@ -230,8 +265,12 @@ class StageAssignment:
     # ---- stages of backward operations
 
     def _place_backward(self) -> None:
-        """Place each operation in the latest stage, not later than its cotangents', that already holds its
-        other operands."""
+        """Choose the stage of each backward operation.
+
+        This is the latest stage whose forward makes or uses all operands of the operation that are no
+        cotangents, but none later than the stages of the cotangents that it reads. An operation that this
+        would put after the operations that use its results gets their stage instead.
+        """
         holders = self.held_in
         for i, op in enumerate(self.ops):
             if self.kind[i] != BACKWARD:
@@ -244,9 +283,10 @@ class StageAssignment:
                 continue
             last = self._last_holder(op, holders, limit)
             self.stage[i] = limit if last is None else last
-        # An operation on roots alone (a checkpoint repeats it, or the cotangent is a constant, as a sum's is)
-        # belongs to the stage that uses it first. So does an operation that its operands would put behind its
-        # user: its operands are values of an early stage alone, which a later stage hands on.
+        # Some operations read only inputs of the loop's body: a checkpoint repeats them, or their cotangent
+        # is a constant, as that of a sum is. Such an operation belongs to the stage that uses it first. So
+        # does an operation whose operands would put it in a stage that runs after its user's: its operands
+        # are values of an early stage alone, which a later stage hands on.
         for i in reversed(range(len(self.ops))):
             if self.kind[i] != BACKWARD or self.ops[i].name == MARKER_SIDE:
                 continue
@@ -260,8 +300,18 @@ class StageAssignment:
                 self.stage[i] = max(stage, wanted)
 
     def _last_holder(self, op: Op, holders: dict[int, set[int]], limit: int) -> int | None:
-        """Return the last stage up to `limit` whose forward holds every operand of `op` that is no
-        cotangent."""
+        """Return the last stage whose forward makes or uses every operand of a backward operation, apart from
+        cotangents.
+
+        Args:
+            op: the backward operation.
+            holders: a map from the id of each value to the stages that make or use it in the forward.
+            limit: the last stage that may be returned.
+
+        Returns:
+            The stage; `limit` if no operand restricts the choice, None if no stage up to `limit` has all of
+            the operands.
+        """
         common: set[int] | None = None
         for r in op.reads:
             p = self.producer.get(r)
@@ -275,14 +325,20 @@ class StageAssignment:
         return max([s for s in common if s <= limit], default=None)
 
     def _stage_taking_from(self, user: int) -> int | None:
-        """Return the stage whose backward hands a value to `user`: a cotangent marker takes it from the
-        stage behind it."""
+        """Return the stage whose backward has to make a value that the operation `user` reads, or None if it
+        is not known yet.
+
+        For the cotangent marker at the end of a stage this is the next stage, else the stage of `user`.
+        """
         stage = self.stage[user]
         return stage + 1 if stage is not None and self.ops[user].name == MARKER_SIDE else stage
 
     def _last_stage_allowed(self, op: Op) -> int | None:
-        """Return the last stage whose backward may hold `op`: the first of its cotangents', or else the
-        last of its other operands'. None when they do not say."""
+        """Return the last stage in whose backward an operation may run.
+
+        This is the first of the stages of the cotangents that it reads, or, if it reads none, the last of the
+        stages of its other operands. It is None if no operand has a stage yet.
+        """
         first: int | None = None
         last: int | None = None
         for r in op.reads:
@@ -297,12 +353,16 @@ class StageAssignment:
         return last if first is None else first
 
     def root(self, value: int) -> int:
-        """Return the id of the value behind markers."""
+        """Follow a value back through the stage markers that returned it, and return the id of what they were
+        given.
+
+        Return `value` itself if no marker returned it, or if the markers were given a constant.
+        """
         resolved = self.resolve(value)
         return resolved if isinstance(resolved, int) else value
 
     def _find_holders(self) -> dict[int, set[int]]:
-        """Find the stages that hold each value in the forward pass: where it is made and where it is used."""
+        """Return a map from the id of each value to the stages that make or use the value in the forward."""
         holders: dict[int, set[int]] = defaultdict(set)
         for i, op in enumerate(self.ops):
             if self.kind[i] != FORWARD:
@@ -330,10 +390,11 @@ class StageAssignment:
     # ---- operations that a checkpoint need not repeat
 
     def _find_reused(self) -> set[int]:
-        """Find the operations that a checkpoint repeats of an earlier stage, and let that stage's values take
-        their place.
+        """Return the positions of operations that need not run, since they repeat one of an earlier stage.
 
-        Those values are there where the repetition would run: a skip connection brought them.
+        A checkpoint repeats operations of the forward in the backward. If the original is in an earlier stage
+        than its repetition, the stage of the repetition already has the original's results, which a skip
+        connection sent there. `alias` then maps the results of the repetition to these.
         """
         if not any("repeats" in op.params for op in self.ops):
             return set()
@@ -353,7 +414,7 @@ class StageAssignment:
         return reused
 
     def _is_in_earlier_stage(self, a: int, b: int) -> bool:
-        """Say whether operation `a` is in an earlier stage than `b`."""
+        """Return whether the operation at position `a` is in an earlier stage than the one at `b`."""
         first, second = self.stage[a], self.stage[b]
         return first is not None and second is not None and first < second
 
@@ -364,7 +425,8 @@ class StageAssignment:
     # ---- the result
 
     def task_of(self, value: Ref) -> TaskKey | None:
-        """Return the task that makes a value; None for roots, constants and light values."""
+        """Return the task that makes a value, or None for inputs of the loop's body, constants and results of
+        light operations."""
         p = self.producer.get(value) if isinstance(value, int) else None
         if p is None or self.kind[p] == LIGHTWEIGHT:
             return None

@@ -1,7 +1,7 @@
 """Build the task graph of one traced step, and the recipe of each executable that its nodes run.
 
-The placement pass decides where everything outside the loops runs; `loop_unrolling` adds the tasks of each
-loop.
+`placement` decides which actors run the operations outside the microbatch loops; `loop_unrolling` adds the
+tasks of each loop.
 """
 
 from __future__ import annotations
@@ -44,21 +44,25 @@ from jaxpp_async.program.instructions import (
 
 @dataclass(frozen=True, eq=False)
 class PlacedStep:
-    """A step that is placed but has no shardings yet: its graph, its recipes, and facts for reports.
+    """A step whose tasks are placed on actors, but whose values have no shardings yet.
+
+    An IR id is a value's id in `compiler.ir`, in contrast to its position in the graph.
 
     Args:
-        graph: the graph; `GraphInput.arg` counts argument leaves, then captured arrays, then microbatch
-            indices 0, 1, ...
-        recipes: one an executable.
-        placement: where everything outside the loops runs.
+        graph: the task graph. `GraphInput.arg` counts first the argument leaves, then the captured arrays,
+            then the microbatch indices.
+        recipes: one recipe per executable.
+        placement: the actors of everything outside the loops.
         loops: the scheduled loops, by position in the traced operations.
-        parts: for each loop, by the same position, the ids of each result's final accumulators.
-        value_ids: the IR id of every graph value, for its sharding.
-        same_sharding: ids of accumulators inside recipes to the ids of their final values.
+        parts: for each loop, by position in the traced operations, and for each of its results, the IR ids
+            of the final accumulators from which the result is made.
+        value_ids: the IR id of every value of the graph; values of the same id have the same sharding.
+        same_sharding: a map from the IR id of each accumulator inside a recipe to the IR id of its final
+            value, whose sharding it must have.
         output_ids: the IR id of every result leaf.
-        num_indices: how many microbatch indices there are.
-        types: the type of every value id.
-        outer_levels: the level of every node outside the loops, by label.
+        num_indices: the number of microbatch indices among the graph's inputs.
+        types: the type of every IR id.
+        outer_levels: the level (see `placement`) of every node outside the loops, by the node's label.
     """
 
     graph: TaskGraph
@@ -83,22 +87,24 @@ def build_task_graph(
     donated: Sequence[bool],
     result_homes: dict[int, Actors],
 ) -> PlacedStep:
-    """Place a traced step and join all its tasks by the values that they make and read.
+    """Build the task graph of a traced step: place all its tasks on actors, and connect them by their values.
 
     Args:
-        traced: the step.
+        traced: the traced step.
         loops: the scheduled loops, by position in `traced.flat.ops`.
-        num_actors: actors of the mesh.
-        continues: result leaf to the argument leaf that it continues.
-        donated: one an argument leaf.
-        result_homes: actors that must hold a result leaf in the end; others follow from the program.
+        num_actors: the number of actors in the mesh.
+        continues: a map from the position of a result leaf to that of the argument leaf that it continues
+            (the new and the old leaf of a state).
+        donated: for each argument leaf, whether the step may overwrite it.
+        result_homes: a map from the position of a result leaf to the actors that must hold it when the step
+            ends. Placement chooses the actors of leaves that are not in it.
     """
     return _StepBuilder(traced, loops, num_actors, continues, donated, result_homes).build()
 
 
 @dataclass(eq=False)
 class _StepBuilder:
-    """The state of `build_task_graph`, whose arguments are the fields."""
+    """The implementation of `build_task_graph`; its fields are the arguments of that function."""
 
     traced: Traced
     loops: dict[int, ScheduledLoop]
@@ -134,7 +140,10 @@ class _StepBuilder:
         )
 
     def _add_nodes(self, placement: Placement) -> None:
-        """Add all nodes, level by level: those outside the loops by actor, then the loops of that level."""
+        """Add all nodes to the graph, level by level; data is sent to other actors only between levels.
+
+        Within a level, the nodes outside the loops come first, one per actor, then the nodes of the loops.
+        """
         exported = self._exported(placement)
         positions = {id(item): i for i, item in enumerate(self.traced.flat.ops) if isinstance(item, Loop)}
         groups = self._outer_groups(placement)
@@ -151,7 +160,7 @@ class _StepBuilder:
     # ---- the step outside its loops
 
     def _outer_step(self) -> OuterStep:
-        """Describe the step as it looks from outside its loops, for placement."""
+        """Return the step as it looks from outside its loops, which is the input of placement."""
         items: list[Op | Loop] = []
         needs: dict[int, dict[int, Actors]] = {}
         makes: dict[int, dict[int, ActorId]] = {}
@@ -185,8 +194,10 @@ class _StepBuilder:
         )
 
     def _untouched(self, outputs: Sequence[int]) -> dict[int, int]:
-        """Find the results that are an argument as it came: result to value. One that is there twice is
-        copied."""
+        """Return a map from the position of each result that is an unchanged argument to the argument's id.
+
+        An argument that is several results is left out, since it has to be copied.
+        """
         arguments = set(self.traced.flat.inputs[: len(self.traced.arg_names)])
         return {
             k: v
@@ -195,7 +206,7 @@ class _StepBuilder:
         }
 
     def _loop_needs(self, scheduled: ScheduledLoop) -> dict[int, Actors]:
-        """Find the outer values that a loop reads, and the actors that read them."""
+        """Return the actors that read each of the outside values that a loop needs, by the value's id."""
         staged = scheduled.staged
         loop = staged.loop
         invariants, batch, _ = loop.body_inputs()
@@ -208,7 +219,15 @@ class _StepBuilder:
         return {v: frozenset(a) for v, a in needs.items()}
 
     def _loop_results(self, position: int) -> tuple[dict[int, ActorId], list[Op]]:
-        """Find the actor of each accumulator that a loop leaves, and the operations that make its results."""
+        """Make ids for a loop's final accumulators, and the operations that compute its results from them.
+
+        Args:
+            position: the position of the loop in the traced operations.
+
+        Returns:
+            A map from the id of each final accumulator to the actor that has it, and the operations to run
+            after the loop.
+        """
         scheduled = self.loops[position]
         loop = scheduled.staged.loop
         made: dict[int, ActorId] = {}
@@ -216,7 +235,7 @@ class _StepBuilder:
         self.parts[position] = []
         staged = scheduled.staged
         body = dict(zip(loop.body.inputs, loop.inputs, strict=False))
-        totals: dict[OutputPart, int] = {}  # several results may be made of one part
+        totals: dict[OutputPart, int] = {}  # cached, since several results may be made of one part
         for parts, epilogue, reduction, result in zip(
             staged.outputs, staged.epilogues, loop.reductions, loop.outputs, strict=True
         ):
@@ -240,12 +259,23 @@ class _StepBuilder:
         return made, after
 
     def _total(self, part: OutputPart, result: int) -> int:
-        """Make a new id for the total of a part."""
+        """Make a new value id for the final accumulator of one part of a loop's result.
+
+        Args:
+            part: the value that is accumulated.
+            result: the id of the loop's result.
+        """
         value_type = self.types[part.value if isinstance(part.value, int) else result]
         return self.types.new(dataclasses.replace(value_type, weak=self.types[result].weak))
 
     def _renamed(self, epilogue: Epilogue, names: dict[Ref, Ref]) -> list[Op]:
-        """Rewrite an epilogue's operations over ids outside the loop."""
+        """Return copies of an epilogue's operations that use value ids outside the loop.
+
+        Args:
+            epilogue: the operations to run after the loop, over ids of the loop's body.
+            names: a map from values of the loop's body to the values outside the loop that replace them;
+                entries for the results of the operations are added to it.
+        """
         ops = []
         for op in epilogue.ops:
             for o in op.outputs:
@@ -298,7 +328,7 @@ class _StepBuilder:
     # ---- nodes outside loops
 
     def _outer_groups(self, placement: Placement) -> dict[tuple[int, ActorId], list[Op]]:
-        """Group the operations by level and actor, in program order."""
+        """Return the operations outside the loops, grouped by (level, actor), each group in program order."""
         groups: dict[tuple[int, ActorId], list[Op]] = defaultdict(list)
         for i, item in enumerate(placement.items):
             if isinstance(item, Op):
@@ -307,7 +337,8 @@ class _StepBuilder:
         return groups
 
     def _exported(self, placement: Placement) -> set[tuple[int, ActorId]]:
-        """Find each value that is read outside the task that makes it, as (value, actor that makes it)."""
+        """Return the values that are read outside the task that makes them, as pairs (value id, actor that
+        makes the value)."""
         maker = {o: i for i, item in enumerate(placement.items) if isinstance(item, Op) for o in item.outputs}
         run_on, levels = placement.op_actors, placement.levels
         found: set[tuple[int, ActorId]] = set()
@@ -352,7 +383,18 @@ class _StepBuilder:
         self.draft.nodes.append(Node(label, actor, recipe, sources, tuple(results), donatable))
 
     def _outer_donations(self, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[int, ...]:
-        """Choose the argument positions that are worth donating, each to a result of equal type."""
+        """Choose the inputs of an executable outside the loops that are worth donating.
+
+        Each of them can give its buffer to a result of equal type: the result that continues it, if there is
+        one, else any other.
+
+        Args:
+            inputs: the ids of the executable's inputs.
+            outputs: the ids of the executable's results.
+
+        Returns:
+            The positions of the chosen inputs.
+        """
         indices = set(self.draft.index_ids)
         free = {v: p for p, v in enumerate(inputs) if v not in self.kept and v not in indices}
         chosen: list[int] = []
@@ -370,7 +412,8 @@ class _StepBuilder:
 
     @cached_property
     def kept(self) -> set[int]:
-        """The arguments and captured arrays that the caller keeps."""
+        """The ids of the inputs that the step may not overwrite: captured arrays, and arguments that are not
+        donated."""
         inputs = self.traced.flat.inputs
         return {v for v, d in zip(inputs, self.donated, strict=False) if not d} | set(
             inputs[len(self.donated) :]
@@ -378,7 +421,10 @@ class _StepBuilder:
 
     @cached_property
     def continued(self) -> dict[int, int]:
-        """The id of each result that continues an argument, to the id of that argument."""
+        """A map from the id of each result that continues an argument to the id of that argument.
+
+        Such a result is the new leaf of a state, and the argument the old one.
+        """
         refs = self.outer.outputs
         return {
             r: self.traced.flat.inputs[arg]
@@ -389,7 +435,7 @@ class _StepBuilder:
 
 @dataclass(frozen=True, eq=False)
 class _ReductionEnd:
-    """The last step of a reduction, as the payload of an operation."""
+    """A callable for `Op.run` that finishes a reduction after the last microbatch (a mean's division)."""
 
     reduction: Any
     num_microbatches: int

@@ -1,14 +1,15 @@
-"""Choose the variants of a cut loop's tasks that its schedule asks for, and the order in which they run.
+"""Choose the variants (forms) of a microbatch loop's tasks that its schedule asks for, and the order in which
+they run.
 
-A stage's tasks come in several variants: the backward whole or split in two, the last stage's forward and
-backward apart or fused. The schedule says which are used. The computation of a variant does not depend on the
-order of the schedule, so schedules that use the same variants share their executables.
+The backward of a stage can be whole or split in two, and the forward and backward of the last stage can be
+separate or fused. The schedule says which of these variants are used. The computation of a variant does not
+depend on the order of the schedule, so schedules that use the same variants share their executables.
 
-`split_backward` splits a backward in an input-gradient and a weight-gradient part. The input part makes the
-values that other stages wait for and nothing else. The weight part, the rest, can run later. Only light
-operations are computed in both, and the fewest bytes are kept between the two. An operation that belongs to
-both parts is taken apart first: a checkpoint is replaced by the operations that it computes again and
-differentiates, a scan over layers becomes two scans.
+`split_backward` splits a backward into an input-gradient and a weight-gradient part. The input part makes
+only the values that other stages need. The weight part makes everything else and can run later. Only cheap
+operations are computed in both, and the fewest bytes are kept between the two. An operation that both parts
+need is broken up first: a checkpoint is replaced by the operations that it computes again and differentiates,
+and a scan over layers becomes two scans.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024, arXiv:2401.10241, section 2.
 """
@@ -35,18 +36,18 @@ _WHOLE_TASKS: Mapping[str, tuple[str, ...]] = {
     "fwd_bwd": ("fwd", "bwd"),
     "fwd_bwd_input": ("fwd", "bwd"),
 }
-"""The kinds of whole tasks that each variant is (a part of)."""
+"""The kinds of the whole tasks from which each kind of variant (form of a task) is made."""
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A variant of a stage's task.
+    """A form of a stage's task that a schedule asks for, such as half of a split backward.
 
     Args:
-        task: its computation; its kind is one of `fwd`, `bwd`, `bwd_input`, `bwd_weight`, `fwd_bwd`,
-            `fwd_bwd_input`.
-        takes: ids of the values it needs of other tasks, in order of first use.
-        makes: ids of the values it makes for other tasks.
+        task: the computation of the variant; its kind is one of `fwd`, `bwd`, `bwd_input`, `bwd_weight`,
+            `fwd_bwd`, `fwd_bwd_input`.
+        takes: the ids of the values that the variant needs from other tasks, in order of first use.
+        makes: the ids of the values that the variant makes for other tasks.
     """
 
     task: StageTask
@@ -56,15 +57,15 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class ScheduledLoop:
-    """A cut loop under a schedule.
+    """A microbatch loop with its schedule, and the forms of its tasks (variants) that the schedule uses.
 
     Args:
-        staged: the loop.
-        tasks: the schedule, an actor a row.
+        staged: the loop, split into the tasks of its stages.
+        tasks: the schedule, one row of tasks per actor.
         stage_actors: the actor of each stage.
-        variants: the variants that are used.
-        order: the tasks that run, in an order in which they could run one after the other: actor, task,
-            variant.
+        variants: the variants that are used, by kind and stage.
+        order: the scheduled tasks as (actor, task, key in `variants`), in an order in which they could run
+            one after the other.
     """
 
     staged: StagedLoop
@@ -74,19 +75,21 @@ class ScheduledLoop:
     order: tuple[tuple[ActorId, Task, TaskKey], ...]
 
     def variants_on_actors(self) -> Iterable[tuple[Variant, ActorId]]:
-        """Pair each variant with the actor that runs it."""
+        """Return pairs of each variant (form of a task) that is used and the actor that runs it."""
         for (_, stage), variant in self.variants.items():
             yield variant, self.stage_actors[stage]
 
 
 def schedule_loop(staged: StagedLoop, tasks: Sequence[Sequence[Task]], types: Types) -> ScheduledLoop:
-    """Choose the variant of every scheduled task. A task for which the program has no computation is left
-    out.
+    """Choose for every scheduled task of a loop the variant (form of the task) that runs, and make the
+    variants.
+
+    Scheduled tasks for which the program has nothing to compute are left out.
 
     Args:
-        staged: the loop.
-        tasks: a resolved schedule.
-        types: of the loop's values; new values enter it.
+        staged: the loop, split into the tasks of its stages.
+        tasks: the resolved schedule, one row of tasks per actor.
+        types: the type of each value; types of newly created values are added to it.
     """
     variants = _Variants(staged, types)
     fused = _fuse_last_stage(staged, tasks, variants)
@@ -109,8 +112,14 @@ def schedule_loop(staged: StagedLoop, tasks: Sequence[Sequence[Task]], types: Ty
 def _fuse_last_stage(
     staged: StagedLoop, tasks: Sequence[Sequence[Task]], variants: _Variants
 ) -> dict[Task, TaskKey | None]:
-    """Map the last stage's forwards that their backward follows to None, and those backwards to the fused
-    variant."""
+    """Find the forwards of the last stage that can be fused with the backward of the same microbatch.
+
+    They can if the backward follows on the actor, with no task in between that has something to compute.
+
+    Returns:
+        A map with two entries for each such pair: the forward task maps to None, since it does not run
+        separately, and the backward task maps to the key of the fused variant (form of a task).
+    """
     last = staged.num_stages - 1
     found: dict[Task, TaskKey | None] = {}
     for row in tasks:
@@ -126,12 +135,12 @@ def _fuse_last_stage(
 
 
 class _Variants:
-    """A table of the variants of one loop's tasks, each made when first asked for."""
+    """A table of the variants (forms) of one loop's tasks, each of which is made when it is first read."""
 
     def __init__(self, staged: StagedLoop, types: Types) -> None:
         self.staged, self.types = staged, types
         self._made: dict[TaskKey, StageTask | None] = dict(staged.tasks)
-        # For each value that crosses tasks: the whole tasks that read it, in order.
+        # The whole tasks, in order, that read each value that another task makes.
         self._readers: dict[int, list[TaskKey]] = {}
         for key, task in staged.tasks.items():
             for v in staged.takes(task):
@@ -139,14 +148,24 @@ class _Variants:
         self._rank = {v: rank for rank, v in enumerate(self._readers)}
 
     def find(self, key: TaskKey) -> StageTask | None:
-        """Return the computation of a variant; None if there is nothing to compute."""
+        """Return the computation of a variant (form of a task), or None if it has nothing to compute.
+
+        Args:
+            key: the kind and stage of the variant.
+        """
         if key not in self._made:
             self._make(*key)
         return self._made[key]
 
     def name(self, key: TaskKey) -> TaskKey:
-        """Return the name under which a variant is known: half a backward that is all of it is named
-        `bwd`."""
+        """Return the key to store a variant (form of a task) under, so that equal variants are stored once.
+
+        If one half of a split backward has nothing to compute, the other half gets the key of the whole
+        backward. All other keys are returned unchanged.
+
+        Args:
+            key: the kind and stage of the variant.
+        """
         ty, stage = key
         if ty in ("bwd_input", "bwd_weight"):
             other = "bwd_weight" if ty == "bwd_input" else "bwd_input"
@@ -157,7 +176,12 @@ class _Variants:
         return key
 
     def variant(self, key: TaskKey) -> Variant:
-        """Return a variant with the values it takes and makes."""
+        """Return a variant (form of a task), with the values that it needs from other tasks and makes for
+        them.
+
+        Args:
+            key: the kind and stage of the variant.
+        """
         task = self.find(key)
         assert task is not None
         return Variant(task, tuple(self.staged.takes(task)), tuple(self._makes(task)))
@@ -175,8 +199,10 @@ class _Variants:
             self._made[ty, stage] = None
 
     def _makes(self, task: StageTask) -> list[int]:
-        """List the values that a variant makes for other tasks, in the order in which the whole tasks read
-        them."""
+        """Return the ids of the values that a variant (form of a task) makes for other tasks.
+
+        They are in the order in which the whole tasks, neither split nor fused, read them.
+        """
         ty, stage = task.key
         own = {(kind, stage) for kind in _WHOLE_TASKS[ty]}
         made = task.made
@@ -188,7 +214,8 @@ class _Variants:
 
 
 def _join(key: TaskKey, first: StageTask, second: StageTask) -> StageTask:
-    """Join two tasks into one. Light operations that both have run once."""
+    """Return a task that runs `first` and then `second`, without the operations of `second` that `first`
+    already ran."""
     made = first.made
     ops = (*first.ops, *(op for op in second.ops if not made.intersection(op.outputs)))
     return replace(first, key=key, ops=ops, adds=(*first.adds, *second.adds))
@@ -200,17 +227,17 @@ def _join(key: TaskKey, first: StageTask, second: StageTask) -> StageTask:
 def split_backward(
     staged: StagedLoop, task: StageTask, wanted: Collection[int], types: Types
 ) -> tuple[StageTask | None, StageTask | None]:
-    """Split a backward task in two. Where one part has nothing to do it is None, and the other is the whole
-    task.
+    """Split a backward task into an input-gradient part, which other stages need, and a weight-gradient part.
 
     Args:
-        staged: the loop.
-        task: of kind `"bwd"`.
-        wanted: ids of the values that other stages need.
-        types: of the loop's values; new values enter it.
+        staged: the loop, split into the tasks of its stages.
+        task: a task of kind `"bwd"`.
+        wanted: the ids of the values of the task that other stages need.
+        types: the type of each value; types of newly created values are added to it.
 
     Returns:
-        The input-gradient part and the weight-gradient part.
+        The input-gradient part and the weight-gradient part. A part that would have nothing to do is None,
+        and the other part is then the whole task.
     """
     stage = task.key[1]
     if not wanted:

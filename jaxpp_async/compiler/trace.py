@@ -1,12 +1,12 @@
 """Trace a step function on its arguments' types and flatten the jaxpr into a `Traced` step.
 
-Nested `jit`s are inlined, so that stages are cut between equations and not between blocks. An equation that
-cannot be cut at a marker (a scan, a cond) stays one operation and must not contain a marker; scans with
-markers are unrolled.
+Nested `jit`s are inlined, so that a stage can end between any two equations. An equation that cannot be
+divided at a stage marker (a cond) stays one operation and must not contain a marker. Scans with markers are
+unrolled.
 
-`trace_settled` also settles weak types. `jnp.full(shape, 0.1)` is weakly typed, `p - lr * grad` is not: a
-state made of the first comes back as the second, and the step would be compiled twice. Where the weak type
-changes nothing in the computation, one compiled form serves both.
+`trace_settled` also removes weak types that only the first call has. `jnp.full(shape, 0.1)` is weakly typed,
+`p - lr * grad` is not: a state made of the first comes back as the second, and the step would be compiled
+twice. Where the weak type changes nothing in the computation, one compiled step serves both calls.
 """
 
 from __future__ import annotations
@@ -68,8 +68,14 @@ def trace(
     static_argnums: Sequence[int] = (),
     argument_names: tuple[str, ...] = (),
 ) -> Traced:
-    """Trace `fn` on `args`, whose leaves are `jax.ShapeDtypeStruct`s (static arguments: the values
-    themselves).
+    """Trace a step function with JAX, without running it, and return it as flat operations.
+
+    Args:
+        fn: the step function.
+        args: the arguments of `fn`. Every leaf is a `jax.ShapeDtypeStruct`, except that static arguments are
+            the values themselves.
+        static_argnums: the numbers of the static arguments.
+        argument_names: the names of the parameters of `fn`, for messages.
 
     Raises:
         UnsupportedError: the program has a construct that cannot be pipelined.
@@ -120,15 +126,21 @@ def trace_settled(
     static_argnums: Sequence[int],
     argument_names: tuple[str, ...],
 ) -> tuple[Traced, frozenset[int]]:
-    """Trace a step as its later calls see it: arguments that are weakly typed at the first call only are
-    taken as strong.
+    """Trace a step function so that its first and its later calls share one compilation where possible.
+
+    Arguments of the first call may be weakly typed where the results that replace them in later calls are
+    not. If that does not change the computation, they are traced as strongly typed.
 
     Args:
         fn: the step function.
-        args: leaves are `jax.ShapeDtypeStruct`s; static arguments as they are.
+        args: the arguments of `fn`. Every leaf is a `jax.ShapeDtypeStruct`, except that static arguments are
+            the values themselves.
+        static_argnums: the numbers of the static arguments.
+        argument_names: the names of the parameters of `fn`, for messages.
 
     Returns:
-        The traced step, and the argument leaves that it takes weak as well as strong.
+        The traced step, and the positions of the argument leaves that it accepts both weakly and strongly
+        typed.
 
     Raises:
         UnsupportedError: the program has a construct that cannot be pipelined.
@@ -147,7 +159,7 @@ def trace_settled(
 
 
 def warn_of_markers_outside(traced: Traced) -> None:
-    """Warn where a `pipeline_yield` has no effect, since there are no stages outside loops."""
+    """Warn about each `pipeline_yield` outside a microbatch loop, where it has no effect."""
     lines = dict.fromkeys(op.line for op in traced.flat.ops if isinstance(op, Op) and op.name == MARKER)
     for line in lines:
         file, _, number = line.rpartition(":")
@@ -164,10 +176,10 @@ def warn_of_markers_outside(traced: Traced) -> None:
 
 @jax.tree_util.register_pytree_node_class
 class _Float0Result:
-    """A result of dtype `float0`, the gradient of an integer. Its shape says everything, so the step computes
-    nothing for it.
+    """A placeholder for a result of dtype `float0` (the gradient of an integer), which has no data.
 
-    In a tree of results it is no leaf. It becomes an array again where the tree is put together.
+    In a tree of results the placeholder is a node without leaves, so that the step computes nothing for it.
+    `jax.tree.unflatten` puts a `float0` array in its place.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -186,7 +198,13 @@ def _hide_float0(results: Any) -> Any:
 
 
 def _make_jaxpr(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Trace with JAX. The user's own errors pass as they are, with the user's traceback."""
+    """Call `jax.make_jaxpr`, and raise an error with advice where JAX's own error would not help the user.
+
+    Other errors, such as those of the user's own code, are raised unchanged.
+
+    Returns:
+        The closed jaxpr, and the shapes of the results in their tree.
+    """
     try:
         with tracebacks.framework_hints():
             return jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -229,7 +247,7 @@ class _Flattener:
         self.known: dict[int, tuple[Any, ValueType]] = {}  # by id() of the aval, which is kept alive
         self.origins = tracebacks.Origins()
         self.captured: dict[int, Captured] = {}  # by id() of the array, which `Captured` keeps alive
-        self.prints: list[Any] = []  # of the body that is being flattened
+        self.prints: list[Any] = []  # the prints of the body that is being flattened
         self.stacks: dict[int, list[Ref]] = {}  # see `scan.Flattener`
 
     def flatten_step(self, closed: Any) -> Flat:
@@ -239,7 +257,12 @@ class _Flattener:
         return Flat((*flat.inputs, *captured), flat.ops, (*flat.outputs, *hidden))
 
     def flatten_body(self, closed: Any, where: Where) -> Flat:
-        """Flatten a closed jaxpr (a step, a branch, a loop's or scan's body) over new value ids."""
+        """Translate a closed jaxpr (a step, a branch, the body of a loop or scan) to operations over new ids.
+
+        Args:
+            closed: the closed jaxpr.
+            where: the origin of the jaxpr's equations.
+        """
         jaxpr, _ = private_api.open_jaxpr(closed)
         inputs = [self.types.new(self.type_of(v.aval)) for v in jaxpr.invars]
         ops: list[Op | Loop] = []
@@ -247,7 +270,14 @@ class _Flattener:
         return Flat(tuple(inputs), tuple(ops), tuple(outputs))
 
     def inline(self, closed: Any, inputs: Sequence[Ref], ops: list, where: Where) -> list[Ref]:
-        """Append a closed jaxpr's equations to `ops`, on the operands `inputs`. Returns its results."""
+        """Append the operations of a closed jaxpr to `ops`, and return the values that are its results.
+
+        Args:
+            closed: the closed jaxpr.
+            inputs: the operands that the jaxpr is applied to.
+            ops: the list of operations to append to.
+            where: the origin of the jaxpr's equations.
+        """
         jaxpr, consts = private_api.open_jaxpr(closed)
         literal, constant = private_api.Literal, self.constant
         env: dict[Any, Ref] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -266,22 +296,31 @@ class _Flattener:
         return [constant(a.val) if type(a) is literal else env[a] for a in jaxpr.outvars]
 
     def where(self, eqn: Any, around: Where) -> Where:
-        """Locate an equation of a jaxpr that itself stands `around`."""
+        """Return the origin of an equation: the user's source line, and the parts of the program around it.
+
+        Args:
+            eqn: the equation.
+            around: the origin of the jaxpr that contains the equation.
+        """
         return Where(_line(eqn, around), around.transposed or self.origins.of(eqn)[0], around.in_loop)
 
     def type_of(self, aval: Any) -> ValueType:
-        """Return an aval's type from a cache: a step has thousands of values and a few dozen avals."""
+        """Return the `ValueType` of a JAX aval, from a cache, since thousands of values share a few dozen
+        avals."""
         if (entry := self.known.get(id(aval))) is None:
             entry = self.known[id(aval)] = aval, value_type(aval)
         return entry[1]
 
     def new_results(self, eqn: Any) -> tuple[int, ...]:
-        """Make ids for an equation's results; -1 for results that nothing uses."""
+        """Return a new value id for each result of an equation, or -1 for a result that nothing uses."""
         drop, new, type_of = private_api.DropVar, self.types.new, self.type_of
         return tuple([-1 if type(v) is drop else new(type_of(v.aval)) for v in eqn.outvars])
 
     def add_simple(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
-        """Append an equation that wraps nothing. A step consists of thousands of such equations."""
+        """Append an equation that wraps no others to `ops` as one operation, and return its results.
+
+        This is the fast path of `add_equation`, since a step consists of thousands of such equations.
+        """
         variables = eqn.outvars
         if len(variables) == 1 and type(v := variables[0]) is not private_api.DropVar:
             outputs = (self.types.new(self.type_of(v.aval)),)
@@ -295,8 +334,14 @@ class _Flattener:
         return outputs
 
     def add_equation(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
-        """Append an equation that may wrap others, inlined, unrolled or as one operation. Returns its
-        results."""
+        """Append an equation to `ops` (inlined, unrolled or as one operation), and return its results.
+
+        Args:
+            eqn: the equation, which may wrap others.
+            inputs: the operands of the equation.
+            ops: the list of operations to append to.
+            where: the origin of the equation.
+        """
         name = eqn.primitive.name
         if name == LOOP:
             return self.add_loop(eqn, inputs, ops)
@@ -317,8 +362,8 @@ class _Flattener:
             in_loop=where.in_loop,
         ):
             return self.inline(inner, inputs, ops, where)
-        # A scan over the elements that an unrolled scan kept, one a layer (a checkpoint around that scan
-        # makes such a scan), is unrolled too.
+        # A scan over elements that an unrolled scan stacked, one per layer, is unrolled too. A checkpoint
+        # around the unrolled scan makes such a scan.
         if name == "scan" and LOOP not in marked and (marked or scan.reads_stacks(self, eqn, inputs)):
             return scan.unroll(self, eqn, inputs, ops, where)
         if marked:
@@ -344,8 +389,17 @@ class _Flattener:
         debug_callbacks.refuse_host_code(eqn, where.line, stage)
 
     def with_inside_in_stage(self, op: Op, eqn: Any) -> Op:
-        """Attach to an operation of a stage how to take it apart, for a split of the stage's backward."""
-        # A large constant inside would have to become an operand, and the loop's operands are known by then.
+        """Return a copy of an operation of a stage that can be expanded (a checkpoint) or split (a scan).
+
+        When the backward of a stage is split, the two halves can then share the work of the operation.
+        Operations of other kinds, or with a large constant inside, are returned unchanged.
+
+        Args:
+            op: the operation.
+            eqn: the equation from which the operation was made.
+        """
+        # A large constant inside would have to become an operand, but at the time of the split no operand can
+        # be added to the loop.
         if op.name not in CHECKPOINTS | {"scan"} or private_api.largest_constant_inside(eqn) > CAPTURE_BYTES:
             return op
         if op.name == "scan":
@@ -361,8 +415,15 @@ class _Flattener:
         return dataclasses.replace(op, expand=expand)
 
     def with_inside(self, op: Op, eqn: Any) -> Op:
-        """Attach to an operation outside the loops the operations inside it: placement takes it apart
-        where it joins actors."""
+        """Return a copy of an operation outside the loops that can be replaced by the operations inside it.
+
+        Placement does this if the operands are on several actors. An operation that is no cond, call or
+        checkpoint is returned unchanged.
+
+        Args:
+            op: the operation.
+            eqn: the equation from which the operation was made.
+        """
         if op.name == "cond":
             bodies = [self.flatten_body(b, Where(op.line)) for b in eqn.params["branches"]]
             used = {r for b in bodies for r in used_ids(b.ops, b.outputs)}
@@ -383,7 +444,17 @@ class _Flattener:
         return op
 
     def pinned(self, ref: Ref, sharding: Any, ops: list, line: str) -> Ref:
-        """Constrain `ref` to a sharding that the user gave to a nested `jit`."""
+        """Append a constraint of a value to a sharding that the user gave to a nested `jit`.
+
+        Args:
+            ref: the value.
+            sharding: the sharding; None if the user gave none.
+            ops: the list of operations to append to.
+            line: the `file:line` in the user's code.
+
+        Returns:
+            The constrained value; `ref` itself if there is no sharding or it is a constant.
+        """
         if sharding is None or not isinstance(ref, int):
             return ref
         out = self.types.new(self.types[ref])
@@ -391,8 +462,11 @@ class _Flattener:
         return out
 
     def add_with_lifted_prints(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> list[Ref]:
-        """Append a checkpoint and keep the prints inside it: the printed values become results of the
-        checkpoint."""
+        """Append a checkpoint that contains prints, and record the prints.
+
+        The prints are removed from the checkpoint, and the values that they print become further results of
+        it. The return value contains only the results of the original checkpoint.
+        """
         alone, consts, inside = debug_callbacks.lift_prints(eqn)
         self.refuse_host_code(alone, ops, where)  # a scan inside may still print
         results = self.add_equation(alone, [*map(self.constant, consts), *inputs], ops, where)
@@ -440,8 +514,18 @@ class _Flattener:
         inputs: Sequence[Ref],
         spec: markers.LoopSpec,
     ) -> dict[int, int]:
-        """Keep a loop's prints. Returns the values that the loop has to stack for them: id in the body to
-        id outside."""
+        """Record the prints of a loop's body as prints that run after the step, for every microbatch.
+
+        Args:
+            inside: the prints of the body.
+            body_inputs: the ids of the body's inputs, the microbatch's index last.
+            inputs: the operands of the loop outside, in the order of `body_inputs`.
+            spec: the specification of the loop.
+
+        Returns:
+            A map from the id of each value of the body that the loop has to stack over microbatches for these
+            prints to the id of the stack outside the loop.
+        """
         if not inside:
             return {}
         outside = [PrintOperand(r, per_microbatch=k >= spec.num_consts) for k, r in enumerate(inputs)]
@@ -452,8 +536,8 @@ class _Flattener:
         return stacked
 
     def constant(self, value: Any) -> Ref:
-        # `_HOST_VALUES` come first, since asking whether a value is a `jax.Array` takes longer than all the
-        # rest.
+        # The cheap check for `_HOST_VALUES` comes first, since asking whether a value is a `jax.Array` takes
+        # longer than all the other checks.
         is_key = (
             not isinstance(value, _HOST_VALUES)
             and isinstance(value, jax.Array)
@@ -486,7 +570,12 @@ def _refuse_other_meshes(eqn: Any, line: str) -> None:
 
 
 def _refuse_other_meshes_inside(eqn: Any, around: Where) -> None:
-    """Raise a `ShardingError` if an equation inside `eqn` names a mesh of devices that actors do not have."""
+    """Raise a `ShardingError` if an equation inside another names a mesh of devices that actors do not have.
+
+    Args:
+        eqn: the outer equation, whose inner equations are checked at any depth.
+        around: the origin of the outer equation, for the message.
+    """
     for inner in private_api.sub_jaxprs(eqn):
         for each in inner.eqns:
             _refuse_other_meshes(each, _line(each, around))
@@ -499,8 +588,7 @@ def _line(eqn: Any, around: Where) -> str:
 
 
 def _count_markers(ops: Sequence[Op | Loop]) -> int:
-    """Count the stage boundaries in `ops`: the stage in which the next operation of a loop's body is
-    written."""
+    """Return the number of stage markers in `ops`, which is the stage of the operation that comes next."""
     return sum(isinstance(op, Op) and op.name == MARKER for op in ops)
 
 
@@ -509,7 +597,7 @@ def _constrain(sharding: Any, xs: Sequence[Any]) -> list[Any]:
 
 
 def _repeats(eqn: Any, other: Op) -> bool:
-    """Say whether an operation computes what an equation computes, on whatever operands."""
+    """Return whether an operation runs the same computation as an equation, even if on other operands."""
     args = getattr(other.run, "args", ())
     return len(args) == 1 and private_api.same_computation(eqn, args[0])
 
@@ -518,7 +606,10 @@ def _repeats(eqn: Any, other: Op) -> bool:
 
 
 def _losing_weak_type(traced: Traced) -> set[int]:
-    """Find the argument leaves that are weak while the results that continue them are not."""
+    """Return the positions of the weakly typed argument leaves whose continuing results are strongly typed.
+
+    A result continues an argument if the next call gets it in place of the argument, as with a state.
+    """
 
     def is_weak(ref: Ref) -> bool:
         return isinstance(ref, int) and traced.types[ref].weak
@@ -529,7 +620,13 @@ def _losing_weak_type(traced: Traced) -> set[int]:
 
 
 def _without_weak_types(args: Sequence[Any], static_argnums: Sequence[int], leaves: set[int]) -> list[Any]:
-    """Return the arguments with some leaves strongly typed."""
+    """Return a step's arguments, with some of their leaves made strongly typed.
+
+    Args:
+        args: the arguments of the step.
+        static_argnums: the numbers of the static arguments, which have no leaves.
+        leaves: the positions of the leaves to make strongly typed.
+    """
     dynamic = [i for i in range(len(args)) if i not in static_argnums]
     flat, tree = jax.tree.flatten([args[i] for i in dynamic])
     for k in leaves:
@@ -541,7 +638,10 @@ def _without_weak_types(args: Sequence[Any], static_argnums: Sequence[int], leav
 
 
 def _computation(flat: Flat, types: Types) -> Iterator[tuple]:
-    """List what is computed, without the conversions that only remove a weak type."""
+    """Yield a description of each operation, so that two traces can be compared for equal computations.
+
+    Conversions that only remove a weak type are left out.
+    """
     for op in flat.ops:
         avals = tuple(types[o].aval for o in op.outputs if o >= 0)
         if isinstance(op, Loop):

@@ -1,17 +1,18 @@
-"""Check what must hold after each pass of lowering.
+"""Check task graphs and the actors' programs for errors that a compiler pass could make, and for deadlocks.
 
-`verify_graph` runs before lowering. After each of its passes run the checks of the rules that the pass could
-break; `verify_programs` runs all of them. A broken rule is a bug of this package (`InternalError`), except a
-deadlock, which a schedule can ask for (`ScheduleError`). Everything is linear in the number of instructions.
+`verify_graph` runs before lowering. Each pass of lowering is followed by checks of the rules that it could
+break; `verify_programs` runs all of these checks. A broken rule is a bug of this package (`InternalError`),
+except for a deadlock, which a user's schedule can cause (`ScheduleError`). All checks take time linear in the
+number of instructions.
 
-Nine tenths of a program are runs' operands and deletions, and mostly nothing is wrong with any. So a check
-looks at whole sets first, and looks for the bad entry once a set is bad.
+Nine tenths of a program are operands of runs and deletions, which are almost always correct. So a check looks
+at whole sets first, and looks for the bad entry only if a set is bad.
 
-`simulate` runs all programs of a step together, without data, to find deadlocks, by the executor's rules:
-each actor issues in order; `Recv` and `Send` never block; a `Run` blocks until its inputs have arrived. Links
-are taken at their strictest: a transfer completes only once its receive is posted (rendezvous) and every
-earlier one between the same two actors, in the same direction, has completed (NCCL). Programs that end so end
-under any transport.
+`simulate` runs all programs of a step together, without data, to find deadlocks. It follows the rules of the
+executor: each actor issues its instructions in order; `Recv` and `Send` never block; a `Run` blocks until its
+inputs have arrived. It assumes the strictest transport: a transfer completes only when its receive is posted
+(rendezvous) and every earlier transfer between the same two actors in the same direction has completed (as in
+NCCL). Programs that end under these rules end under any transport.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ _T = TypeVar("_T")
 
 
 class InternalError(AssertionError):
-    """A pass of the compiler broke a rule: a bug of this package, never of the user's step."""
+    """An error that reports an invalid task graph or program: a compiler pass of this package has a bug.
+
+    It is never an error of the user's step.
+    """
 
 
 def _fail(message: str, module: str = "lowering") -> NoReturn:
@@ -60,29 +64,29 @@ def _fail_transfer(tag: Tag, message: str) -> NoReturn:
 
 
 def verify_programs(programs: Sequence[ActorProgram], *, complete: bool = True) -> None:
-    """Check all programs of a step, each alone and together.
+    """Check all programs of a step, each by itself and all of them together.
 
     Args:
-        programs: one an actor.
-        complete: see `verify_program`.
+        programs: one program per actor.
+        complete: whether the programs already delete their buffers; see `verify_program`.
 
     Raises:
-        InternalError: a rule is broken.
-        ScheduleError: the programs deadlock; the message says who waits for whom.
+        InternalError: a program is invalid, or the programs do not fit together.
+        ScheduleError: the programs deadlock; the message says which actor waits for which.
     """
     verify_alone(programs, complete=complete)
     verify_together(programs)
 
 
 def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> None:
-    """Check each program of a step by itself: `verify_program`.
+    """Check each program of a step by itself; see `verify_program`.
 
     Args:
-        programs: one an actor.
-        complete: see `verify_program`.
+        programs: one program per actor.
+        complete: whether the programs already delete their buffers; see `verify_program`.
 
     Raises:
-        InternalError: a rule is broken.
+        InternalError: a program is invalid; the message names the actor and the instruction.
     """
     for actor, p in enumerate(programs):
         if p.actor != actor:
@@ -91,14 +95,15 @@ def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> 
 
 
 def verify_together(programs: Sequence[ActorProgram]) -> None:
-    """Check what holds between the programs of a step: transfers, executables, progress.
+    """Check the programs of a step together: transfers match, executables are called alike, and nothing
+    deadlocks.
 
     Args:
-        programs: one an actor.
+        programs: one program per actor.
 
     Raises:
-        InternalError: a rule is broken.
-        ScheduleError: the programs deadlock; the message says who waits for whom.
+        InternalError: transfers do not match, or an executable is called in two ways.
+        ScheduleError: the programs deadlock; the message says which actor waits for which.
     """
     verify_transfers(programs)
     verify_signatures(programs)
@@ -106,13 +111,16 @@ def verify_together(programs: Sequence[ActorProgram]) -> None:
 
 
 def verify_only_deletes(before: Sequence[ActorProgram], after: Sequence[ActorProgram]) -> None:
-    """Check that programs gained nothing but `Delete`s: what held for them together then still holds.
+    """Check that a compiler pass changed programs only by inserting `Delete` instructions.
+
+    The result of `verify_together` for the programs before the pass is then still true.
 
     Args:
-        before, after: one an actor.
+        before: one program per actor, before the pass.
+        after: one program per actor, after the pass.
 
     Raises:
-        InternalError: another instruction came, went or moved.
+        InternalError: another instruction was added, removed or moved.
     """
     for old, new in zip(before, after, strict=True):
         if [i for i in new.instructions if not isinstance(i, Delete)] != list(old.instructions):
@@ -123,13 +131,13 @@ def verify_only_deletes(before: Sequence[ActorProgram], after: Sequence[ActorPro
 
 
 def verify_graph(graph: TaskGraph) -> None:
-    """Check that values are assigned once, before they are read, and that every index is in range.
+    """Check that each value of a task graph is assigned once, before it is read, and that indices are valid.
 
     Args:
-        graph: what placement made.
+        graph: the task graph that placement made.
 
     Raises:
-        InternalError: a rule is broken.
+        InternalError: the graph is invalid.
     """
     num_values = len(graph.values)
     made = AssignedIds(num_values)
@@ -163,13 +171,20 @@ def verify_graph(graph: TaskGraph) -> None:
         _verify_homes("result", o.result, o.actors, graph.num_actors)
     if (arg := _find_repeated([i.arg for i in graph.inputs])) is not None:
         _fail_graph(f"argument {arg} appears twice")
-    # A scalar that every actor computes for itself is one result made of several values, one an actor.
+    # A scalar that every actor computes for itself is one result made of several values, one per actor.
     if (at := _find_repeated([(o.result, a) for o in graph.outputs for a in o.actors])) is not None:
         _fail_graph(f"result {at[0]} on actor {at[1]} appears twice")
 
 
 def _verify_homes(what: str, number: int, homes: Sequence[ActorId], num_actors: int) -> None:
-    """Check the actors on which an argument or a result lives."""
+    """Check that the actors that hold an argument or a result exist, and that none is named twice.
+
+    Args:
+        what: "argument" or "result", for the message.
+        number: the position of the argument or result.
+        homes: the actors that hold it.
+        num_actors: the number of actors in the mesh.
+    """
     if homes and not (min(homes) >= 0 and max(homes) < num_actors):
         _fail_graph(f"{what} {number} lives on actors {homes}")
     if len(homes) > 1 and len(set(homes)) != len(homes):
@@ -177,17 +192,20 @@ def _verify_homes(what: str, number: int, homes: Sequence[ActorId], num_actors: 
 
 
 def _find_repeated(things: Sequence[_T]) -> _T | None:
-    """Return the first of `things` that is there more than once."""
+    """Return the first of `things` that occurs more than once, or None if all are different."""
     if len(set(things)) == len(things):
         return None
     return next((thing for thing, times in Counter(things).items() if times > 1), None)
 
 
 class AssignedIds:
-    """The numbers that were assigned so far. Mostly they come in order: then one number says which they are.
+    """A set of the ids that were assigned so far.
+
+    Ids are mostly assigned in ascending order, so one number stands for all assigned ids below it, and only
+    the others are in a Python set.
 
     Args:
-        size: numbers from 0 to below this are valid.
+        size: the number of valid ids, which count from 0.
     """
 
     def __init__(self, size: int) -> None:
@@ -199,12 +217,12 @@ class AssignedIds:
         return 0 <= number < self.upto or number in self.beyond
 
     def has(self, numbers: Sequence[int]) -> bool:
-        """Say whether all of `numbers` were assigned."""
+        """Return whether all of `numbers` were assigned."""
         in_order = not numbers or (max(numbers) < self.upto and min(numbers) >= 0)
         return in_order or all(n in self for n in numbers)
 
     def add(self, number: int) -> None:
-        """Assign a number that is valid and new."""
+        """Mark a number as assigned; it must be valid and not assigned yet."""
         if number != self.upto:
             self.beyond.add(number)
             return
@@ -214,7 +232,11 @@ class AssignedIds:
             self.upto += 1
 
     def extend(self, numbers: Sequence[int]) -> bool:
-        """Assign the next numbers. Returns False, and assigns none, where these are others or not valid."""
+        """Mark numbers as assigned if they are exactly the next ones in ascending order.
+
+        Returns:
+            Whether they were; otherwise none of them is marked.
+        """
         after = self.upto + len(numbers)
         if self.beyond or after > self.size or tuple(numbers) != tuple(range(self.upto, after)):
             return False
@@ -226,19 +248,19 @@ class AssignedIds:
 
 
 def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
-    """Check one program alone.
+    """Check one actor's program by itself.
 
-    Single assignment; every buffer read is live; nothing is used after it was deleted, donated or returned;
-    only buffers that are the program's own are donated or deleted; all runs of an executable donate the same
-    positions.
+    The rules are: each buffer slot is assigned once; a buffer is read only after it was made and before it is
+    deleted, donated or returned; only buffers that belong to the program are donated or deleted; all runs of
+    an executable donate the same positions.
 
     Args:
-        program: one actor's program.
-        complete: whether every slot must be gone at the end, save outputs and arguments that the caller
-            keeps. False before `lowering.delete_buffers`.
+        program: the program of one actor.
+        complete: whether to check also that every buffer is deleted, donated or returned by the end, except
+            for arguments that the caller keeps. This must be False before `lowering.delete_buffers`.
 
     Raises:
-        InternalError: a rule is broken; names the actor and the instruction.
+        InternalError: the program is invalid; the message names the actor and the instruction.
     """
     check = _ProgramCheck(program)
     check.run()
@@ -249,7 +271,7 @@ def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
 
 
 class _ProgramCheck:
-    """One pass over a program, which records which slots are live and what happened to each."""
+    """A check of one program, which goes through its instructions and records the state of each slot."""
 
     def __init__(self, program: ActorProgram):
         self.program = program
@@ -280,7 +302,11 @@ class _ProgramCheck:
         _CHECKS[type(self.instruction)](self, self.instruction)
 
     def delete_all(self, indices: range) -> None:
-        """Check the `Delete`s at these positions."""
+        """Check consecutive `Delete` instructions: all together, or one by one to find the one that is wrong.
+
+        Args:
+            indices: the positions of the instructions in the program.
+        """
         deletes = self.program.instructions[indices.start : indices.stop]
         buffers = [i.buffer for i in deletes if isinstance(i, Delete)]
         held = len(self.live)
@@ -311,7 +337,7 @@ class _ProgramCheck:
             self.fail(f"b{buffer} {self.explain_dead(buffer)}")
 
     def explain_dead(self, buffer: BufferId) -> str:
-        """Say why a buffer is not live."""
+        """Return the end of an error message that tells why a buffer may not be read at this instruction."""
         if buffer in self.given:
             return "has left the program"
         for i in self.program.instructions[: self.index]:
@@ -402,7 +428,7 @@ _CHECKS = {
 
 @frozen()
 class _TransferEnd:
-    """One side of a transfer."""
+    """The sending or the receiving end of a transfer: its actor, the other actor, and the array's type."""
 
     actor: ActorId
     peer: ActorId
@@ -419,10 +445,11 @@ def verify_transfers(programs: Sequence[ActorProgram]) -> None:
     """Check that every send has exactly one matching receive, in the same order between each pair of actors.
 
     Args:
-        programs: one an actor.
+        programs: one program per actor.
 
     Raises:
-        InternalError: a rule is broken; names the tag and the actors.
+        InternalError: a transfer has no counterpart, or differs from it; the message names the tag and the
+            actors.
     """
     sends: dict[Tag, _TransferEnd] = {}
     recvs: dict[Tag, _TransferEnd] = {}
@@ -453,13 +480,13 @@ def verify_transfers(programs: Sequence[ActorProgram]) -> None:
 
 
 def verify_signatures(programs: Sequence[ActorProgram]) -> None:
-    """Check that every run of an executable has operands and results of the same shapes and dtypes.
+    """Check that all runs of an executable have operands and results of the same shapes and dtypes.
 
     Args:
-        programs: one an actor.
+        programs: one program per actor.
 
     Raises:
-        InternalError: an executable is called in two ways.
+        InternalError: two runs of an executable differ.
     """
     first: dict[ExecutableId, tuple[Run, tuple, tuple]] = {}
     for p in programs:
@@ -478,9 +505,9 @@ def verify_signatures(programs: Sequence[ActorProgram]) -> None:
 
 
 def _shapes_and_dtypes(operands: Sequence[Aval], results: Sequence[Aval]) -> tuple[list, list]:
-    """Return what an executable asks of its operands and results.
+    """Return the shape and dtype of each operand and of each result of one run of an executable.
 
-    Specs are left out: ("data",) and ("data", None) say the same.
+    Sharding specs are left out, since ("data",) and ("data", None) differ as tuples but mean the same.
     """
     return [(a.shape, a.dtype) for a in operands], [(a.shape, a.dtype) for a in results]
 
@@ -490,14 +517,14 @@ def _shapes_and_dtypes(operands: Sequence[Aval], results: Sequence[Aval]) -> tup
 
 @dataclass(frozen=True, slots=True)
 class BlockedActor:
-    """An actor that cannot go on.
+    """An actor that cannot continue in a simulated step, and the transfer for which it waits.
 
     Args:
         actor: the actor that waits.
-        at: text of the instruction at which it waits, or "the end of the step".
-        tag: the transfer for which it waits.
+        at: the text of the instruction at which the actor waits, or "the end of the step".
+        tag: the tag of the transfer for which the actor waits.
         peer: the other actor of that transfer.
-        sends: whether the actor is the transfer's sender.
+        sends: whether the waiting actor is the transfer's sender.
     """
 
     actor: ActorId
@@ -519,7 +546,13 @@ _Link: TypeAlias = tuple[ActorId, ActorId, Tag | None]
 
 
 class _DeadlockSimulation:
-    """Program counters, links, and the receives whose data has not arrived yet."""
+    """The state of `simulate`: each actor's program counter, and the transfers that are not complete yet.
+
+    Args:
+        programs: one program per actor.
+        rendezvous: whether a transfer completes only when its receive is posted and every earlier one between
+            the same actors has completed.
+    """
 
     def __init__(self, programs: Sequence[ActorProgram], rendezvous: bool):
         self.streams = {p.actor: p.instructions for p in programs}
@@ -536,7 +569,7 @@ class _DeadlockSimulation:
             self.advance(self.ready.popleft())
 
     def advance(self, actor: ActorId) -> None:
-        """Issue until a run blocks or the program ends."""
+        """Issue instructions of an actor until one blocks or its program ends."""
         stream, pending = self.streams[actor], self.pending[actor]
         index = self.counter[actor]
         while index < len(stream):
@@ -561,11 +594,15 @@ class _DeadlockSimulation:
         self.counter[actor] = index
 
     def link(self, sender: ActorId, receiver: ActorId, tag: Tag) -> _Link:
-        """Return the queue of a transfer: one for the pair of actors, or under loose rules one of its own."""
+        """Return the key of the queue in which a transfer waits for both its send and its receive.
+
+        In the strict simulation (`rendezvous`) all transfers from one actor to another share a queue, so that
+        they complete in order; otherwise each transfer has its own queue.
+        """
         return (sender, receiver, None if self.rendezvous else tag)
 
     def match(self, link: _Link) -> None:
-        """Complete what both ends of the link have issued."""
+        """Complete, in order, the transfers of a queue whose send and receive were both issued."""
         sent, posted = self.sent[link], self.posted[link]
         while sent and posted and sent[0] == posted[0][0]:
             sent.popleft()
@@ -578,7 +615,7 @@ class _DeadlockSimulation:
             self.ready.append(actor)
 
     def blocked_actors(self) -> list[BlockedActor]:
-        """Say what every unfinished actor waits for, in order of actors."""
+        """Return what each unfinished actor waits for, sorted by actor."""
         found: dict[ActorId, BlockedActor] = {}
         for actor, buffer in self.blocked.items():
             recv, at = self.pending[actor][buffer], self.streams[actor][self.counter[actor]]
@@ -595,15 +632,16 @@ class _DeadlockSimulation:
 
 
 def simulate(programs: Sequence[ActorProgram], *, rendezvous: bool = True) -> list[BlockedActor]:
-    """Run the programs together until nothing moves any more.
+    """Run all programs of a step together, without data, to find out whether they deadlock.
 
     Args:
-        programs: one an actor.
-        rendezvous: links as strict as the module says. False: a send completes by itself and transfers pair
-            by tag.
+        programs: one program per actor.
+        rendezvous: whether a transfer completes only when its receive is posted and every earlier one between
+            the same actors has completed. If False, a send completes without its receive, and a receive
+            completes as soon as the send of its tag was issued.
 
     Returns:
-        The actors that cannot go on; empty when all end.
+        The actors that cannot continue; empty if all programs end.
     """
     simulation = _DeadlockSimulation(programs, rendezvous)
     simulation.run()
@@ -611,7 +649,10 @@ def simulate(programs: Sequence[ActorProgram], *, rendezvous: bool = True) -> li
 
 
 def _find_cycle(waits: list[BlockedActor]) -> list[BlockedActor]:
-    """Find the circle of waiting that the first actor's chain leads into; else the chain itself."""
+    """Return the cycle of actors that wait for each other, found from the first blocked actor onward.
+
+    If the actors do not wait in a cycle, return the chain of waiting actors that begins with the first one.
+    """
     by_actor = {w.actor: w for w in waits}
     chain: list[BlockedActor] = []
     actor = waits[0].actor
@@ -622,13 +663,13 @@ def _find_cycle(waits: list[BlockedActor]) -> list[BlockedActor]:
 
 
 def check_deadlock(programs: Sequence[ActorProgram]) -> None:
-    """Refuse programs that wait for each other for ever.
+    """Check that the programs of a step do not deadlock.
 
     Args:
-        programs: one an actor.
+        programs: one program per actor.
 
     Raises:
-        ScheduleError: they deadlock; the message says who waits for whom.
+        ScheduleError: the programs deadlock; the message says which actor waits for which.
     """
     waits = simulate(programs)
     if waits:

@@ -1,7 +1,8 @@
 """Start, connect, replace and end the actors of one mesh.
 
-`ActorGroup` has the actors as they are now: their processes, control connections and data plane.
-`failure_policy` decides what a failure means; programs and steps are in `deploy` and `controller`.
+`ActorGroup` owns the actors' current processes, their control connections, and the controller's end of the
+data plane. `failure_policy` decides what a failure means, `deploy` loads programs, and `controller` runs
+steps.
 """
 
 from __future__ import annotations
@@ -15,18 +16,12 @@ from typing import Any
 
 import jaxpp_async
 from jaxpp_async.base.descriptors import check_descriptors
+from jaxpp_async.controller.device_checks import ProcessDevices, check_agreement
 from jaxpp_async.controller.host_values import HostTransfers
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import ActorLink, PendingRequest
-from jaxpp_async.controller.startup import (
-    ProcessDevices,
-    Startup,
-    all_of,
-    check_agreement,
-    run_bounded,
-    wait_all_dead,
-)
+from jaxpp_async.controller.startup import Startup
 from jaxpp_async.errors import TransferError
 from jaxpp_async.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.launch.hosts import address_towards, addresses_of_hosts
@@ -50,6 +45,7 @@ from jaxpp_async.protocol.messages import (
     Shutdown,
     TransportReset,
 )
+from jaxpp_async.protocol.task_group import all_of, run_bounded
 from jaxpp_async.transport.base import Transport, hosts_of
 from jaxpp_async.transport.network import Network, is_loopback, leave_machine
 from jaxpp_async.transport.registry import kind_of
@@ -66,22 +62,27 @@ more for TCP's data plane."""
 
 
 class ActorGroup:
-    """The actors of one mesh.
+    """The owner of all actor processes of one mesh and of their connections.
 
     Args:
-        launcher: starts them; belongs to this object from here on.
-        links: filled with the link of each process, by number; a replaced process gets another link.
-        number: gives request numbers.
-        on_progress: called with a line of text at each stage.
-        on_transfer_error: called with the error of a transfer between actors and controller.
-        on_routes: called with a connected process and its routes to the others: UCX's transports, by peer.
+        launcher: starts the processes; owned by this object, which also closes it.
+        processes: the numbering of the mesh's processes, by actor and rank.
+        options: the options of the mesh's controller.
+        links: a dictionary that this object fills with the `ActorLink` of each process (the controller's
+            handle and connection), by process number. A replaced process gets a new link.
+        number: a function that returns a new request number.
+        on_progress: called with a line of text at each stage of the start.
+        on_transfer_error: called with the error of a transfer between an actor and the controller.
+        on_routes: called for each connected process with its `ActorInfo` and, for each of its peers, the
+            names of the transports that UCX uses towards that peer.
 
     Attributes:
-        processes, links: as given.
-        epoch: the epoch of all tags and steps; every abort begins another one.
-        listener: accepts the actors' control connections.
-        hardware: each process's devices, as it reported them.
-        scattering: how arrays lie on actors' processes.
+        processes, links: the arguments of the same names.
+        epoch: the current epoch, a number that grows with every abort of the whole mesh. Tags and steps carry
+            it, so that messages from before an abort are recognized and ignored.
+        listener: accepts the control connections that actors open.
+        hardware: the devices of each process, as the process reported them.
+        scattering: how arrays are split over the processes of one actor.
     """
 
     def __init__(
@@ -113,41 +114,52 @@ class ActorGroup:
 
     @property
     def host_transfers(self) -> HostTransfers:
-        """The controller's end of the data plane, once started."""
+        """The controller's end of the data plane, which transfers large arrays; available once `start` has
+        returned.
+        """
         assert self._host_transfers is not None  # `start` has made it
         return self._host_transfers
 
     @property
     def handles(self) -> dict[ProcessId, ActorHandle]:
-        """The process that was started last under each number."""
+        """The handle of each process by process number; for a replaced process, the handle of its latest
+        successor.
+        """
         return self._startup.handles
 
     @property
     def has_processes(self) -> bool:
-        """Whether actors are processes, which send heartbeats; inline actors run in this process."""
+        """Whether actors run in processes of their own, which send heartbeats.
+
+        This is False for inline actors, which run in this process.
+        """
         return self._launcher.listen_host is not None
 
     @property
     def transport_kind(self) -> str:
-        """The transport of programs' transfers."""
+        """The name of the transport that programs use to transfer arrays between actors."""
         return self._options.actors.transport or self._launcher.transports[0]
 
     @property
     def actors(self) -> range:
-        """All actors, in order."""
+        """The ids of all actors, in order."""
         return range(self.processes.num_actors)
 
     @property
     def infos(self) -> tuple[ActorInfo, ...]:
-        """Where each actor is and how it does, in order of id, without actors that have not come yet."""
+        """The host, processes, devices and state of each actor, in order of id, without actors that have not
+        connected yet.
+        """
         return tuple(self.info(actor) for actor in self.actors if self._links_of(actor))
 
     def info(self, actor: ActorId) -> ActorInfo:
-        """Say where an actor is and how it does."""
+        """Return an actor's host, processes, devices and state."""
         return merge_processes([link.info for link in self._links_of(actor)])
 
     def set_state(self, actor: ActorId, state: str) -> None:
-        """Note how an actor does."""
+        """Record the state of an actor, such as `"ready"` or `"failed"`, for users who look at
+        `ActorInfo.state`.
+        """
         for link in self._links_of(actor):
             link.info = replace(link.info, state=state)
 
@@ -159,12 +171,14 @@ class ActorGroup:
     # ------------------------------------------------------------ starting
 
     async def start(self) -> None:
-        """Start every actor; `connect` connects them.
+        """Start the processes of every actor and check their devices; `connect` then connects their data
+        plane.
 
         Raises:
-            LaunchError: an actor did not come up; has the end of its output.
-            HandshakeError: an actor runs other versions.
-            MeshError: their devices do not go together, or this process may not open enough descriptors.
+            LaunchError: an actor did not start; the error has the end of the actor's output.
+            HandshakeError: an actor runs other versions of the package or of JAX.
+            MeshError: the devices of the actors cannot be used together, or this process may not open enough
+                file descriptors.
         """
         count, each = self.processes.num_actors, self.processes.per_actor
         if self._launcher.listen_host is not None:
@@ -185,10 +199,11 @@ class ActorGroup:
         )
 
     def check_devices(self) -> None:
-        """Check all actors' devices together: once all are up, and again when some have been replaced.
+        """Check that the devices of all actors can be used together; needed after the start and after a
+        replacement.
 
         Raises:
-            MeshError: their devices do not go together.
+            MeshError: the devices cannot be used together.
         """
         if self.has_processes:  # inline actors have one JAX and one set of devices
             check_agreement([self._member(process) for process in sorted(self.links)])
@@ -199,13 +214,13 @@ class ActorGroup:
         return ProcessDevices(str(info), info.id, info.host, has.cuda, has.gpus, share, *nccl)
 
     async def start_actor(self, actor: ActorId) -> list[ActorLink]:
-        """Start one actor, or its successor, up to its JAX and transport.
+        """Start the processes of one actor, or of its successor, until their JAX and transport are ready.
 
         Returns:
-            Its processes, in order of rank.
+            The links of the actor's processes, in order of rank.
 
         Raises:
-            LaunchError, HandshakeError: as `start`.
+            LaunchError, HandshakeError: under the conditions given at `start`.
         """
         processes = self.processes.processes_of(actor)
         links = await all_of({process: self._start_process(process) for process in processes}, "start")
@@ -235,7 +250,11 @@ class ActorGroup:
         return link
 
     async def _clusters(self, links: Sequence[ActorLink]) -> list[Cluster | None]:
-        """Decide how the processes of one actor find each other; None for each if there is one process."""
+        """Return what each process of one actor needs to join the others in JAX's distributed runtime.
+
+        The list has one `Cluster` per link, in the same order. An actor of one process needs none: its entry
+        is None.
+        """
         if len(links) == 1:
             return [None]
         port = await self._startup.reserve(links[0], Reserve(self._number()))
@@ -250,18 +269,24 @@ class ActorGroup:
         self.hardware[link.info.process] = (await self._startup.configure(link, message)).hardware
 
     def _host_address(self, link: ActorLink) -> str | None:
-        """Find the address by which others reach a process: loopback if all are here; None: not known."""
+        """Return the address at which other processes can connect to this process's host, or None if it is
+        not known.
+
+        If the whole mesh runs on this machine, that is the loopback address.
+        """
         if self._address is None:
             return None
         theirs, _ = link.connection.ends
-        # An actor of this machine may have connected by its loopback, while others connect from elsewhere.
+        # An actor on this machine may have connected through loopback, which other hosts cannot use.
         return theirs if is_loopback(self._address[0]) or not is_loopback(theirs) else None
 
     async def connect(self) -> None:
-        """Connect every process with all processes with which it exchanges anything, in this epoch.
+        """Connect the data plane of every process with all its peers and with the controller.
+
+        The connections are for the current epoch, a number that counts aborts of the whole mesh.
 
         Raises:
-            RemoteError, TransferError: a link could not be made.
+            RemoteError, TransferError: a connection could not be made.
         """
         addresses = {process: link.address for process, link in self.links.items()}
         addresses[CONTROLLER] = self.host_transfers.transport.address
@@ -278,7 +303,14 @@ class ActorGroup:
             self._on_routes(self.links[process].info, connected.routes)
 
     async def _admit(self, addresses: Mapping[ProcessId, bytes]) -> None:
-        """Have each process admit all others before any connects, since strangers get no answer."""
+        """Have every process admit connections from all others, before any of them connects.
+
+        Transports that listen on a network do not answer peers that they have not been told to admit. If all
+        addresses are of this machine, nothing is sent.
+
+        Args:
+            addresses: the data-plane address of every process and of the controller.
+        """
         if not leave_machine(host for address in addresses.values() for host in hosts_of(address)):
             return
         everyone = tuple(addresses.values())
@@ -293,11 +325,15 @@ class ActorGroup:
         return transport
 
     def _network(self) -> Network:
-        """Choose where the controller listens: on the way to where actors listen."""
+        """Choose the local addresses at which the controller's transport listens, so that actors can connect
+        to it.
+
+        These are the addresses of the interfaces through which the actors' listening addresses are routed.
+        """
         hosts = {host for link in self.links.values() for host in hosts_of(link.address)}
         if not hosts and self._address is not None:
-            # Nobody listens on an address (shared memory, or another fabric): take the control connections'
-            # way.
+            # No actor's transport has an IP address (it is shared memory, or another fabric): use the
+            # interfaces of the control connections.
             ends = {link.connection.ends for link in self.links.values()}
             hosts = {theirs for theirs, _ in ends if not is_loopback(theirs)}
         ways = [address_towards(host) for host in sorted(hosts)]
@@ -306,48 +342,72 @@ class ActorGroup:
     # ------------------------------------------------------------ going on after a failure
 
     def begin_epoch(self) -> None:
-        """Begin another epoch, so that whatever is under way from before is ignored."""
+        """Begin another epoch, so that all messages from before are ignored.
+
+        An epoch is the time between two aborts of the whole mesh; messages carry its number.
+        """
         self.epoch += 1
         if self._host_transfers is not None:
             self._host_transfers.epoch = self.epoch
 
     def abort(self, process: ProcessId, cause: str) -> PendingRequest:
-        """Tell a process to drop everything and to enter this epoch."""
+        """Tell a process to drop all its work and to enter the current epoch, which counts aborts of the
+        mesh.
+
+        Args:
+            process: the process.
+            cause: a text that says what happened, for the errors of the steps that the process drops.
+
+        Returns:
+            The request, which can be awaited.
+        """
         return self.links[process].ask(Abort(self._number(), self.epoch, cause), Done)
 
     def request_report(self, process: ProcessId) -> asyncio.Future[Reported]:
-        """Ask a process where it is. A restart does not ask again."""
+        """Ask a process for its position and its open transfers; return the future reply.
+
+        A restart does not repeat this request.
+        """
         return self.links[process].ask(Report(self._number()), Reported).future
 
     async def reset_transport(self, process: ProcessId) -> None:
-        """Have a process make a new end of the data plane, with which no dead process ever had a connection.
+        """Have a process replace its end of the data plane by a new one, and record the new address.
+
+        After a death this is needed: a new end has never had a connection to the dead process.
 
         Raises:
-            RemoteError: it could not.
+            RemoteError: the process could not make a new end.
         """
         link = self.links[process]
         reset: TransportReset = await link.call(ResetTransport(self._number()), TransportReset)
         link.address = reset.address
 
     async def reset_host_transport(self) -> None:
-        """Make a new end of the data plane for the controller."""
+        """Replace the controller's end of the data plane by a new one."""
         await self.host_transfers.transport.aclose()
         self.host_transfers.transport = self._make_transport()
 
     async def ask_each(
         self, requests: Mapping[ProcessId, Request], expected: type, what: str
     ) -> dict[ProcessId, Any]:
-        """Send a request to each of some processes and wait for all replies; the first failure is raised."""
+        """Send one request to each given process, and return their replies by process once all have arrived.
+
+        The first failure is raised. A restart does not repeat these requests.
+
+        Args:
+            requests: the request for each process.
+            expected: the type of every reply.
+            what: a phrase that names the asyncio tasks, for debugging.
+        """
         return await all_of(
             {p: self.links[p].call(request, expected) for p, request in requests.items()}, what
         )
 
     async def remove(self, actor: ActorId) -> None:
-        """Kill an actor's processes, if they have not ended, and drop their connections."""
+        """Kill the processes of an actor that still run, and close their control connections."""
         handles: dict[int, ActorHandle] = {}
-        for process in reversed(
-            self.processes.processes_of(actor)
-        ):  # the others end loudly when they miss the first
+        # From the last to the first, since JAX aborts the other processes of an actor if the first one ends.
+        for process in reversed(self.processes.processes_of(actor)):
             if process in self.links:
                 self._drop(self.links[process])
             if process in self.handles:
@@ -363,10 +423,12 @@ class ActorGroup:
     # ------------------------------------------------------------ ending
 
     async def shut_down(self) -> None:
-        """Ask every actor to end, then make it."""
+        """Ask every actor to end; terminate and then kill those that do not end in time, and close
+        everything.
+        """
         for link in self.links.values():
             link.detach()
-        # The others end loudly when they miss the first of an actor's processes, which therefore goes last.
+        # JAX aborts the other processes of an actor if its first one ends, which therefore ends last.
         others = [process for process in self.handles if self.processes.rank_of(process) > 0]
         firsts = [process for process in self.handles if process not in others]
         if not (await self._ask_to_end(others) and await self._ask_to_end(firsts)):
@@ -377,7 +439,7 @@ class ActorGroup:
         await self.kill_all()
 
     async def _ask_to_end(self, processes: Sequence[ProcessId]) -> bool:
-        """Ask some processes to end; returns whether they have in time."""
+        """Ask some processes to end, and return whether all of them ended within the time limit."""
         handles = {process: self.handles[process] for process in processes}
         for process, handle in handles.items():
             link = self.links.get(process)
@@ -388,12 +450,12 @@ class ActorGroup:
         return await wait_all_dead(handles, SHUTDOWN_S / (2 if self.processes.per_actor > 1 else 1))
 
     def kill(self) -> None:
-        """Kill every process, without waiting for its end."""
+        """Kill every process, without waiting until it has ended."""
         for _, handle in sorted(self.handles.items(), key=lambda item: -self.processes.rank_of(item[0])):
             handle.kill()
 
     async def kill_all(self) -> None:
-        """Kill every process and close everything, so that nothing that was started is left."""
+        """Kill every process and close all connections, the listener, the data plane and the launcher."""
         self.kill()
         if not await wait_all_dead(self.handles, KILL_S):
             _LOG.warning("an actor's process could not be reaped")
@@ -409,3 +471,20 @@ class ActorGroup:
                 "the data plane did not close in time; it closes when its medium lets go of memory",
             )
         await run_bounded(self._launcher.aclose(), KILL_S, "the launcher did not close in time")
+
+
+async def wait_all_dead(handles: Mapping[ProcessId, ActorHandle], timeout_s: float) -> bool:
+    """Wait until every process has ended; return False if one of them has not within `timeout_s` seconds."""
+    loop = asyncio.get_running_loop()
+    waits = [
+        loop.create_task(handle.wait_dead(), name=f"wait for the end of actor {actor}")
+        for actor, handle in handles.items()
+    ]
+    if not waits:
+        return True
+    try:
+        _, pending = await asyncio.wait(waits, timeout=timeout_s)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return not pending

@@ -1,10 +1,10 @@
 """Do what a mesh asks of its actors: load programs, run steps, put and fetch values, and close all of it.
 
-`Controller` takes programs and numpy arrays, and gives step statistics and numpy arrays. Requests leave
-through the `RequestLog`, and the processes belong to the `ActorGroup`. The `FailurePolicy` says which error a
-failure is. Then either `Recovery` replaces the lost actors (`max_restarts`), or the first cause ends the
-mesh: every pending request fails, and the other actors are told to abort. Everything runs on one event loop;
-only `free` may be called from other threads.
+`Controller` takes programs and numpy arrays, and returns step statistics and numpy arrays. It sends requests
+through the `RequestLog`; the `ActorGroup` owns the processes. After a failure, the `FailurePolicy` decides
+which error describes it. Then either `Recovery` replaces the lost actors (with `max_restarts`), or the first
+cause ends the mesh: every pending request fails, and the other actors are told to abort. Everything runs on
+one event loop; only `free` may be called from other threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from jaxpp_async.controller.requests import (
     SentRequest,
     StepHandle,
 )
-from jaxpp_async.controller.startup import all_of, wait_uninterrupted
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -64,19 +63,21 @@ from jaxpp_async.protocol.messages import (
     step_id,
     step_number,
 )
-from jaxpp_async.protocol.task_group import OwnedTasks
+from jaxpp_async.protocol.task_group import OwnedTasks, all_of, wait_uninterrupted
 
 _LOG = logging.getLogger("jaxpp_async")
 
 
 class Controller:
-    """The one owner of a mesh's actors, made by `Controller.start`.
+    """The part of a mesh that starts its actors, sends them requests and handles their failures.
+
+    A controller is made by `Controller.start`.
 
     Attributes:
         cause: the failure that ended the mesh, or None.
-        ended: done once the mesh has failed or been closed.
-        request_log: sends requests for callers that need nothing else of the controller.
-        mesh_events: reports what happens to the mesh.
+        ended: a future that is done once the mesh has failed or has been closed.
+        request_log: sends the requests of callers that need nothing else of the controller.
+        mesh_events: publishes what happens to the mesh as events that the user can read.
     """
 
     def __init__(
@@ -158,18 +159,20 @@ class Controller:
         events: EventLog | None = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> Controller:
-        """Start actors and connect all of them with each other.
+        """Start actors, connect all of them with each other, and return their controller.
 
         Args:
-            num_actors: how many, at least 1.
-            launcher: starts them; belongs to the controller from here on.
-            options: how they are set up, started, watched and replaced; None: the defaults.
-            events: gets the events of the mesh.
+            num_actors: the number of actors, at least 1.
+            launcher: starts the actors' processes; owned by the controller, which also closes it.
+            options: how actors are set up, started, watched and replaced; None: the defaults.
+            events: the log that gets the events of the mesh; None: they are dropped.
             on_progress: called with a line of text at each stage of launching and loading.
 
         Raises:
-            LaunchError: an actor did not come up; has the end of its output.
-            HandshakeError: an actor runs other versions.
+            LaunchError: an actor did not start; the error has the end of the actor's output.
+            HandshakeError: an actor runs other versions of the package or of JAX.
+            MeshError: the devices of the actors cannot be used together, or this process may not open enough
+                file descriptors.
         """
         options = options or ControllerOptions()
         processes = Topology(num_actors, options.actors.processes_per_actor)
@@ -182,14 +185,14 @@ class Controller:
             for link in actor_group.links.values():
                 self._failure_policy.watch(link)
             await actor_group.connect()
-            # Only where it takes no core away from an actor.
+            # Spin only if that takes no core away from an actor.
             if actor_group.has_processes and has_spare_core(
                 link.info.host for link in actor_group.links.values()
             ):
                 self._loop_spin = LoopSpin(self._loop, lambda: len(self._under_way) > 0)
             self._is_started = True
         except BaseException as error:
-            # Also after a cancellation: nothing that was started may be left, whatever ended the launch.
+            # This includes cancellations: whatever ended the launch, no process may be left behind.
             if isinstance(error, ActorError):
                 self._cause_raised, self.cause = True, error
             ending = self._loop.create_task(self._kill_everything(), name="end a launch that failed")
@@ -201,31 +204,34 @@ class Controller:
 
     @property
     def actors(self) -> tuple[ActorInfo, ...]:
-        """Where each actor is and how it does, in order of id."""
+        """The host, processes, devices and state of each actor, in order of id."""
         return self._actor_group.infos
 
     @property
     def processes(self) -> Topology:
-        """Which processes each actor has."""
+        """The numbering of the mesh's processes, which says which processes each actor has."""
         return self._actor_group.processes
 
     @property
     def scattering(self) -> Scattering:
-        """How arrays lie on actors' processes."""
+        """How arrays are split over the processes of one actor."""
         return self._actor_group.scattering
 
     @property
     def num_steps(self) -> int:
-        """How many steps of the user's have been started: the number of the next one."""
+        """The number of steps that the user has started so far, which is also the number of the next step."""
         return self._num_steps
 
     @property
     def is_closed(self) -> bool:
-        """Whether the mesh has failed or was closed."""
+        """Whether the mesh has failed, has been closed, or is being closed."""
         return self.cause is not None or self._closing is not None
 
     def clock(self, actor: ActorId) -> Clock:
-        """Give the clock of the process that is this actor now, or of the first of its processes."""
+        """Return the clock of an actor's current process, relative to this process's clock.
+
+        For an actor of several processes, that is the clock of the first one.
+        """
         if not self._actor_group.has_processes:
             return OUR_CLOCK
         return self._failure_policy.clocks.clock_of(self._actor_group.processes.process(actor, 0))
@@ -233,11 +239,11 @@ class Controller:
     # ------------------------------------------------------------ programs and steps
 
     def new_array_id(self) -> ArrayId:
-        """Give an id that no array of this mesh has had."""
+        """Return an id that no array of this mesh has had before."""
         return next(self._arrays)
 
     def new_program_id(self) -> int:
-        """Give an id that no program of this mesh has had."""
+        """Return an id that no program of this mesh has had before."""
         return self._programs.new_id()
 
     async def load(
@@ -248,17 +254,23 @@ class Controller:
         blobs: Mapping[str, bytes],
         names: Mapping[int, str] = {},
     ) -> dict[ActorId, Loaded]:
-        """Compile one program on every actor that has a part in it. No deadline ends this, but a death does.
+        """Compile one program on every actor that runs a part of it.
+
+        There is no deadline for this, but the death of an actor ends it.
 
         Args:
-            program_id: from `new_program_id`.
-            programs: each actor's part.
+            program_id: a number from `new_program_id`.
+            programs: the part of each actor.
             executables: for each actor, the content key of each executable index that its part uses.
-            blobs: serialized executables by content key. Each goes to each actor at most once.
-            names: names of the step's arguments, by number, where errors on actors may have to name them.
+            blobs: serialized executables by content key. Each is sent to each actor at most once.
+            names: the names of the step's arguments by argument number, for errors that actors report.
+
+        Returns:
+            The reply of each actor, or of its first process.
 
         Raises:
-            RemoteError: an executable does not compile; the mesh goes on. ActorError: the mesh failed.
+            RemoteError: an executable does not compile; the mesh remains usable.
+            ActorError: the mesh failed.
         """
         self._check_usable()
         return await self._deployment.deploy(program_id, programs, executables, blobs, names)
@@ -274,20 +286,25 @@ class Controller:
         frees_after: Mapping[ActorId, Sequence[ArrayId]] | None = None,
         kind: RunKind = "step",
     ) -> StepHandle:
-        """Send one frame to each process of a loaded program's actors. Steps run in the order of these calls.
+        """Start a step of a loaded program, and return a handle that can be awaited for its statistics.
+
+        This sends one control frame to each process that takes part. Steps run in the order of these calls.
 
         Args:
             program_id: the program to run.
-            inputs: for each actor, the array of each step argument that its part binds; this and `outputs`
-                are kept.
-            outputs: for each actor, the new array of each result that its part makes.
-            puts: host values that go to each actor first; must not change before the handle's `wait_sent`.
-            frees_before: arrays to free on each actor before the step begins; they stay if it cannot be sent.
-            frees_after: arrays to free on each actor when the step is done.
-            kind: whether the user counts it as a step.
+            inputs: for each actor, the array id of each step argument that its part reads, by argument
+                number. The controller keeps this mapping and `outputs`, which must not change any more.
+            outputs: for each actor, the new array id of each result that its part makes, by result number.
+            puts: host values to send to each actor ahead of the step; they must not change until the handle's
+                `wait_sent` has returned.
+            frees_before: arrays to free on each actor before the step begins. If the step cannot be sent,
+                they are not freed.
+            frees_after: arrays to free on each actor when the step has finished.
+            kind: the kind of the run; only a `"step"` increases the user's count of steps.
 
         Raises:
             MeshClosedError: the mesh is closed or has failed.
+            MeshError: a message cannot be encoded; nothing of the step was sent.
         """
         self._check_usable()
         places = self._programs.places_of(program_id)
@@ -317,7 +334,7 @@ class Controller:
                 )
         try:
             self.request_log.post(*posts)
-        except MeshError:  # it cannot be encoded: nothing of it was sent
+        except MeshError:  # a message cannot be encoded: nothing was sent
             self._frees.give_back(freed)
             raise
         if kind == "step":
@@ -327,7 +344,7 @@ class Controller:
         self._under_way[step] = handle
         handle.when_done(partial(self._under_way.pop, step, None))
         if frees:
-            self._frees.give_back(frees)  # of actors without a part in this step
+            self._frees.give_back(frees)  # those of actors that have no part in this step
         if frees_before:
             running = dict(places)
             self._frees.give_back({a: ids for a, ids in frees_before.items() if a not in running})
@@ -343,7 +360,10 @@ class Controller:
     # ------------------------------------------------------------ values
 
     async def put(self, values: Mapping[ActorId, Sequence[HostValue]]) -> None:
-        """Keep host values on actors, outside a step. Returns when they are there.
+        """Store host values on actors outside of a step; return when the actors have them.
+
+        Args:
+            values: the host values for each actor.
 
         Raises:
             ActorError: an actor or the mesh failed.
@@ -364,13 +384,15 @@ class Controller:
         await all_of({process: self._reply_of(process, call) for process, call in calls.items()}, "put")
 
     async def fetch(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
-        """Bring whole arrays to the controller.
+        """Copy arrays from actors to the controller, and return them whole, in the order asked for.
 
         Args:
-            wanted: actor, array and its aval, for each array; keys come as their `uint32` data.
+            wanted: the actor, array id and aval of each array. A PRNG key array is returned as its `uint32`
+                data.
 
         Raises:
-            RemoteError: an actor does not have the array; the mesh goes on. ActorError: the mesh failed.
+            RemoteError: an actor does not have the array; the mesh remains usable.
+            ActorError: the mesh failed.
         """
         self._check_usable()
         self._send_frees()
@@ -379,11 +401,15 @@ class Controller:
         return gathering.arrays(await all_of(fetches, "fetch"))
 
     def free(self, actor: ActorId, array_id: ArrayId) -> None:
-        """Free an array with the next request to its actor. Any thread may call this, also a collection."""
+        """Have an array freed along with the next request to its actor.
+
+        This may be called from any thread, also during garbage collection.
+        """
         self._frees.add(actor, array_id)
 
     async def inspect(self) -> dict[ProcessId, dict[str, int]]:
-        """Give each process's numbers, such as `live_arrays`, behind all pending frees.
+        """Return counters of each process, such as `live_arrays`, after all arrays that were given up have
+        been freed.
 
         Raises:
             ActorError: an actor or the mesh failed.
@@ -404,7 +430,15 @@ class Controller:
         large: Sequence[Sending],
         sends: list[asyncio.Future[None]],
     ) -> SentRequest:
-        """Make a request with the host values that take the data plane; `sends` gets their transfers."""
+        """Make a request together with the transfers of the large host values that belong to it.
+
+        Args:
+            process: the process to send to.
+            message: the request.
+            reply_handler: receives the reply.
+            large: the sequence number and bytes of each value that is sent over the data plane.
+            sends: a list to which the future of each transfer is added, each time that the request is sent.
+        """
         if not large:
             return SentRequest(process, message, reply_handler)
         size_bytes = sum(data.nbytes for _, data in large)
@@ -419,7 +453,12 @@ class Controller:
     def _fetch_from(
         self, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]
     ) -> Coroutine[Any, Any, list[np.ndarray[Any, Any]]]:
-        """Send a fetch at once, ahead of any later step that takes the arrays; awaiting gives the arrays."""
+        """Send a request for arrays of one process immediately, and return a coroutine that returns the
+        arrays.
+
+        Since the request has left when this returns, a later step that donates the arrays cannot run before
+        it.
+        """
         message, fetch = self._actor_group.host_transfers.fetch(self.request_log.number(), process, wanted)
         self.request_log.post(SentRequest(process, message, fetch, fetch.start))
         return self._reply_of(process, fetch)
@@ -437,13 +476,23 @@ class Controller:
     # ------------------------------------------------------------ saves
 
     async def secure(self) -> None:
-        """With `max_restarts`: wait until a restart would not need the files that arrays were read from."""
+        """Wait until a restart would not need the files from which arrays were read, so that they may be
+        deleted.
+
+        Without `max_restarts` there are no restarts, so this returns immediately.
+
+        Raises:
+            MeshClosedError: the mesh is closed or has failed.
+        """
         if self._recovery is not None:
             await self._recovery.replication.secure()
         self._check_usable()
 
     def before_save(self) -> None:
-        """With `max_restarts`: copy the state if that is due, since no copy is taken during a save."""
+        """Start a copy of the actors' state if one is due, since none can start during the save that follows.
+
+        Without `max_restarts` there are no such copies, so this does nothing.
+        """
         if self._recovery is not None:
             self._recovery.replication.take_if_due()
 
@@ -462,7 +511,12 @@ class Controller:
         self.mesh_events.restarted([self._actor_group.info(actor) for actor in actors], steps)
 
     def _on_failure(self, error: ActorError, dead: ProcessId | None) -> None:
-        """Recover from a failure that the failure policy reports, or end the mesh."""
+        """Recover from a failure that the failure policy reports, or end the mesh because of it.
+
+        Args:
+            error: the failure.
+            dead: the process that died, or None.
+        """
         if self.is_closed:
             return
         self.mesh_events.failed(error)
@@ -472,7 +526,12 @@ class Controller:
             self._end(error, dead)
 
     def _end(self, error: ActorError, dead: ProcessId | None = None) -> None:
-        """End the mesh because of `error`, unless it has ended already: the first cause wins."""
+        """End the mesh because of `error`, unless it has ended already: the first cause wins.
+
+        Args:
+            error: the cause.
+            dead: the process that died, or None.
+        """
         if self.is_closed:
             return
         self.cause = error
@@ -489,13 +548,18 @@ class Controller:
             )
         if isinstance(error, ActorUnresponsiveError) and error.actor is not None:
             for process in self.processes.processes_of(error.actor):
-                self._actor_group.handles[process].kill()  # it would hold up the end
+                self._actor_group.handles[process].kill()  # closing would wait for it
         step = min((s for s in self._under_way if error.step in (None, step_number(s))), default=None)
         self._cause_raised |= self.request_log.fail_all(error, step)
         self._tasks.start("abort after a failure", self._abort_others(error, dead))
 
     async def _abort_others(self, error: ActorError, dead: ProcessId | None) -> None:
-        """Tell the living actors to drop everything, and ignore their replies."""
+        """Tell the actors that still live to drop all their work, and ignore their replies from now on.
+
+        Args:
+            error: the failure that ended the mesh.
+            dead: the process that died, or None.
+        """
         await self._end_recovery()
         actor_group = self._actor_group
         actor_group.begin_epoch()
@@ -505,14 +569,16 @@ class Controller:
                 actor_group.abort(process, str(error))
         try:
             await actor_group.host_transfers.transport.abort()
-        except (
-            TransferError
-        ) as held:  # nobody gets this error: the mesh has its own, and this process works on
+        except TransferError as held:
+            # The error is only logged, since the mesh has failed for another reason and this process goes on.
             _LOG.warning("after the mesh failed: %s (docs/failures.md, Memory)", held)
 
     def _check_usable(self) -> None:
-        """Raises:
-        MeshClosedError: closed or failed. A cause that nobody has seen yet is raised itself, once.
+        """Check that the mesh can take requests.
+
+        Raises:
+            MeshClosedError: the mesh is closed or has failed. If no caller has seen the failure yet, the
+                failure itself is raised instead, once.
         """
         if self.cause is not None:
             if not self._cause_raised:
@@ -526,11 +592,12 @@ class Controller:
     # ------------------------------------------------------------ end
 
     async def aclose(self) -> None:
-        """Stop every actor and release everything; ends within about ten seconds, whatever the actors do.
+        """Stop every actor and release everything. This ends within about ten seconds, whatever the actors
+        do.
 
-        Steps under way fail with `MeshClosedError`. A failure that ended the mesh is not raised again. A
-        second call waits for the first. When it is cancelled, actors are killed at once and the rest is done
-        all the same.
+        Steps in flight fail with `MeshClosedError`. A failure that ended the mesh is not raised again. A
+        second call waits for the first one to end. If a call is cancelled, the actors are killed immediately
+        and everything else is still released.
         """
         if self._closing is None:
             self._closing = self._loop.create_task(self._close(), name="close the mesh")
@@ -548,7 +615,7 @@ class Controller:
         self.mesh_events.closed(self.cause)
 
     async def _kill_everything(self) -> None:
-        """End everything after a launch that failed."""
+        """End everything that was started, after a launch that failed."""
         await self._failure_policy.aclose()
         await self._actor_group.kill_all()
         await self._tasks.aclose()

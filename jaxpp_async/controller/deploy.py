@@ -1,8 +1,10 @@
 """Load compiled programs onto actors, and connect the NCCL links that their transfers need.
 
-`Deployment` loads one program's parts. `LinkSetup` makes the NCCL communicators before a program's first
-step, and anew in every epoch; with other transports it has nothing to make. `LoadedPrograms` remembers which
-part of which program each actor has, and makes the `Load` messages.
+A link is one NCCL communicator, for transfers from a device of one process to a device of another.
+`Deployment` loads one program's parts. `LinkSetup` makes the links before a program's first step, and makes
+them again in every epoch (a number that counts aborts of the whole mesh), since an abort ends them; for other
+transports it does nothing. `LoadedPrograms` remembers which part of which program each actor has, and makes
+the `Load` messages.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from typing import NamedTuple, TypeAlias
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest
-from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, MeshError, ProtocolError
 from jaxpp_async.layout import array_parts
 from jaxpp_async.layout.array_parts import Scattering
@@ -27,17 +28,21 @@ from jaxpp_async.program.actor_program import ActorProgram, format_instruction
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId, Recv, Send, Tag
 from jaxpp_async.protocol.actor_info import Position, ProcessRank, Topology
 from jaxpp_async.protocol.messages import Done, JoinLink, JoinLinks, LinksOffered, Load, Loaded, OfferLinks
-from jaxpp_async.protocol.task_group import OwnedTasks
+from jaxpp_async.protocol.task_group import OwnedTasks, all_of
 from jaxpp_async.transport.nccl.order import NcclLink, links_by_maker, rounds
 from jaxpp_async.transport.registry import kind_of
 
 
 class Deployment:
-    """The loading of programs onto the actors of one mesh.
+    """A loader of programs onto the actors of one mesh.
 
     Args:
-        paused: makes a context in which no step counts as stuck, because actors compile.
-        on_progress: called with a line of text when a program is being compiled.
+        actor_group: the actors' processes.
+        request_log: sends the requests.
+        programs: the record of loaded programs, to which each new program is added.
+        linking: makes the NCCL links that a program needs.
+        paused: makes a context manager. While it is entered no step counts as stuck, because actors compile.
+        on_progress: called with a line of text when the compilation of a program begins.
     """
 
     def __init__(
@@ -62,7 +67,11 @@ class Deployment:
         blobs: Mapping[str, bytes],
         names: Mapping[int, str],
     ) -> dict[ActorId, Loaded]:
-        """Load a program; see `Controller.load`. A program that fails or is cancelled is forgotten."""
+        """Load a program onto its actors, and return each actor's reply; see `Controller.load` for the
+        arguments.
+
+        A program whose loading fails or is cancelled is removed from the record of loaded programs.
+        """
         self._programs.add(program_id, parts, executables, blobs, names)
         self._on_progress(f"compiling on {len(parts)} actor{'s' if len(parts) != 1 else ''}")
         processes = self._actor_group.processes
@@ -73,7 +82,7 @@ class Deployment:
                 }
                 loaded = await all_of(loading, "load")
                 await self._linking.link(program_id)
-        except BaseException:  # also a cancellation: nobody will run it
+        except BaseException:  # including cancellation: nobody will run the program
             self._programs.remove(program_id)
             raise
         self._programs.note_loaded(program_id)
@@ -89,7 +98,7 @@ class Deployment:
             await self._request_log.drain(process)
             return await call
         except (ActorError, MeshError):
-            # Nobody knows which executables the actor has: send them again.
+            # It is unknown which executables the actor has, so they will be sent again.
             known -= set(message.blobs)
             raise
 
@@ -98,12 +107,12 @@ class Deployment:
 
 
 class MessageEnd(NamedTuple):
-    """A message as one end of its link sees it; both ends have to see the same.
+    """A message on an NCCL link, as the sender or the receiver describes it; both descriptions must be equal.
 
     Args:
-        sequence: the sequence number of its wire tag.
-        tag: the tag of the transfer that it is a part of.
-        aval: the aval of the transfer's array.
+        sequence: the sequence number in the message's wire tag.
+        tag: the tag of the transfer (a `Send` and its `Recv`) that the message is a part of.
+        aval: the aval of the whole array that is transferred.
     """
 
     sequence: int
@@ -115,15 +124,18 @@ class MessageEnd(NamedTuple):
 
 
 def links_of(parts: Mapping[ActorId, ActorProgram], scattering: Scattering) -> list[NcclLink]:
-    """List the links that a program transfers on, in ascending order.
+    """Return the NCCL links that a program's transfers use, after checking that both ends of each link agree.
 
     Args:
-        parts: the parts of all its actors.
-        scattering: how their arrays lie.
+        parts: the parts of all actors in the program.
+        scattering: how arrays are split over the processes of one actor.
+
+    Returns:
+        The links, in ascending order.
 
     Raises:
-        ProtocolError: two processes do not agree what they transfer, or in which order. NCCL would not
-            notice: it has no tags, and does not check sizes.
+        ProtocolError: two processes would transfer different messages, or the same ones in different orders.
+            NCCL would not notice, since it has no tags and does not compare sizes.
     """
     ends: dict[NcclLink, tuple[list[MessageEnd], list[MessageEnd]]] = {}
     for actor, part in parts.items():
@@ -140,7 +152,13 @@ def links_of(parts: Mapping[ActorId, ActorProgram], scattering: Scattering) -> l
 def _messages(
     part: ActorProgram, process_rank: ProcessRank, scattering: Scattering
 ) -> Iterator[tuple[NcclLink, MessageEnd]]:
-    """Generate the messages that one process sends, receives and passes on, in the program's order."""
+    """Yield each message that one process sends, receives or relays, with its link, in the program's order.
+
+    Args:
+        part: the program of the process's actor.
+        process_rank: the process.
+        scattering: how arrays are split over the processes of one actor.
+    """
     num_devices = math.prod(size for _, size in scattering.axes)
     for instruction in part.instructions:
         if not isinstance(instruction, Send | Recv):
@@ -167,7 +185,16 @@ def _check(link: NcclLink, sent: Sequence[MessageEnd], received: Sequence[Messag
 
 
 class LinkSetup:
-    """The NCCL links of one mesh."""
+    """The maker of one mesh's NCCL links, the communicators for transfers from process to process.
+
+    This object makes the links that programs need and remembers which of them exist in the current epoch (a
+    number that counts aborts of the whole mesh): an abort ends all links.
+
+    Args:
+        actor_group: the actors' processes.
+        request_log: gives request numbers, and tells whether a restart is in progress.
+        programs: the loaded programs, whose transfers determine the links.
+    """
 
     def __init__(self, actor_group: ActorGroup, request_log: RequestLog, programs: LoadedPrograms):
         self._actor_group, self._request_log, self._programs = actor_group, request_log, programs
@@ -177,10 +204,17 @@ class LinkSetup:
         self._task: asyncio.Task[None] | None = None
 
     async def link(self, program_id: int) -> None:
-        """Make the links that a program needs and that are missing, or wait for a restart that makes them.
+        """Make the NCCL links that a program needs and that do not exist yet.
+
+        If a restart is in progress, this waits until the restart has made them. For transports other than
+        NCCL it does nothing.
+
+        Args:
+            program_id: the program, which `LoadedPrograms` already has.
 
         Raises:
-            ProtocolError: see `links_of`. ActorError: a link could not be made, or the mesh failed.
+            ProtocolError: two processes would not transfer the same messages; see `links_of`.
+            ActorError: a link could not be made, or the mesh failed.
         """
         if not kind_of(self._actor_group.transport_kind).ordered:
             return
@@ -196,10 +230,10 @@ class LinkSetup:
                 task.result()
 
     async def link_again(self) -> None:
-        """Make all links that programs need anew: in a restart, before any request is sent again.
+        """Make the NCCL links of all loaded programs again, in a restart, before it repeats any request.
 
         Raises:
-            As `link`.
+            ProtocolError, ActorError: under the conditions given at `link`.
         """
         if kind_of(self._actor_group.transport_kind).ordered:
             how = self._actor_group.scattering
@@ -207,12 +241,15 @@ class LinkSetup:
             await self._make(sorted(wanted))
 
     def cancel(self) -> None:
-        """Make no further request for the links that are being made."""
+        """Cancel the making of NCCL links that is in progress, if any, so that no more requests are sent."""
         if self._task is not None:
             self._task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel the links that are being made, and wait for that. `link` may be called again afterwards."""
+        """Cancel the making of NCCL links that is in progress, if any, and wait until it has stopped.
+
+        `link` may be called again afterwards.
+        """
         await self._tasks.aclose()
 
     def _on_ended(self, _: asyncio.Task[None]) -> None:
@@ -221,14 +258,19 @@ class LinkSetup:
     def _has(self, links: Sequence[NcclLink]) -> bool:
         if self._epoch != self._actor_group.epoch:
             self._epoch = self._actor_group.epoch
-            self._made.clear()  # an abort has ended them
+            self._made.clear()  # the abort before this epoch ended them
         return self._made.issuperset(links)
 
     async def _make(self, links: Sequence[NcclLink]) -> None:
-        """Exchange ids once, then make links in rounds, in each of which a process makes one of its links.
+        """Make the NCCL links that do not exist yet: exchange their ids once, then connect the links in
+        rounds.
 
-        A round begins once the one before is through. Otherwise a process that waits for a peer with many
-        links would take their time for that of its own link, and give up.
+        In each round a process connects at most one of its links, and a round begins when the one before has
+        ended. Otherwise, if a process's peer first had many other links to connect, the time for these would
+        count against the process's own link, and the process would give up.
+
+        Args:
+            links: the links that are needed.
         """
         if self._has(links):
             return
@@ -269,14 +311,15 @@ Places: TypeAlias = tuple[tuple[ActorId, tuple[ProcessId, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """One program of a mesh.
+    """One loaded program of a mesh, with all that is needed to load it again into a replaced actor.
 
     Args:
-        places: each actor with a part, and its processes.
-        texts: each part as text for the `Load` message.
-        keys: the content keys of each part's executables, by index.
-        blobs: executables, by content key.
-        names: names of the step's arguments, where errors name them.
+        places: each actor that runs a part of the program, with its processes.
+        parts: the part of each actor.
+        texts: the text of each actor's part, for the `Load` message.
+        keys: for each actor, the content key of each executable index that its part uses.
+        blobs: serialized executables by content key.
+        names: the names of the step's arguments by argument number, for errors that actors report.
     """
 
     places: Places
@@ -288,11 +331,12 @@ class _Program:
 
 
 class LoadedPrograms:
-    """The programs that actors have loaded, or are loading, by id.
+    """A record of the programs that actors have loaded or are loading, by program id.
 
     Args:
-        processes: the processes of the mesh.
-        options: says whether actors that are replaced will have to load them again.
+        processes: the numbering of the mesh's processes.
+        options: tells whether lost actors are replaced, so that programs have to be kept for loading them
+            again.
     """
 
     def __init__(self, processes: Topology, options: ControllerOptions) -> None:
@@ -301,7 +345,7 @@ class LoadedPrograms:
         self._programs: dict[int, _Program] = {}
 
     def new_id(self) -> int:
-        """Give an id that no program has had."""
+        """Return an id that no program has had before."""
         return next(self._ids)
 
     def add(
@@ -315,40 +359,47 @@ class LoadedPrograms:
         """Add a program whose actors are about to load their parts.
 
         Args:
-            parts: each actor's part.
+            program_id: the program's id, from `new_id`.
+            parts: the part of each actor.
             keys: for each actor, the content key of each executable index that its part uses.
             blobs: serialized executables by content key.
-            names: names of the step's arguments, by number, where errors on actors may have to name them.
+            names: the names of the step's arguments by argument number, for errors that actors report.
         """
         order = sorted(parts)
         texts = {actor: str(parts[actor]) for actor in order}
         used = {actor: dict(keys.get(actor, {})) for actor in order}
         places = tuple((actor, tuple(self._processes.processes_of(actor))) for actor in order)
-        # Tests of the control plane load plain text instead of programs.
+        # Tests of the control plane load texts that are not `ActorProgram`s.
         in_order = {a: part for a in order if isinstance(part := parts[a], ActorProgram)}
         self._programs[program_id] = _Program(places, in_order, texts, used, dict(blobs), dict(names))
 
     def note_loaded(self, program_id: int) -> None:
-        """Note that all actors have a program; drop its executables unless a successor may need them."""
+        """Note that all actors have loaded a program.
+
+        This drops the program's texts and executables, unless a replaced actor may have to load them again.
+        """
         if not self._for_successors:
             program = self._programs[program_id]
             program.texts.clear()
             program.blobs.clear()
 
     def remove(self, program_id: int) -> None:
-        """Remove a program that could not be loaded."""
+        """Remove a program that could not be loaded from this record."""
         self._programs.pop(program_id, None)
 
     def programs_of(self, actor: ActorId) -> tuple[int, ...]:
-        """List the programs that an actor has a part in, in order of id."""
+        """Return the ids of the programs of which an actor runs a part, in ascending order."""
         return tuple(i for i, program in sorted(self._programs.items()) if actor in program.keys)
 
     def load_message(self, request: int, program_id: int, actor: ActorId, known: set[str]) -> Load:
-        """Make the message that has an actor load its part.
+        """Return the message that has a process load its actor's part of a program.
 
         Args:
-            request: number of the request.
-            known: content keys that the actor has been sent before; the keys of this message are added.
+            request: the request number of the message.
+            program_id: the program.
+            actor: the actor that the process belongs to.
+            known: content keys of the executables that the process has been sent before, which the message
+                leaves out. The keys of the executables in this message are added to the set.
         """
         program = self._programs[program_id]
         keys = program.keys[actor]
@@ -358,24 +409,31 @@ class LoadedPrograms:
         return Load(request, program_id, program.texts[actor], keys, blobs, program.names)
 
     def places_of(self, program_id: int) -> Places:
-        """List the actors that have a part in a program."""
+        """Return the actors that run a part of a program, each with its processes, in order."""
         return self._programs[program_id].places
 
     def parts(self, program_id: int) -> dict[ActorId, ActorProgram]:
-        """Give each actor's part of a program."""
+        """Return each actor's part of a program, by actor; empty if there is no such program."""
         program = self._programs.get(program_id)
         return program.parts if program is not None else {}
 
     def all_parts(self) -> list[dict[ActorId, ActorProgram]]:
-        """Give the `parts` of every program."""
+        """Return the parts of every loaded program, in order of program id: for each program, each actor's
+        part.
+        """
         return [self.parts(program_id) for program_id in sorted(self._programs)]
 
     def part(self, program_id: int, actor: ActorId) -> ActorProgram | None:
-        """Give an actor's part of a program; None if it has no part in it, or there is no such program."""
+        """Return an actor's part of a program, or None if it has no part or there is no such program."""
         return self.parts(program_id).get(actor)
 
     def instruction_at(self, actor: ActorId, at: Position) -> str | None:
-        """Give the text of the instruction that an actor was at; None if its program is not known."""
+        """Return the text of the instruction at which an actor was, or None if its program is not known.
+
+        Args:
+            actor: the actor.
+            at: the actor's position: a program and the index of an instruction in it.
+        """
         part = self.part(at.program_id, actor)
         if part is None or not 0 <= at.instruction < len(part.instructions):
             return None

@@ -1,4 +1,7 @@
-"""Make the errors that a user reads from the facts that are known of a failure, with pure functions."""
+"""Build the errors about actors that a user reads, from the known facts of a failure.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +52,12 @@ _MOST_CHARS = 120
 
 
 def is_consequence(failed: Failed, *, of_several: bool = False) -> bool:
-    """Whether another failure probably caused this one.
+    """Return whether another failure probably caused this one.
 
     Args:
-        of_several: whether it comes from one of several processes that compute together: XLA fails in one of
-            them when another is gone.
+        failed: the failure that a process reported.
+        of_several: whether the process is one of several that compute together for one actor. XLA then fails
+            in a process when another one is gone.
     """
     kind = failed.exception_type.rpartition(".")[2]
     of_another = kind in _OF_OTHER_PROCESSES or _COLLECTIVE.search(failed.message) is not None
@@ -61,22 +65,30 @@ def is_consequence(failed: Failed, *, of_several: bool = False) -> bool:
 
 
 def is_echo(process: ActorInfo, death: Death) -> bool:
-    """Whether a process probably ended because its actor's first process did: JAX then aborts the others."""
+    """Return whether a process probably ended only because the first process of its actor did.
+
+    JAX aborts the other processes of an actor when the first one is gone.
+    """
     return process.rank > 0 and death.returncode == -signal.SIGABRT
 
 
 def remote_error(actor: ActorInfo, failed: Failed, *, ends_mesh: bool = False) -> ActorError:
-    """Make the error for a request that failed on an actor: `RemoteError`, or a class of `_OF_A_STEP`.
+    """Return the error for a request that failed on an actor.
+
+    This is a `RemoteError`, or an error of the class that the actor raised if that is one of `_OF_A_STEP`.
 
     Args:
-        ends_mesh: whether it concerns more than that request; a failed link is then a `TransferError`.
+        actor: the actor, or the one of its processes that failed.
+        failed: the failure that the process reported.
+        ends_mesh: whether the failure ends the mesh and not only that request; a failed transfer is then a
+            `TransferError` also outside of a step.
     """
     where = str(actor)
     if failed.step is not None:
         where += f", {step_text(failed.step)}"
     if failed.instruction is not None:
         where += f", {_short(failed.instruction)}"
-    # The first line alone tells the cause, since a log or a progress bar may show no more.
+    # The first line must tell the cause by itself, since a log or a progress bar may show only that.
     text = f"{where}: {failed.exception_type}: {failed.message}"
     if failed.instruction is not None and _short(failed.instruction) != failed.instruction:
         text += f"\n  at {failed.instruction}"
@@ -94,11 +106,13 @@ def remote_error(actor: ActorInfo, failed: Failed, *, ends_mesh: bool = False) -
 def died_error(
     actor: ActorInfo, death: Death, step: StepId | None, instruction: str | None = None
 ) -> ActorDiedError:
-    """Make the error for an actor whose process ended.
+    """Return the error for an actor one of whose processes ended.
 
     Args:
-        step: the step that it was running, or None.
-        instruction: text of the instruction that it was at in that step, where that is known.
+        actor: the process.
+        death: how the process ended, with the end of its output.
+        step: the id of the step that the process was running, or None.
+        instruction: the text of the instruction that the process was at in that step, or None if unknown.
     """
     during = f" during {step_text(step)}" if step is not None else ""
     at = f", at {_short(instruction)}" if instruction is not None else ""
@@ -110,7 +124,14 @@ def died_error(
 def lost_error(
     actor: ActorInfo, error: Exception | None, tail: Sequence[str], step: StepId | None
 ) -> ActorDiedError:
-    """Make the error for an actor whose control connection ended though its process did not."""
+    """Return the error for an actor whose control connection ended although its process still runs.
+
+    Args:
+        actor: the actor.
+        error: the error with which the connection ended, or None.
+        tail: the last lines of the process's output.
+        step: the id of the step that the process was running, or None.
+    """
     why = f": {error}" if error is not None else ""
     text = f"{actor} closed its control connection though its process still runs{why}{describe_tail(tail)}"
     return ActorDiedError(text, **location(actor, step))
@@ -119,12 +140,13 @@ def lost_error(
 def silent_error(
     actor: ActorInfo, silence_s: float, step: StepId | None, at: str | None
 ) -> ActorUnresponsiveError:
-    """Make the error for an actor whose heartbeats have stopped.
+    """Return the error for an actor whose heartbeats have stopped.
 
     Args:
-        silence_s: for how many seconds.
-        step: the step that it was running, or None.
-        at: text of its last known position.
+        actor: the actor.
+        silence_s: for how many seconds no heartbeat has arrived.
+        step: the id of the step that the actor was running, or None.
+        at: the text of the actor's last known position in its program, or None.
     """
     return ActorUnresponsiveError(
         describe_silence(actor, silence_s, at), instruction=at, **location(actor, step)
@@ -132,7 +154,13 @@ def silent_error(
 
 
 def describe_silence(actor: ActorInfo, silence_s: float, at: str | None) -> str:
-    """Say that no heartbeat of an actor came for a while, and why that may be."""
+    """Return a sentence that says for how long no heartbeat of an actor arrived, and what may be the reason.
+
+    Args:
+        actor: the actor.
+        silence_s: for how many seconds no heartbeat has arrived.
+        at: the text of the actor's last known position in its program, or None.
+    """
     was = f"it was last at {at}; " if at is not None else ""
     return (
         f"{actor} has not been heard of for {silence_s:.1f} s; {was}it may be stopped (SIGSTOP), swapping, "
@@ -141,11 +169,13 @@ def describe_silence(actor: ActorInfo, silence_s: float, at: str | None) -> str:
 
 
 def stuck_error(diagnosis: StallDiagnosis, still_s: float, actors: Mapping[int, ActorInfo]) -> ActorError:
-    """Make the error for a step that does not go on: `TransferError` if a transfer was lost on its way.
+    """Return the error for a step that makes no progress: `TransferError` if a transfer was lost, else
+    `ActorUnresponsiveError`.
 
     Args:
-        still_s: for how many seconds nothing has happened.
-        actors: all actors with an unfinished step, by id.
+        diagnosis: the reason that was found.
+        still_s: for how many seconds the step has made no progress.
+        actors: all actors that have not finished the step, by id.
     """
     text = diagnosis.text({a: str(info) for a, info in actors.items()})
     cls = ActorUnresponsiveError if diagnosis.lost is None else TransferError
@@ -156,11 +186,12 @@ def stuck_error(diagnosis: StallDiagnosis, still_s: float, actors: Mapping[int, 
 
 
 def launch_error(process_rank: ProcessRank, what: str, tail: Sequence[str] = ()) -> LaunchError:
-    """Make the error for an actor of which a process did not come up.
+    """Return the error for an actor of which a process did not start.
 
     Args:
-        what: a clause that says what happened to the process.
-        tail: the end of its output.
+        process_rank: the process.
+        what: a clause without a subject that says what happened to the process, such as `"did not connect"`.
+        tail: the last lines of the process's output.
     """
     return LaunchError(
         f"{process_rank} {what}{_last_error(tail)}{describe_tail(tail)}", actor=process_rank.actor
@@ -168,10 +199,11 @@ def launch_error(process_rank: ProcessRank, what: str, tail: Sequence[str] = ())
 
 
 def describe_end(returncode: int, tail: Sequence[str] = ()) -> str:
-    """Say how a process ended, such as `"was killed by SIGKILL"` or `"exited with code 3"`.
+    """Return how a process ended, such as `"was killed by SIGKILL"` or `"exited with code 3"`.
 
     Args:
-        tail: the end of its output, which may say why.
+        returncode: the exit code, or the negated number of the signal that killed the process.
+        tail: the last lines of the process's output, which may tell that memory ran out.
     """
     hint = " (possibly out of memory)" if any(map(_OUT_OF_MEMORY.search, tail)) else ""
     if returncode < 0:
@@ -179,7 +211,7 @@ def describe_end(returncode: int, tail: Sequence[str] = ()) -> str:
             name = signal.Signals(-returncode).name
         except ValueError:
             name = f"signal {-returncode}"
-        if name == "SIGKILL":  # the kernel kills a process so when memory is short
+        if name == "SIGKILL":  # the kernel sends this when memory runs out
             hint = " (possibly out of memory)"
         return f"was killed by {name}{hint}"
     reason = EXIT_REASONS.get(returncode)
@@ -187,20 +219,26 @@ def describe_end(returncode: int, tail: Sequence[str] = ()) -> str:
 
 
 def describe_tail(tail: Sequence[str]) -> str:
-    """Format the end of an actor's output as lines to append to a message."""
+    """Return the last lines of an actor's output as text to append to an error message; empty if there are
+    none.
+    """
     if not tail:
         return ""
     return "\nThe end of its output:\n" + "\n".join(f"  {line}" for line in tail)
 
 
 def _last_error(tail: Sequence[str]) -> str:
-    """Find the exception that Python printed last, for the first line of a message."""
+    """Return the line of an actor's output with the last exception that Python printed, as `": line"`, or an
+    empty text.
+
+    The result is appended to the first line of an error message.
+    """
     found = next((line for line in reversed(tail) if _EXCEPTION.match(line)), None)
     return f": {found}" if found else ""
 
 
 def _short(instruction: str) -> str:
-    """Shorten an instruction's text: a run to its task, others to their beginning."""
+    """Return a shortened text of an instruction: the task's name of a `Run`, the beginning of any other."""
     run = _RUN.match(instruction)
     if run:
         return run[1] + (run[2] or "")
@@ -208,13 +246,25 @@ def _short(instruction: str) -> str:
 
 
 def abandoned(error: ActorError, message: str, cls: type[ActorError], **where: Any) -> ActorError:
-    """Make an error of `cls` whose cause is `error`."""
+    """Return a new error of class `cls` with this message, whose `__cause__` is `error`.
+
+    Args:
+        error: the cause.
+        message: the message of the new error.
+        cls: the class of the new error.
+        **where: further keyword arguments of `cls`, such as the actor or the step.
+    """
     result = cls(message, **where)
     result.__cause__ = error
     return result
 
 
 def location(actor: ActorInfo, step: StepId | None = None) -> dict[str, Any]:
-    """Make the keyword arguments of an `ActorError` that say where it happened."""
+    """Return the keyword arguments of an `ActorError` that say where it happened.
+
+    Args:
+        actor: the actor or process; its id, host and pid are in the result.
+        step: the id of the step, if there is one; the user's number of the step is then in the result.
+    """
     where: dict[str, Any] = {"actor": actor.id, "host": actor.host, "pid": actor.pid}
     return where if step is None else {**where, "step": step_number(step)}

@@ -1,8 +1,8 @@
-"""Decide from heartbeats and a clock which processes are suspect, heard again, or dead.
+"""Decide from heartbeats and a clock which processes are suspect, which have recovered, and which are dead.
 
-A silence counts only while this process could have heard: time in which it was stopped, or its event loop
-blocked, does not count (`SuspendAwareClock`). Wall clocks are not used. The clock is a parameter, so that
-tests choose the time.
+Only time in which this process could have received a heartbeat counts as silence: time in which this process
+was stopped, or its event loop was blocked, does not (see `SuspendAwareClock`). Wall clocks are not used. The
+time is a parameter of each method, so that tests can choose it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ SUSPECT_S, DEAD_S = 3.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """The verdict that a process was silent for a while.
+    """The verdict that a process has sent no heartbeat for long enough to raise a warning.
 
     Args:
-        position: its last known position, if any.
+        process: the process.
+        silence_s: the seconds since its last heartbeat.
+        position: the position in its program that the process reported last, or None.
     """
 
     process: ProcessId
@@ -32,7 +34,12 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The verdict that a suspect was heard again, after `silence_s` seconds."""
+    """The verdict that a suspect process has sent a heartbeat again.
+
+    Args:
+        process: the process.
+        silence_s: how many seconds the process had been silent.
+    """
 
     process: ProcessId
     silence_s: float
@@ -40,7 +47,13 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredDead:
-    """The verdict that a process was silent for so long that it is given up; it is watched no longer."""
+    """The verdict that a process has been silent for so long that it is given up and no longer watched.
+
+    Args:
+        process: the process.
+        silence_s: the seconds since its last heartbeat.
+        position: the position in its program that the process reported last, or None.
+    """
 
     process: ProcessId
     silence_s: float
@@ -59,10 +72,13 @@ class _ProcessHealth:
 
 
 class FailureDetector:
-    """The watched processes and when each was last heard. Times are a `SuspendAwareClock`'s, in seconds.
+    """A detector of silent processes, which remembers when each watched process sent its last heartbeat.
+
+    All times are in seconds, of one `SuspendAwareClock`.
 
     Args:
-        suspect_s, dead_s: seconds of silence after which a process is suspect, and dead.
+        suspect_s, dead_s: the seconds of silence after which a process is suspect, and after which it is
+            dead.
     """
 
     def __init__(self, suspect_s: float = SUSPECT_S, dead_s: float = DEAD_S):
@@ -71,37 +87,40 @@ class FailureDetector:
 
     @property
     def watched(self) -> tuple[ProcessId, ...]:
-        """The processes that are judged, in order of id."""
+        """The processes that are watched, in ascending order."""
         return tuple(sorted(self._watched))
 
     def watch(self, process: ProcessId, now: float) -> None:
-        """Judge a process from now on, as if it had just been heard."""
+        """Start to watch a process, as if it had sent a heartbeat at the time `now`."""
         self._watched[process] = _ProcessHealth(now)
 
     def unwatch(self, process: ProcessId) -> None:
-        """Stop judging a process. Does nothing if it is not watched."""
+        """Stop watching a process; do nothing if it is not watched."""
         self._watched.pop(process, None)
 
     def record_heartbeat(self, process: ProcessId, now: float, position: Position | None) -> None:
-        """Note that a process lives, and its position. Does nothing if it is not watched."""
+        """Record a heartbeat of a process, and the position in its program that came with it.
+
+        This does nothing if the process is not watched.
+        """
         health = self._watched.get(process)
         if health is not None:
             health.silence_s = max(health.silence_s, now - health.heard_at)
             health.heard_at, health.position = now, position
 
     def position(self, process: ProcessId) -> Position | None:
-        """Give the last known position of a process."""
+        """Return the position in its program that a process reported last, or None if there is none."""
         health = self._watched.get(process)
         return health.position if health is not None else None
 
     def silent(self, now: float, for_s: float) -> frozenset[ProcessId]:
-        """Find the processes that were silent for `for_s` seconds."""
+        """Return the processes that at the time `now` have sent no heartbeat for at least `for_s` seconds."""
         return frozenset(
             process for process, health in self._watched.items() if now - health.heard_at >= for_s
         )
 
     def judge(self, now: float) -> list[Verdict]:
-        """Give the verdicts that have changed since the last call."""
+        """Return the processes that have become suspect, have recovered or have died since the last call."""
         found: list[Verdict] = []
         for process in self.watched:
             health = self._watched[process]

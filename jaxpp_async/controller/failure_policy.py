@@ -1,8 +1,8 @@
-"""Decide which error a failure of an actor is, and tell which failure is the cause of others.
+"""Decide which error describes a failure of an actor, and which of several failures caused the others.
 
-A death, a lost connection and a failed transfer are often one event seen three times, in any order. So a
-failure that looks like a consequence waits a moment for its cause. `controller` decides what is done about
-the error.
+A death, a lost connection and a failed transfer are often one event that the controller notices three times,
+in any order. Therefore a failure that looks like a consequence of another one is reported only if its cause
+is not noticed within a moment. `controller` decides what to do about the error that is reported.
 """
 
 from __future__ import annotations
@@ -36,16 +36,24 @@ GRACE_S = 1.0
 
 
 class FailurePolicy:
-    """The one place that learns of all failures of one mesh's actors.
+    """The collector of all failures of one mesh's actors, which reports those that are causes.
+
+    A failure that looks like the consequence of another one is reported only if no other failure is noticed
+    within a moment.
 
     Args:
-        under_way: the steps that have not ended, by number.
-        on_failure: called with each failure and with the process that is gone with it, if any.
-        is_recovering: whether actors are being replaced.
+        actor_group: the actors' processes.
+        programs: the loaded programs, which give the text of the instruction at which an actor died.
+        under_way: the steps that have not ended, by step id.
+        on_failure: called with each failure that counts as a cause, and with the process that has died, or
+            None if the failure is not a death.
+        is_recovering: returns whether actors are being replaced.
+        mesh_events: gets the events that users read.
+        options: the deadlines of the mesh.
 
     Attributes:
-        health_monitor: finds actors that are silent and steps that stand still.
-        clocks: the clocks of the actors.
+        health_monitor: detects silent actors and steps that make no progress.
+        clocks: estimates of the actors' clocks.
     """
 
     def __init__(
@@ -78,7 +86,9 @@ class FailurePolicy:
         actor_group.listener.on_beat = self._on_beat
 
     def watch(self, link: ActorLink) -> None:
-        """Treat a death, a lost connection or a failure of this process as the mesh's, from here on."""
+        """Start to watch a process: from now on report its death, the loss of its connection and its
+        failures.
+        """
         link.connection.on_message = partial(self._on_message, link)
         link.connection.on_closed = partial(self._on_lost, link)
         self._mesh_events.started(link.info)
@@ -91,31 +101,35 @@ class FailurePolicy:
             self._on_lost(link, None)
 
     def unwatch(self, process: ProcessId) -> None:
-        """Stop expecting heartbeats of a process, which is dead or will be killed."""
+        """Stop expecting heartbeats of a process that is dead or will be killed."""
         self.health_monitor.unwatch(process)
 
     def suspect(self, error: ActorError) -> None:
-        """Report `error` as the cause unless a better one is reported within `GRACE_S`."""
+        """Report `error` as the cause after `GRACE_S` seconds, unless another failure is reported before.
+
+        While one error is suspected, further suspected errors are ignored.
+        """
         if self._suspicion is None:
             self._suspicion = asyncio.get_running_loop().call_later(GRACE_S, self.report, error)
 
     def report(self, error: ActorError, dead: ProcessId | None = None) -> None:
-        """Report `error` as the cause.
+        """Report `error` as the cause of what happened, and drop a suspected error.
 
         Args:
-            dead: the process that is gone, if one is.
+            error: the failure.
+            dead: the process that died, or None.
         """
         self.drop_suspicion()
         self._on_failure(error, dead)
 
     def drop_suspicion(self) -> None:
-        """Forget the suspected error, because it has been taken care of."""
+        """Drop the suspected error, if any, because the failure that explains it has been handled."""
         if self._suspicion is not None:
             self._suspicion.cancel()
             self._suspicion = None
 
     async def aclose(self) -> None:
-        """Stop watching."""
+        """Stop watching all processes."""
         self.drop_suspicion()
         await self.health_monitor.aclose()
         await self._tasks.aclose()
@@ -127,7 +141,7 @@ class FailurePolicy:
         self.clocks.record_heartbeat(identity, beat)
 
     def _is_current(self, link: ActorLink) -> bool:
-        """Whether the process has not been replaced, and its end is not expected."""
+        """Return whether a process should still be running: it was neither replaced nor told to end."""
         return self._actor_group.links.get(link.info.process) is link and not link.is_detached
 
     def _on_message(self, link: ActorLink, message: Any) -> None:
@@ -151,16 +165,29 @@ class FailurePolicy:
             self.suspect(error) if is_echo(link.info, death) else self.report(error, process)
 
     def _on_lost(self, link: ActorLink, error: Exception | None) -> None:
-        """Suspect a lost connection; if its process ended as well, the process's death says more."""
+        """Report a lost control connection as a failure, unless a better explanation is noticed within a
+        moment.
+
+        If the process died as well, the error about its death tells more.
+
+        Args:
+            link: the process.
+            error: the error with which the connection ended, or None.
+        """
         if self._is_current(link):
             step = self._step_of(link.info.process)
             self.suspect(lost_error(link.info, error, link.handle.output_tail(), step))
 
     def _step_of(self, process: ProcessId) -> int | None:
-        """Find the step that a process is running: the oldest that it has not finished."""
+        """Return the id of the step that a process is running (the oldest one that it has not finished), or
+        None.
+        """
         return next((s for s, h in self._under_way.items() if h.waits_for(process)), None)
 
     def _instruction_of(self, link: ActorLink, step: int | None) -> str | None:
-        """Give the text of the instruction that a dead actor was at in `step`, if its progress page says."""
+        """Return the text of the instruction at which a process died in `step`, or None if that is not known.
+
+        The position comes from `ActorHandle.progress`, which can still be read after the death.
+        """
         at = link.handle.progress()
         return self._programs.instruction_at(link.info.id, at) if at is not None and at.step == step else None

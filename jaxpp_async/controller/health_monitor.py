@@ -1,9 +1,9 @@
-"""Judge every half second which actors are silent and which steps stand still, from heartbeats and reports.
+"""Find silent actors and steps that make no progress, by judging heartbeats and reports every half second.
 
-`HealthMonitor` is the asyncio part around `failure_detector` and `stall_detector`, which decide. It logs
-warnings about suspects, and makes the errors for actors that hang and steps that are stuck. `failure_policy`
-decides what such an error means for the mesh. `ClockWatch` learns from heartbeats and reports how the actors'
-clocks differ from this process's clock.
+`HealthMonitor` runs on asyncio; the pure `failure_detector` and `stall_detector` make its decisions. It logs
+warnings about suspect actors, and makes the errors about actors that hang and steps that are stuck.
+`failure_policy` decides what such an error means for the mesh. `ClockWatch` estimates from heartbeats and
+reports how the actors' clocks differ from this process's clock.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ _QUIET_S = 1.5
 
 
 class HealthMonitor:
-    """The watch over the actors of one mesh. Everything runs on the mesh's event loop.
+    """A monitor that detects silent actors and stuck steps of one mesh. Everything runs on the mesh's event
+    loop.
 
     Args:
-        program_of: gives an actor's program for (program id, actor), or None.
-        under_way: the steps under way, by number.
-        info: says where a process is.
-        ask: sends `Report` to a process; gives the reply, to come. May raise `ActorError`.
-        fail: takes the error of a silent actor or of a stuck step.
-        options: has the deadlines, and the number of processes of an actor.
-        read_progress: reads where a process is from the page that it shares with this host, if it shares one;
-            the page also shows what a process did after its last heartbeat.
-        is_busy: whether actors do something else than steps, such as being started anew; no step is stuck
-            then.
-        on_verdict: called with suspects and with those that are heard again.
+        program_of: returns an actor's part of a program for (program id, actor), or None.
+        under_way: the steps that have not ended, by step id.
+        info: returns the host, pid and state of a process.
+        ask: sends `Report` to a process and returns the future reply. It may raise `ActorError`.
+        fail: called with the error for a silent actor or a stuck step.
+        options: the deadlines, and the number of processes per actor.
+        read_progress: returns a process's position from the page of memory that it shares with this host, or
+            None if it shares none. The page is more recent than the last heartbeat.
+        is_busy: returns whether actors do something other than steps, such as being replaced; no step counts
+            as stuck then.
+        on_verdict: called when a process becomes suspect, and when a suspect process recovers.
     """
 
     def __init__(
@@ -79,23 +80,23 @@ class HealthMonitor:
         self._closed = False
 
     def watch(self, process: ProcessId) -> None:
-        """Watch a process from now on, which is ready and sends heartbeats."""
+        """Start to watch a process that is ready and sends heartbeats."""
         self._failure_detector.watch(process, self._now())
         if self._timer is None and not self._closed:
             self._schedule()
 
     def unwatch(self, process: ProcessId) -> None:
-        """Stop watching a process, which is dead or will be killed."""
+        """Stop watching a process that is dead or will be killed."""
         self._failure_detector.unwatch(process)
 
     def record_heartbeat(self, identity: Identity, beat: Beat) -> None:
-        """Take a heartbeat (`ControlListener.on_beat`)."""
+        """Record a heartbeat of a process; the listener calls this (`ControlListener.on_beat`)."""
         position = Position(*beat.position) if beat.position is not None else None
         self._failure_detector.record_heartbeat(identity.process_id, self._now(), position)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Consider no step stuck while this context is entered, because actors compile."""
+        """Return a context manager during which no step counts as stuck, because actors compile."""
         self._pauses += 1
         try:
             yield
@@ -104,7 +105,9 @@ class HealthMonitor:
             self._stall_detector.restart()
 
     async def aclose(self) -> None:
-        """Judge no process any more, and end a question that is under way. A second call does nothing."""
+        """Stop judging processes and steps, and cancel an open question to the actors. A second call does
+        nothing.
+        """
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -151,7 +154,10 @@ class HealthMonitor:
         self._on_verdict(verdict)
 
     def _unfinished(self, processes: Sequence[ProcessId]) -> dict[ProcessId, int]:
-        """Find the oldest step that each process has not finished; processes without one are left out."""
+        """Return, for each process, the id of the oldest step that it has not finished.
+
+        Processes that have finished all steps are left out.
+        """
         found: dict[ProcessId, int] = {}
         for step, handle in sorted(self._under_way.items()):
             for process in processes:
@@ -187,7 +193,7 @@ class HealthMonitor:
             self._tasks.start("ask about a step that stands still", self._examine(stall))
 
     async def _examine(self, stall: Stall) -> None:
-        """Ask the actors why a step stands still, and fail the mesh if it is stuck."""
+        """Ask the actors why a step makes no progress, and fail the mesh if the step is stuck."""
         reports_of = await self._ask_for_reports(self._unfinished(self._failure_detector.watched))
         now = self._now()
         silent = self._silent_actors(now, min(_QUIET_S, self._options.suspect_s))
@@ -206,7 +212,13 @@ class HealthMonitor:
         self._fail(stuck_error(diagnosis, stall.still_s, actors))
 
     async def _ask_for_reports(self, processes: Mapping[ProcessId, int]) -> dict[ProcessId, Reported | None]:
-        """Ask processes where they are; None: no answer in time. Empty if the mesh ends meanwhile."""
+        """Ask processes for their positions and open transfers, and return the reply of each.
+
+        A process that does not answer in time has None. If the mesh fails meanwhile, the result is empty.
+
+        Args:
+            processes: the processes to ask, as the keys.
+        """
         try:
             asked = {process: self._ask(process) for process in processes}
             if asked:
@@ -217,9 +229,14 @@ class HealthMonitor:
 
 
 def _hindmost(processes: Sequence[ProcessId], reports_of: Mapping[ProcessId, Reported | None]) -> ProcessId:
-    """Choose the process whose report counts for its actor: a silent one, or the one furthest behind.
+    """Choose the process whose report counts for its actor in the search for the reason of a stall.
 
-    The processes before it may only wait for it, in a task that they compute together.
+    That is a process that did not answer, or else the one whose reported position is furthest behind: the
+    others may be waiting for it, in a task that they compute together.
+
+    Args:
+        processes: the processes of one actor.
+        reports_of: the report of each process, or None if it did not answer.
     """
 
     def position(process: ProcessId) -> tuple[int, int, bool]:
@@ -232,7 +249,7 @@ def _hindmost(processes: Sequence[ProcessId], reports_of: Mapping[ProcessId, Rep
 
 
 def _log_fields(info: ActorInfo) -> dict[str, object]:
-    """Make the fields of a log record about an actor."""
+    """Return the extra fields of a log record about an actor: its id and host."""
     return {"actor": info.id, "host": info.host}
 
 
@@ -243,15 +260,16 @@ FORGET_S = 5.0
 
 
 class ClockWatch:
-    """The clocks of one mesh's actors, as far as questions to the actors have told them.
+    """Estimates of the clocks of one mesh's actor processes, relative to this process's clock.
 
-    A heartbeat says which clock its actor has. If that is another clock than ours, the actor is asked with
-    each heartbeat, as soon as it has answered the last question: two small messages every half second,
-    without a timer or an asyncio task.
+    Each heartbeat names the clock of the process that sends it. If that is not this process's clock, the
+    heartbeat is followed by a question for the sender's time, unless the last question is still unanswered.
+    That is two small messages every half second, without a timer or an asyncio task. The parameters `actor`
+    are process numbers, which differ from actor ids where actors have several processes.
 
     Args:
-        ask: sends `Report` to an actor; gives the reply, to come. May raise `ActorError`.
-        own: the name of this process's clock; tests choose one.
+        ask: sends `Report` to a process and returns the future reply. It may raise `ActorError`.
+        own: the name of this process's clock; None: determine it. Tests choose one.
     """
 
     def __init__(self, ask: Callable[[ActorId], asyncio.Future[Reported]], own: str | None = None):
@@ -260,30 +278,35 @@ class ClockWatch:
         self._asked: dict[ActorId, float] = {}
 
     def begin(self, actor: ActorId) -> None:
-        """Begin with an actor that has come; the actor that had its id before is forgotten."""
+        """Start to estimate the clock of a process that has just started; forget its predecessor's."""
         self._clocks.forget(actor)
         self._asked.pop(actor, None)
 
     def record_heartbeat(self, identity: Identity, beat: Beat) -> None:
-        """Take a heartbeat (`ControlListener.on_beat`), and ask for the actor's time if that is of use."""
+        """Record the clock that a heartbeat names, and ask its sender for the time if that clock is not ours.
+
+        The listener calls this (`ControlListener.on_beat`).
+        """
         actor, now = identity.process_id, time.monotonic()
         self._clocks.name(actor, beat.clock)
         if self._clocks.clock_of(actor).is_ours or now - self._asked.get(actor, -math.inf) < FORGET_S:
             return
         try:
             answer = self._ask(actor)
-        except ActorError:  # the mesh is over, or the actor is
+        except ActorError:  # the mesh or the actor has ended
             return
         self._asked[actor] = now
         answer.add_done_callback(lambda future: self._note_answer(actor, now, future))
 
     def clock_of(self, actor: ActorId) -> Clock:
-        """Give the clock of the process that is this actor now, which later answers keep up to date."""
+        """Return the clock of the process whose number is `actor`; later answers of the process keep it up to
+        date.
+        """
         return self._clocks.clock_of(actor)
 
     def _note_answer(self, actor: ActorId, sent_s: float, answer: asyncio.Future[Reported]) -> None:
         if self._asked.get(actor) != sent_s:
-            return  # its predecessor was asked
+            return  # the question was for this process's predecessor
         del self._asked[actor]
         if answer.cancelled() or answer.exception() is not None or (there_s := answer.result().now_s) is None:
             return

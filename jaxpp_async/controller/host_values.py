@@ -1,8 +1,8 @@
 """Move numpy arrays between the controller and its actors.
 
-Small arrays go in control frames, larger ones on the data plane, where the controller is a peer like any
-actor. `HostTransfers` is the controller's end of it; `PendingFetch` waits for arrays that an actor was asked
-for.
+Small arrays are sent in control frames, larger ones over the data plane, on which the controller is a peer
+like any actor. `HostTransfers` is the controller's end of the data plane; `PendingFetch` is a request for
+arrays of an actor, with the transfers of the large ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ Transfer: TypeAlias = "asyncio.Future[None]"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostValue:
-    """A value that an actor shall keep as array `array_id`. Must not change before its step's `wait_sent`."""
+    """A value that an actor is to store under the id `array_id`.
+
+    The numpy array must not change until `StepHandle.wait_sent` of its step has returned.
+    """
 
     array_id: ArrayId
     aval: Aval
@@ -46,11 +49,16 @@ class HostValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ExpectedTransfers:
-    """Transfers with one process that nothing keeps from ending: both ends have begun them, or are about to.
+    """A group of transfers with one process that must end in time, or their link counts as broken.
+
+    Both ends have begun these transfers or are about to, so nothing else prevents them from ending.
 
     Args:
-        since: when the controller began to expect them, by its `SuspendAwareClock`, in seconds.
-        epoch: the epoch of their tags.
+        process: the process at the other end.
+        transfers: the futures of the transfers.
+        size_bytes: the number of bytes of all of them.
+        since: when the controller began to expect their end, in seconds of its `SuspendAwareClock`.
+        epoch: the epoch that their tags carry, a number that counts aborts of the whole mesh.
     """
 
     process: ProcessId
@@ -61,22 +69,24 @@ class _ExpectedTransfers:
 
     @property
     def done(self) -> bool:
-        """Whether all of them have ended."""
+        """Whether all of these transfers have ended."""
         return all(transfer.done() for transfer in self.transfers)
 
 
 class HostTransfers:
-    """The controller's end of the data plane, for host values between the controller and its actors.
+    """The controller's end of the data plane, which sends and receives host values.
 
     With `max_restarts`, large values are copied before they are sent, since they may have to be sent again. A
     transfer may take `progress_s` seconds, and a second more for each 50 MB.
 
     Args:
-        transport: the controller's own transport; belongs to this object from here on.
-        epoch: the epoch of the tags.
-        info: says where a process is, for errors.
-        on_error: called with what went wrong in a transfer: a hint that its actor may be dead.
-        scattering: how values lie on actors' processes.
+        transport: the controller's own transport, which this object owns.
+        epoch: the epoch that tags carry, a number that counts aborts of the whole mesh.
+        info: returns the host and pid of a process, for errors.
+        on_error: called with the error of a transfer that failed or is late: a hint that its actor may be
+            dead.
+        scattering: how values are split over the processes of one actor.
+        options: the deadline of transfers, and whether lost actors are replaced (`max_restarts`).
     """
 
     def __init__(
@@ -99,14 +109,19 @@ class HostTransfers:
     def prepare(
         self, actor: ActorId, values: Iterable[HostValue]
     ) -> tuple[tuple[Put, ...], dict[ProcessId, list[Sending]]]:
-        """Prepare some values for all processes of an actor.
+        """Prepare host values for sending them to all processes of an actor.
+
+        Args:
+            actor: the actor.
+            values: the values that the actor is to store.
 
         Returns:
-            The `Put`s of the control message, and what `send` has to send to each process once the message
-            has left.
+            The `Put` of each value, to be sent in a control message; and for each process that gets large
+            values, the sequence number and bytes of each, to be given to `send` once that message has been
+            sent.
 
         Raises:
-            ProtocolError: a value has another size than its aval says.
+            ProtocolError: the size of a value is not that of its aval.
         """
         if self._scattering.splits:
             return self._scatter(actor, values)
@@ -122,7 +137,12 @@ class HostTransfers:
     def _scatter(
         self, actor: ActorId, values: Iterable[HostValue]
     ) -> tuple[tuple[Put, ...], dict[ProcessId, list[Sending]]]:
-        """Prepare values of which each part goes to its process, under its own sequence number."""
+        """Prepare host values for an actor of several processes: split each large value into parts, one per
+        message.
+
+        Each part goes to one process, under its own sequence number. Arguments and result are those of
+        `prepare`.
+        """
         how, puts = self._scattering, list[Put]()
         sendings: dict[ProcessId, list[Sending]] = {}
         for value in values:
@@ -137,7 +157,10 @@ class HostTransfers:
         return tuple(puts), sendings
 
     def send(self, process: ProcessId, sendings: Sequence[Sending]) -> list[Transfer]:
-        """Start sending; the arrays must not change until the futures are done."""
+        """Start to send prepared values to a process over the data plane, and return one future per value.
+
+        The arrays must not change until the futures are done.
+        """
         sends = [
             self._watched(process, self.transport.send(data, process, self._tag(sequence)))
             for sequence, data in sendings
@@ -148,14 +171,16 @@ class HostTransfers:
     def fetch(
         self, request: int, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]
     ) -> tuple[Fetch, PendingFetch]:
-        """Make the request for some arrays, and the handler that waits for them.
+        """Make a request for arrays of a process, and the handler that waits for the reply and the arrays.
 
         Args:
-            request: number of the request.
-            wanted: each array with its aval.
+            request: the request number.
+            process: the process that has the arrays.
+            wanted: the id and aval of each array.
 
         Returns:
-            The request, and its handler, whose `start` is to be called behind the request.
+            The request, and its handler. The handler's `start` must be called each time that the request has
+            been sent.
         """
         sequences = tuple(self._next_sequence(process) for _ in wanted)
         message = Fetch(request, tuple(array_id for array_id, _ in wanted), sequences)
@@ -164,12 +189,23 @@ class HostTransfers:
     def receive(
         self, process: ProcessId, size_bytes: int, sequence: int
     ) -> tuple[np.ndarray[Any, Any], Transfer]:
-        """Begin to receive a value from a process; gives the value's memory and its transfer."""
+        """Start to receive a large value from a process.
+
+        Returns:
+            The memory that is being filled, as bytes, and a future that is done once it has been filled.
+        """
         buffer = np.empty(size_bytes, np.uint8)
         return buffer, self._watched(process, self.transport.recv(buffer, process, self._tag(sequence)))
 
     def expect(self, process: ProcessId, transfers: Iterable[Transfer], size_bytes: int) -> None:
-        """Expect transfers to end from now on: if they do not, the link counts as broken."""
+        """Start to watch transfers with a process: if they do not end in time, their link is reported as
+        broken.
+
+        Args:
+            process: the process at the other end.
+            transfers: the futures of the transfers.
+            size_bytes: the number of bytes of all of them; each 50 MB add a second to the time allowed.
+        """
         pending = tuple(transfer for transfer in transfers if not transfer.done())
         if pending:
             now = self._clock.read(time.monotonic())
@@ -178,7 +214,7 @@ class HostTransfers:
                 self._tick()
 
     def close(self) -> None:
-        """Stop expecting transfers to end."""
+        """Stop watching whether transfers end in time."""
         self._expected.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -189,7 +225,7 @@ class HostTransfers:
         self._expected = [e for e in self._expected if not e.done and e.epoch == self.epoch]
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self._expected else None
         for late in self._expected:
-            # They share the link, so each may take as long as all of them.
+            # The transfers with one process share the link, so each may take as long as all together.
             total = sum(e.size_bytes for e in self._expected if e.process == late.process)
             if now - late.since > self._patience_s + total / SLOW_BYTES_PER_S:
                 self._report_late(late, now - late.since)
@@ -205,8 +241,11 @@ class HostTransfers:
         self._on_error(TransferError(text, **location(info)))
 
     def _next_sequence(self, process: ProcessId, count: int = 1) -> int:
-        """Reserve `count` sequence numbers with this process; gives the first."""
-        process = self._scattering.first_of(process)  # an actor's processes use them among themselves, too
+        """Reserve `count` consecutive sequence numbers for transfers with a process, and return the first
+        one.
+        """
+        # All processes of an actor share one sequence, since they also pass parts on to each other under it.
+        process = self._scattering.first_of(process)
         first = self._sequences[process] + 1
         if first + count >= 1 << SEQUENCE_BITS:
             first = 0
@@ -231,10 +270,17 @@ class HostTransfers:
 
 
 class PendingFetch(PendingRequest):
-    """A request for arrays of one process that waits for the reply and for the data behind it.
+    """A request for arrays of one process, which ends when the reply and all large arrays have arrived.
 
-    A transfer that fails leaves the request open: the mesh learns why it failed, now or a moment later.
-    Cancelling the future leaves the transfers going on, whose memory belongs to the transport until they end.
+    If a transfer fails, the request stays open: once the mesh knows why the transfer failed, which may take a
+    moment, it ends the request with that error. If the future is cancelled, the transfers continue: their
+    memory belongs to the transport until they end.
+
+    Args:
+        transfers: the controller's end of the data plane.
+        process: the process that has the arrays.
+        avals: the aval of each array.
+        sequences: one sequence number per array, under which it is sent if it is large.
     """
 
     def __init__(
@@ -246,7 +292,9 @@ class PendingFetch(PendingRequest):
         self._reply: Fetched | None = None
 
     def start(self) -> None:
-        """Post the receives; called behind the request, each time that it is sent."""
+        """Post the receives of the large arrays. This must be called each time that the request has been
+        sent.
+        """
         for position, aval in enumerate(self._avals):
             if aval.size_bytes > INLINE_BYTES:
                 arriving = self._transfers.receive(self._process, aval.size_bytes, self._sequences[position])
@@ -254,11 +302,11 @@ class PendingFetch(PendingRequest):
                 arriving[1].add_done_callback(lambda _: self._finish_if_complete())
 
     def reset(self) -> None:
-        """Forget the reply and the receives: after a restart the request is about to be sent again."""
+        """Forget the reply and the receives, since a restart is about to send the request again."""
         self._arriving, self._reply = {}, None
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:
-        """Take the reply, behind which the data comes that is too large for it."""
+        """Record the reply, which contains the small arrays; the large ones arrive in separate transfers."""
         if not isinstance(reply, Fetched) or len(reply.arrays) != len(self._avals):
             self.fail(
                 ProtocolError(f"{link.info} answered a fetch of {len(self._avals)} arrays with another reply")
@@ -270,10 +318,10 @@ class PendingFetch(PendingRequest):
         self._finish_if_complete()
 
     def fail(self, error: Exception) -> None:
-        """End with an error, and cancel the receives."""
+        """End the request with an error, and cancel its receives."""
         super().fail(error)
         for receive in self._receives:
-            receive.cancel()  # nothing will be sent
+            receive.cancel()  # the process will not send the data
 
     @property
     def _receives(self) -> list[Transfer]:
@@ -311,16 +359,17 @@ def _read(
 
 
 def _prepare_put(host: HostValue, sequence: int) -> tuple[Put, np.ndarray[Any, Any] | None]:
-    """Make the `Put` for a value.
+    """Make the `Put` that tells an actor to store a host value.
 
     Args:
-        sequence: number under which a large value takes the data plane.
+        host: the value.
+        sequence: the sequence number under which the value is sent over the data plane, if it is large.
 
     Returns:
-        The `Put`, and the bytes to send over the data plane, or None for a small value.
+        The `Put`, and the bytes to send over the data plane, or None if the value is small and in the `Put`.
 
     Raises:
-        ProtocolError: the value has another size than its aval says.
+        ProtocolError: the size of the value is not that of its aval.
     """
     array = np.ascontiguousarray(host.value)
     if array.nbytes != host.aval.size_bytes:
@@ -335,15 +384,15 @@ def _prepare_put(host: HostValue, sequence: int) -> tuple[Put, np.ndarray[Any, A
 def _from_bytes(
     data: bytes | np.ndarray[Any, Any], shape: tuple[int, ...], dtype: str
 ) -> np.ndarray[Any, Any]:
-    """Make an array of fetched bytes.
+    """Return fetched bytes as a writable numpy array of this shape and dtype.
 
     Raises:
-        ProtocolError: the bytes do not fill the shape.
+        ProtocolError: the number of bytes is not that of the shape and dtype.
     """
     kind = numpy_dtype(dtype)
     expected = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     if len(data) != expected:
         raise ProtocolError(f"fetched {len(data)} bytes, expected {expected} for {dtype}{list(shape)}")
     if isinstance(data, bytes):
-        return np.frombuffer(bytearray(data), dtype=kind).reshape(shape)  # bytearray: users may write to it
+        return np.frombuffer(bytearray(data), dtype=kind).reshape(shape)  # writable
     return data.view(kind).reshape(shape)

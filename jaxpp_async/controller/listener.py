@@ -1,8 +1,8 @@
-"""Accept the control connections of a mesh's actors, and the connections for their heartbeats.
+"""Accept the control connections that a mesh's actors open, and the connections for their heartbeats.
 
-A peer that cannot prove that it belongs to the mesh is refused and logged, and the mesh goes on. After the
-handshake of a control connection somebody else talks to the actor; the heartbeats of actors that were
-accepted stay here.
+A peer that cannot prove that it belongs to the mesh is refused and logged, and the mesh is not affected.
+After the handshake, a control connection is given to the caller that expects it. Heartbeat connections stay
+with the listener, which passes each heartbeat to `on_beat`.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ Arrival: TypeAlias = "asyncio.Future[Connection]"
 
 
 class ControlListener:
-    """The listening end of the control connections of one mesh.
+    """A listener that accepts the control and heartbeat connections of one mesh's actor processes.
 
     Args:
-        secret: the mesh's 32 bytes.
-        version: the package's version.
+        secret: the 32 bytes that only processes of this mesh know.
+        version: the version of this package, which peers must have as well.
         max_frame_bytes: the length of the longest frame on each connection.
 
     Attributes:
-        on_beat: called with every heartbeat of an actor whose control connection is open. May be set at any
-            time.
+        on_beat: called with every heartbeat of an actor whose control connection is open, and with the
+            identity of its sender; None: heartbeats are dropped. May be set at any time.
     """
 
     def __init__(self, secret: bytes, *, version: str, max_frame_bytes: int):
         self._secret, self._version, self._max_frame_bytes = secret, version, max_frame_bytes
         self.on_beat: Callable[[Identity, Beat], None] | None = None
         self._expected: dict[Identity, Arrival] = {}
-        self._accepted: dict[int, Connection] = {}  # each actor's control connection, the newest
+        self._accepted: dict[int, Connection] = {}  # the latest control connection, by process
         self._beating: dict[int, Connection] = {}
         self._unproven: dict[Connection, None] = {}  # in order of arrival
         self._refusals = RateLimitedLog(lambda text: _LOG.warning("%s", text), time.monotonic)
@@ -63,11 +63,13 @@ class ControlListener:
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> tuple[str, int]:
-        """Accept connections on a free port of `host`'s interface; gives the host and the port."""
+        """Accept connections on a free port of the interface with the address `host`; return the address and
+        port.
+        """
         loop = asyncio.get_running_loop()
-        # Never all descriptors that this process has.
+        # Leave most of this process's file descriptors for other uses.
         self._most_unproven = max(1, min(MAX_UNPROVEN, free_descriptors() // 4))
-        # Not serving yet: asyncio would lose the listening socket if this were cancelled at its last wait.
+        # Serving starts below: if this call did it, a cancellation could make asyncio lose the open socket.
         self._server = await loop.create_server(
             self._make_connection,
             host,
@@ -82,7 +84,10 @@ class ControlListener:
         return name[0], name[1]
 
     def adopt(self, sock: socket.socket) -> None:
-        """Take one end of a socket pair as if it had been accepted."""
+        """Treat one end of a socket pair like an accepted connection.
+
+        The other end belongs to an inline actor, which runs in this process.
+        """
         connection = self._make_connection()
         task = asyncio.get_running_loop().create_task(
             attach_socket(connection, sock), name="attach a control socket"
@@ -91,20 +96,26 @@ class ControlListener:
         task.add_done_callback(self._attaching.discard)
 
     def expect(self, identity: Identity) -> Arrival:
-        """Give the future connection of one actor; `HandshakeError` if that actor has another version."""
+        """Return the future control connection of one incarnation (one life) of an actor process.
+
+        The future raises `HandshakeError` if the process has another version of this package.
+        """
         arrival: Arrival = asyncio.get_running_loop().create_future()
         self._expected[identity] = arrival
         arrival.add_done_callback(lambda _: self._expected.pop(identity, None))
         return arrival
 
     async def aclose(self) -> None:
-        """Stop accepting and drop every handshake under way. Accepted control connections stay open."""
+        """Stop accepting, and close heartbeat connections and those whose handshake has not ended.
+
+        Control connections that have been accepted stay open.
+        """
         self._refusals.flush()
         for listening in self._server.sockets if self._server is not None else ():
             asyncio.get_running_loop().remove_reader(listening)
         try:
-            # A connection that came a moment ago gets its transport first: it could not be closed without
-            # one, and closing the server would lose it with its socket open (python/cpython#109564).
+            # A connection that was accepted a moment ago must get its transport first. Without one it cannot
+            # be closed, and closing the server would leave its socket open (python/cpython#109564).
             await asyncio.gather(asyncio.sleep(0), *self._attaching)
         finally:
             if self._server is not None:
@@ -156,14 +167,17 @@ class ControlListener:
             )
         connection.abort()
         self._refusals.write(f"refused a control connection: {error}")
-        # Only a proven peer may end a launch: anyone can open a socket.
+        # Only a peer that has proven its identity may end a launch, since anyone can open a socket.
         if isinstance(error, HandshakeError) and arrival is not None and not arrival.done():
             arrival.set_exception(error)
 
     # ------------------------------------------------------------ beats
 
     def _accept_heartbeats(self, connection: Connection, identity: Identity) -> None:
-        """Accept a connection for heartbeats if its actor's control connection is open, or refuse it."""
+        """Accept a heartbeat connection, or close it if its process has no open control connection.
+
+        A new heartbeat connection replaces an earlier one of the same process.
+        """
         if not self._is_connected(identity):
             connection.abort()
             self._refusals.write(f"refused a heartbeat connection: {identity} is not here (any more)")
@@ -179,13 +193,18 @@ class ControlListener:
             del self._beating[process_id]
 
     def _on_message(self, connection: Connection, message: Any) -> None:
-        """Take a message that comes before somebody else listens, and every heartbeat."""
+        """Pass a heartbeat to `on_beat`; fail a control connection that sends a message too early.
+
+        A control connection may send messages once it has been given to the caller that expects it, who then
+        receives them instead of this method.
+        """
         identity = connection.wire.identity
-        assert identity is not None  # nothing is decoded before
+        assert identity is not None  # no message is decoded before the handshake has set it
         if identity.channel != "beats":
             connection.fail(ProtocolError(f"unexpected {type(message).__name__}"))
             return
-        self._on_opened(connection, connection.opened)  # the first beat may come in one piece with the proof
+        # The first heartbeat may arrive together with the end of the handshake.
+        self._on_opened(connection, connection.opened)
         if (
             self.on_beat is not None
             and self._beating.get(identity.process_id) is connection
@@ -194,7 +213,7 @@ class ControlListener:
             self.on_beat(identity, message)
 
     def _is_connected(self, identity: Identity) -> bool:
-        """Whether the control connection of this incarnation of the actor is open."""
+        """Return whether the control connection of this incarnation (one life) of a process is open."""
         control = self._accepted.get(identity.process_id)
         return (
             control is not None
@@ -211,13 +230,14 @@ WINDOW_S = 10.0
 
 
 class RateLimitedLog:
-    """A log of refusals with at most `MOST` lines in `WINDOW_S` seconds; the next line counts the others.
+    """A log of refused connections that writes at most `MOST` lines in `WINDOW_S` seconds.
 
-    Any peer that reaches a port can be refused as often as it likes, and the log must not grow with that.
+    Further lines are only counted, and their number is logged later. A peer that can connect to the port can
+    be refused as often as it likes, and must not be able to fill the log.
 
     Args:
-        log: takes a line.
-        clock: gives a monotonic time in seconds.
+        log: called with each line to write.
+        clock: returns a monotonic time in seconds.
     """
 
     def __init__(self, log: Callable[[str], None], clock: Callable[[], float]):
@@ -225,7 +245,7 @@ class RateLimitedLog:
         self._began_s, self._num_written, self._num_hidden = clock(), 0, 0
 
     def write(self, text: str) -> None:
-        """Log a refusal, or only count it."""
+        """Log a line about a refused connection, or only count it if this period has had `MOST` lines."""
         now_s = self._clock()
         if now_s - self._began_s > WINDOW_S:
             self.flush()
@@ -237,7 +257,7 @@ class RateLimitedLog:
             self._num_hidden += 1
 
     def flush(self) -> None:
-        """Log how many refusals were only counted."""
+        """Log how many refused connections were only counted, if there are any."""
         if self._num_hidden:
             self._log(f"refused {self._num_hidden} more connections")
             self._num_hidden = 0

@@ -1,7 +1,7 @@
-"""Report what happens to the actors of a mesh as events that its user reads, and in the log.
+"""Report what happens to the actors of a mesh, in the log and as events that its user can read.
 
-A report never fails the operation that it is about. `staged` finds the peers that device memory reaches only
-through host memory.
+A report never fails the operation that it is about. `staged` finds the peers to which arrays in device memory
+are copied through host memory.
 """
 
 from __future__ import annotations
@@ -22,22 +22,30 @@ _LOG = logging.getLogger("jaxpp_async")
 
 
 class MeshEvents:
-    """The events of one mesh, each with its text.
+    """The publisher of one mesh's events: each method reports one kind of event, with a text for the user.
 
     Args:
-        log: takes the events; None: nobody reads them.
+        log: the log to which events are added; None: they are dropped.
     """
 
     def __init__(self, log: EventLog | None = None):
         self._emit = (log or EventLog()).emit
 
     def started(self, info: ActorInfo) -> None:
-        """Report that an actor, or its successor, is ready."""
+        """Report that an actor process, or the one that replaces it, is ready."""
         text = f"{info} is ready: {', '.join(info.devices)}"
         self._emit("started", text, **location(info), devices=info.devices)
 
     def connected(self, info: ActorInfo, routes: Mapping[ProcessId, tuple[str, ...]]) -> None:
-        """Report a connected actor, if its arrays on GPUs go through host memory on the way to a peer."""
+        """Warn the user if a process's arrays on GPUs have to go through host memory on their way to some
+        peers.
+
+        Otherwise nothing is reported.
+
+        Args:
+            info: the process, which has just been connected with its peers.
+            routes: for each peer, the names of the transports that UCX uses towards it; empty if not known.
+        """
         slow = staged(routes)
         if not slow:
             return
@@ -50,19 +58,30 @@ class MeshEvents:
         self._emit("staged", text, **location(info), peers=tuple(sorted(slow)), routes=ways)
 
     def compiled(self, name: str, seconds: float, num_tasks: int) -> None:
-        """Report that a step is compiled on the actors."""
+        """Report that the actors have compiled a step.
+
+        Args:
+            name: the name of the step function.
+            seconds: how long compiling took.
+            num_tasks: the number of tasks in the step's programs.
+        """
         text = f"compiled {name} in {seconds:.1f} s: {num_tasks} tasks"
         self._emit("compiled", text, name=name, seconds=seconds, num_tasks=num_tasks)
 
     def waiting(self, name: str, ahead: StepId) -> None:
-        """Report that a step has waited for a while behind one that nobody awaits any more."""
+        """Report that a step has been waiting for a while for an earlier one whose caller was cancelled.
+
+        Args:
+            name: the name of the function of the waiting step.
+            ahead: the id of the earlier step, which runs to its end although nobody awaits it.
+        """
         what = f"waits for {step_text(ahead)}, cancelled by its caller, to end: a step that was sent runs on"
         text = f"step {name!r} {what}"
         _LOG.warning("%s", text)
         self._emit("waiting", text, step=step_number(ahead), name=name)
 
     def judged(self, info: ActorInfo, verdict: Suspect | Recovered) -> None:
-        """Report that an actor is silent, or is heard again."""
+        """Report that a silent process has become suspect, or that it sends heartbeats again."""
         silence_s = verdict.silence_s
         if isinstance(verdict, Suspect):
             kind, text = "suspect", f"{info} has not been heard of for {silence_s:.1f} s"
@@ -71,17 +90,18 @@ class MeshEvents:
         self._emit(kind, text, **location(info), silence_s=silence_s)
 
     def failed(self, error: ActorError) -> None:
-        """Report the cause of a failure, if it is that an actor is gone."""
+        """Report that an actor has died or does not respond; other failures are not reported as events."""
         if isinstance(error, ActorDiedError | ActorUnresponsiveError):
             what = {"host": error.host, "pid": error.pid, "error": type(error).__name__}
             self._emit("died", str(error), actor=error.actor, step=error.step, **what)
 
     def restarted(self, infos: Sequence[ActorInfo], num_steps: int) -> None:
-        """Report that all actors are at work again after a restart.
+        """Report that all actors work again after a restart.
 
         Args:
-            infos: the actors that were replaced; none if a link broke and no actor had to be replaced.
-            num_steps: how many steps are run again.
+            infos: the actors that were replaced; empty if only a connection broke and no actor had to be
+                replaced.
+            num_steps: how many steps that had already finished are run again.
         """
         what = f"is at work again; steps that are run again: {num_steps}"
         for info in infos:
@@ -90,7 +110,11 @@ class MeshEvents:
             self._emit("restarted", f"the mesh {what}", num_steps=num_steps)
 
     def closed(self, cause: BaseException | None) -> None:
-        """Report that the mesh is closed, and why."""
+        """Report that the mesh is closed.
+
+        Args:
+            cause: the failure that ended the mesh, or None if the user closed it.
+        """
         why = "" if cause is None else f": {cause}" if str(cause) else f": {type(cause).__name__}"
         self._emit(
             "closed", f"the mesh is closed{why}", error=None if cause is None else type(cause).__name__
@@ -106,13 +130,13 @@ there."""
 
 
 def staged(routes: Mapping[ProcessId, tuple[str, ...]]) -> dict[ProcessId, tuple[str, ...]]:
-    """Find the peers that device memory reaches only by copies in host memory.
+    """Return the peers to which arrays in device memory can only be sent by way of host memory.
 
     Args:
-        routes: the transports that UCX uses to each peer; empty: not known.
+        routes: for each peer, the names of the transports that UCX uses towards it; empty if not known.
 
     Returns:
-        Each such peer with its transports, without the peers whose transports are not known.
+        The transports of each such peer. Peers whose transports are not known are left out.
     """
     return {peer: ways for peer, ways in routes.items() if ways and not any(map(_is_direct, ways))}
 

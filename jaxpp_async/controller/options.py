@@ -1,7 +1,7 @@
-"""Hold the options of this package as plain data: how actors are set up, started, watched and replaced.
+"""Define the options of the controller as plain data: how actors are set up, started, watched and replaced.
 
-`ControllerOptions` is the one value that the constructors of this package hand on, and it has every default.
-`session.mesh_options` checks what a user gives before it comes here.
+The constructors of this package pass one `ControllerOptions` on to each other, and it has every default.
+`session.mesh_options` checks the options that a user gives.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ BACKUP_EVERY = 10
 
 @dataclass(frozen=True, slots=True)
 class ActorConfig:
-    """The configuration that every actor of a mesh gets; `messages.Configure` describes most fields.
+    """The configuration that every actor of a mesh gets.
+
+    Fields that are not listed here are described at `messages.Configure`.
 
     Args:
-        env, defaults: environment variables, as of `LaunchSpec`.
-        processes_per_actor: how many processes each actor has.
+        env, defaults: environment variables for the actors. Those in `defaults` apply only where neither the
+            host's environment nor `env` has them.
+        processes_per_actor: the number of processes of each actor.
     """
 
     spmd_mesh: tuple[tuple[str, int], ...] = ()
@@ -45,13 +48,21 @@ class ActorConfig:
 
     @property
     def num_devices(self) -> int:
-        """How many devices an actor has."""
+        """The number of devices of one actor: the size of its SPMD mesh."""
         return math.prod(size for _, size in self.spmd_mesh)
 
     def message(
         self, request: int, transport: str, epoch: int, cluster: Cluster | None, address: str | None
     ) -> Configure:
-        """Make the request that carries this configuration to one process."""
+        """Return the request that carries this configuration to one process.
+
+        Args:
+            request: the request number.
+            transport: the name of the transport between actors.
+            epoch: the epoch in which the process begins, a number that counts aborts of the whole mesh.
+            cluster: how the process joins the other processes of its actor; None if it is the only one.
+            address: the address at which other processes can connect to its host; None if not known.
+        """
         return Configure(
             request=request,
             spmd_mesh=self.spmd_mesh,
@@ -73,14 +84,15 @@ class ControllerOptions:
     """The options of one mesh's controller.
 
     Args:
-        actors: how each actor is set up.
-        suspect_s, dead_s: after how many seconds of silence an actor is suspect, and dead.
-        progress_s: how many seconds a step or a transfer may stand still.
-        max_restarts: how often actors may be replaced within ten minutes.
-        backup_every: how many steps lie between two copies of the state, with `max_restarts`.
-        launch_timeout_s: how many seconds the whole launch may take, and the replacement of one actor.
+        actors: the configuration of each actor.
+        suspect_s, dead_s: the seconds of silence after which an actor is suspect, and after which it is dead.
+        progress_s: how many seconds a step or a transfer may make no progress before it counts as stuck.
+        max_restarts: how many restarts, which replace lost actors, are allowed within ten minutes; 0: none.
+        backup_every: the number of steps from one copy of the state to the next, with `max_restarts`.
+        launch_timeout_s: the limit in seconds for each stage of starting the actors, or a replacement of one.
         max_frame_bytes: the length of the longest control frame.
-        make_transport: makes the controller's own end of the data plane; None: the launcher does.
+        make_transport: makes the controller's own end of the data plane from the transport's name; None: the
+            launcher makes it.
     """
 
     actors: ActorConfig = field(default_factory=ActorConfig)
@@ -95,5 +107,5 @@ class ControllerOptions:
 
     @property
     def restarts(self) -> bool:
-        """Whether lost actors are replaced, so that whatever a successor needs has to be kept."""
+        """Whether lost actors are replaced. If so, everything that a replacement needs has to be kept."""
         return self.max_restarts > 0

@@ -1,12 +1,12 @@
-"""Recover from a failure that is not the program's own.
+"""Recover from the loss of actors, or of connections between them, by a restart.
 
-The lost actors are replaced, all actors go back to the last whole copy of their arrays, and the requests
-since then are sent again.
+In a restart the lost actors are replaced, all actors return to the last complete copy of their arrays, and
+the requests that were made since that copy are sent again.
 
-The living actors keep their processes, their JAX and their compiled programs. A caller that awaits a step
-waits longer: its arrays come out as they would have, since the same programs run on the same values in the
-same order. `failure_policy` says which error a failure is; `requests` and `state_replicas` remember what a
-restart needs.
+The actors that still live keep their processes, their JAX and their compiled programs. A caller that awaits a
+step only waits longer, and gets the arrays that it would have got, since the same programs run on the same
+values in the same order. Failures of user code are not recovered from. `failure_policy` decides which error a
+failure is; `requests` and `state_replicas` remember what a restart needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from jaxpp_async.controller.error_messages import abandoned, location
 from jaxpp_async.controller.failure_policy import GRACE_S, FailurePolicy
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import RequestLog
-from jaxpp_async.controller.startup import all_of
 from jaxpp_async.controller.state_replicas import StateReplication
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -42,7 +41,7 @@ from jaxpp_async.errors import (
 )
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
 from jaxpp_async.protocol.messages import Loaded
-from jaxpp_async.protocol.task_group import OwnedTasks, awake_timeout
+from jaxpp_async.protocol.task_group import OwnedTasks, all_of, awake_timeout
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -61,13 +60,19 @@ actors may take to connect those ends."""
 
 
 class Recovery:
-    """The restarts of one mesh.
+    """The component that carries out the restarts of one mesh.
 
     Args:
-        end: ends the mesh.
-        on_restarted: called when all is as it was, with the replaced actors and the number of steps that run
-            again.
-        on_copy_error: called with the error of a copy of the state that does not arrive.
+        actor_group: the actors' processes.
+        request_log: remembers the requests that a restart sends again.
+        programs: the programs that replaced actors have to load again.
+        linking: makes the NCCL links between actors again.
+        failure_policy: watches the processes that are started.
+        options: the number of allowed restarts, and when to copy the state.
+        end: called with an error to end the mesh.
+        on_restarted: called when a restart has succeeded, with the replaced actors and with how many steps
+            that had already finished are run again.
+        on_copy_error: called with the error of a copy of the state that did not arrive.
 
     Attributes:
         replication: the copies of the actors' state.
@@ -93,37 +98,44 @@ class Recovery:
         self._tasks = OwnedTasks()
         self._task: asyncio.Task[None] | None = None
         self._lost: set[ActorId] = set()
-        # Until a new epoch has begun, a transfer that fails belongs to the failure that is being recovered
-        # from.
+        # Until the restart has begun a new epoch, a failed transfer is a consequence of the failure that it
+        # recovers from.
         self._is_new_epoch = False
         self._replaced: set[ActorId] = set()
         self._failed_starts = 0
 
     @property
     def is_under_way(self) -> bool:
-        """Whether actors are being replaced while requests wait."""
+        """Whether a restart is in progress, during which requests are remembered but not sent."""
         return self._task is not None
 
     def can_recover_from(self, error: ActorError) -> bool:
-        """Whether the same requests may well succeed with fresh actors, since no user code failed."""
+        """Return whether a restart may help: whether the same requests could succeed with replaced actors.
+
+        This is False in particular for failures of user code, which would fail again.
+        """
         if isinstance(error, HandshakeError | RestartBudgetExceeded | MeshClosedError | StateLostError):
             return False
         if isinstance(error, RemoteError):
             return error.exception_type.rpartition(".")[2] in ("TransferError", "StepAbortedError")
         if isinstance(error, ProtocolError) and error.instruction is not None:
-            return False  # a transfer of the wrong size would come again
+            return False  # a transfer with the wrong size would have it again
         return isinstance(
             error, ActorDiedError | ActorUnresponsiveError | TransferError | ProtocolError | LaunchError
         )
 
     def begin(self, error: ActorError) -> None:
-        """Start because of `error`; a recovery under way starts over, unless it is about this error."""
+        """Begin a restart because of `error`.
+
+        If a restart is in progress already, it begins anew, unless `error` belongs to the failure that it
+        recovers from.
+        """
         is_known = error.actor in self._lost - self._replaced or (
             isinstance(error, TransferError | RemoteError) and not self._is_new_epoch
         )
         if self.is_under_way and is_known:
             return
-        # Actors of one host die together: that is one restart, not one for each.
+        # Actors on one host may die together, which counts as one restart.
         is_an_end = isinstance(error, ActorDiedError | ActorUnresponsiveError)
         is_same_restart = self.is_under_way and is_an_end and error.actor not in self._replaced
         self._begin_attempt(error, counts=not is_same_restart)
@@ -145,8 +157,8 @@ class Recovery:
         where = {"actor": error.actor, "host": error.host, "step": error.step}
         _LOG.warning("restarting because of a failure: %s", error, extra=where)
         self._request_log.hold_back()
-        # These two send requests that a restart does not repeat. A request of theirs from here on would fail
-        # with the abort, as a failure of its own.
+        # These two send requests that a restart does not repeat. If they sent one now, the abort would fail
+        # it, and that would count as another failure.
         self.replication.cancel()
         self._linking.cancel()
         for actor in self._actor_group.actors:
@@ -157,7 +169,7 @@ class Recovery:
         self._task = self._tasks.start("restart", self._run(before, error))
 
     async def aclose(self) -> None:
-        """End a recovery under way, and the copies of the state."""
+        """Cancel a restart that is in progress, and stop copying the state."""
         self._task = None
         await self._tasks.aclose()
         await self.replication.aclose()
@@ -165,7 +177,13 @@ class Recovery:
     # ------------------------------------------------------------ one attempt
 
     async def _run(self, before: asyncio.Task[None] | None, cause: ActorError) -> None:
-        """Attempt a restart behind the attempt `before`; start over or end the mesh if it fails."""
+        """Attempt a restart; if it fails, begin another attempt or end the mesh.
+
+        Args:
+            before: the previous attempt, which has been cancelled and is waited for first; None if there is
+                none.
+            cause: the failure to recover from.
+        """
         if before is not None:
             await asyncio.wait([before])
         await self.replication.aclose()
@@ -179,12 +197,12 @@ class Recovery:
             self._end(abandoned(cause, f"{error}; the last failure was: {first}", StateLostError, **where))
         except ActorError as error:
             if isinstance(error, TransferError | RemoteError):
-                await asyncio.sleep(GRACE_S)  # a death that explains it starts over, and ends this attempt
+                # If a death explains the error, its report begins a new attempt and cancels this one.
+                await asyncio.sleep(GRACE_S)
             if isinstance(error, LaunchError):
                 self._failed_starts += 1
-                await asyncio.sleep(
-                    min(2**self._failed_starts, MAX_PAUSE_S)
-                )  # a host may be starting up again
+                # A host may need time to start again.
+                await asyncio.sleep(min(2**self._failed_starts, MAX_PAUSE_S))
             if self._task is me:
                 counts = not isinstance(error, LaunchError) or self._failed_starts > FREE_STARTS
                 if self.can_recover_from(error):
@@ -192,15 +210,19 @@ class Recovery:
                 else:
                     self._end(error)
         except MeshError as error:
-            # The successors have other devices, or another NCCL: the next ones would as well.
+            # The new processes have other devices or another NCCL, and so would those of a further attempt.
             self._end(abandoned(cause, f"lost actors could not be replaced: {error}", LaunchError))
         except Exception as error:
-            # A defect, or a launcher's own error: the mesh must not hang in the middle of a restart.
+            # This is a bug or a launcher's own error. The mesh must not hang in the middle of a restart.
             _LOG.exception("a restart failed")
             self._end(abandoned(cause, f"the restart failed: {error!r}; its cause: {cause}", ActorDiedError))
 
     async def _attempt(self, cause: ActorError) -> None:
-        """Replace the lost actors and bring all actors back to where they were."""
+        """Replace the lost actors, restore all actors' arrays and send requests again.
+
+        Args:
+            cause: the failure to recover from.
+        """
         start_s = time.monotonic()
         actor_group, lost = self._actor_group, sorted(self._lost)
         self._replaced.clear()
@@ -232,7 +254,13 @@ class Recovery:
         self._on_restarted(lost, steps)
 
     async def _prepare(self, living: list[ActorId], lost: list[ActorId], cause: str) -> None:
-        """Start new processes for the lost actors, and new ends of the data plane for the living ones."""
+        """Start new processes for the lost actors, and have all others replace their ends of the data plane.
+
+        Args:
+            living: the actors whose processes still run.
+            lost: the actors to replace.
+            cause: the first line of the failure, for the errors of the steps that the living actors drop.
+        """
         processes = self._actor_group.processes
         replacing = {processes.process(actor, 0): self._replace(actor) for actor in lost}
         settling = {process: self._settle(process, cause) for process in processes.processes_of_all(living)}
@@ -240,7 +268,15 @@ class Recovery:
         await all_of({**replacing, **settling, CONTROLLER: host}, "prepare")
 
     async def _settle(self, process: ProcessId, cause: str) -> None:
-        """Have a living process drop its work and make a new end of the data plane."""
+        """Have a process that still runs drop its work and make a new end of the data plane.
+
+        Args:
+            process: the process.
+            cause: a text that says what happened, for the errors of the steps that the process drops.
+
+        Raises:
+            ActorUnresponsiveError: the process could not do so, or did not answer in time.
+        """
         try:
             async with awake_timeout(ABORT_S):
                 await self._actor_group.abort(process, cause)
@@ -266,7 +302,7 @@ class Recovery:
         self._replaced.add(actor)
 
     async def _load(self, process: ProcessId) -> None:
-        """Load all programs into a successor that its predecessor had, or was loading."""
+        """Load into a new process all programs that its predecessor had loaded or was loading."""
         link = self._actor_group.links[process]
         actor = link.info.id
         for program_id in self._programs.programs_of(actor):
@@ -277,10 +313,11 @@ class Recovery:
 
 @dataclass(slots=True)
 class Budget:
-    """The number of restarts that are left.
+    """A limit on the number of restarts within a time window.
 
     Args:
-        limit: how many there may be within `window_s` seconds.
+        limit: the number of restarts that are allowed within `window_s` seconds.
+        window_s: the length of the window in seconds.
     """
 
     limit: int
@@ -288,7 +325,11 @@ class Budget:
     _times: deque[float] = field(default_factory=deque)
 
     def take(self, now: float) -> bool:
-        """Use one restart, at the time `now` in seconds; False if there is none left."""
+        """Count one restart and return True, or return False if no restart is left within the limit.
+
+        Args:
+            now: the time in seconds.
+        """
         while self._times and now - self._times[0] > self.window_s:
             self._times.popleft()
         if len(self._times) >= self.limit:

@@ -1,10 +1,11 @@
-"""Send requests to actors, pair each reply with its request, and remember what a restart has to send again.
+"""Send requests to actors, pair each reply with its request, and remember the requests for a restart.
 
-Reading order: `PendingRequest` and `StepHandle` take replies; `ActorLink` is one process's connection with
-its open requests; ordinary requests to all processes go through `RequestLog`; `FreeList` collects arrays to
-free.
+Reading order: `PendingRequest` and `StepHandle` receive replies. `ActorLink` is one process's connection with
+its open requests. `RequestLog` sends requests to all processes and sends them again in a restart. `FreeList`
+collects arrays that are to be freed.
 
-A request takes no asyncio task and no extra pass of the event loop: a step's replies end its `StepHandle`.
+A request needs no asyncio task and no additional pass of the event loop: the arrival of a step's last reply
+ends its `StepHandle`.
 """
 
 from __future__ import annotations
@@ -50,14 +51,15 @@ from jaxpp_async.protocol.task_group import retrieve
 
 
 class PendingRequest:
-    """A request to one process that waits for its reply. Awaiting it gives the reply or raises the error.
+    """A request to one process that has not been answered yet. Awaiting it returns the reply or raises the
+    error.
 
     Args:
-        expected: the reply's type.
-        awaited: whether somebody will see an error of this request.
+        expected: the type of the reply.
+        awaited: whether a caller will await this request, and so see an error that ends it.
 
     Attributes:
-        future: the reply. A cancelled future leaves the request running on the actor.
+        future: the future reply. If it is cancelled, the request continues on the actor.
     """
 
     def __init__(self, expected: type, *, awaited: bool = True):
@@ -70,23 +72,30 @@ class PendingRequest:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody will see its error."""
+        """Whether this request is open and a caller awaits it, and so will see an error that ends it."""
         return self._awaited and not self.future.done()
 
     @property
     def done(self) -> bool:
-        """Whether the reply has come, the request has failed, or nobody waits for it any more."""
+        """Whether the request has ended: it was answered, has failed, or its future was cancelled."""
         return self.future.done()
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Call back with the next pass of the event loop after this is done."""
+        """Call `callback` in the next pass of the event loop after the request has ended."""
         self.future.add_done_callback(lambda _: callback())
 
     def reset(self) -> None:
-        """Forget what has come so far: after a restart the request is about to be sent again."""
+        """Forget what has arrived so far, since a restart is about to send the request again."""
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:
-        """Take the one reply of the process at `link`, never `Failed`. A reply after the end is dropped."""
+        """End the request with its reply, or with a `ProtocolError` if the reply has the wrong type.
+
+        Failures do not come this way (see `fail`). A reply after the end is ignored.
+
+        Args:
+            link: the process that replied.
+            reply: the reply, of any type except `Failed`.
+        """
         if self.future.done():
             return
         if isinstance(reply, self._expected):
@@ -96,30 +105,32 @@ class PendingRequest:
             self.fail(ProtocolError(f"{link.info} answered with {type(reply).__name__}, expected {expected}"))
 
     def fail(self, error: Exception) -> None:
-        """End with an error, since no reply will come."""
+        """End the request with an error, because it failed or no reply will come."""
         if not self.future.done():
             self.future.set_exception(error)
 
 
 class StepHandle:
-    """One step under way.
+    """A step that has been sent to its actors.
 
-    Awaiting it waits until every actor has finished the step and gives each actor's `StepStats`, or raises
-    the step's error. A cancelled await leaves the step running, and the step may be awaited again.
+    Awaiting the handle waits until every actor has finished the step. It then returns each actor's
+    `StepStats` by actor id, or raises the step's error. If an await is cancelled, the step continues and can
+    be awaited again.
 
-    The handle is not a future itself: its end calls back at once and wakes those who await it with the next
-    pass of the event loop, where a shielded future takes two passes.
+    The handle is not a future itself. When the step ends, it calls its callbacks immediately and wakes those
+    who await it in the next pass of the event loop; a shielded future would take two passes.
 
     Args:
         step: the step's id.
         program_id: the program that the step runs.
-        processes: the processes that run it; the statistics of the first process of each actor count.
+        processes: the processes that run the step. Of the processes of one actor, only the first one's
+            statistics are kept.
 
     Attributes:
-        sends: the transfers of its host values, one future each.
-        error: why it failed, or None.
-        sent_s, heard_s: when it was sent, and when each actor's reply came, by this process's monotonic
-            clock.
+        sends: the future of each transfer of the step's large host values.
+        error: the error with which the step failed, or None.
+        sent_s: when the step was sent, in seconds of this process's monotonic clock.
+        heard_s: when each actor's reply arrived, by actor id, in seconds of the same clock.
     """
 
     error: Exception | None = None
@@ -144,20 +155,21 @@ class StepHandle:
         return self.result()
 
     def result(self) -> dict[int, StepStats]:
-        """Give each actor's statistics of a step that is done.
+        """Return the statistics of a finished step, by actor id.
 
         Raises:
-            The step's error, if it failed.
+            Exception: the step's error, if it failed.
         """
         if self.error is not None:
-            raise self.error.with_traceback(
-                self._traceback
-            )  # the same one each time: every await would add to it
+            # The original traceback is restored, since otherwise every await would add to it.
+            raise self.error.with_traceback(self._traceback)
         return self._stats
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody will see its error: whoever runs a step does."""
+        """Whether a caller will see an error that ends this step. Every step has a caller, so this is True
+        until the end.
+        """
         return not self._done
 
     @property
@@ -166,11 +178,11 @@ class StepHandle:
         return self._done
 
     async def wait_sent(self) -> None:
-        """Wait until the step's host values have left, or it has failed, so that their arrays may be changed.
+        """Wait until the step's host values have been sent, so that their arrays may be changed.
 
-        The transfers of a failed step may go on for long, since UCX releases memory that another transfer
-        also uses only when all of them end. The transfers keep their memory alive, and their data goes
-        nowhere.
+        This also returns when the step has failed. Transfers of a failed step may continue for long, since
+        UCX releases memory only when all transfers that use it have ended. The transfers keep their memory
+        alive, and the receiving actors ignore the data.
         """
         waiting = sum(not send.done() for send in self.sends)
         if not waiting or self.error is not None:
@@ -194,10 +206,10 @@ class StepHandle:
         await ended
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Call back when the step is done, at once and in the order of these calls; now, if it is done.
+        """Call `callback` as soon as the step has ended, or immediately if it already has.
 
-        A callback that raises does not keep the others from being called: the event loop's exception handler
-        gets its error.
+        Callbacks are called in the order of these calls. If one raises, the event loop's exception handler
+        gets the error, and the others are called all the same.
         """
         if self._done:
             self._call(callback)
@@ -205,20 +217,26 @@ class StepHandle:
             self._callbacks.append(callback)
 
     def waits_for(self, process: ProcessId) -> bool:
-        """Whether this process has not finished the step yet."""
+        """Return whether this process has not finished the step yet."""
         return process in self._waiting
 
     def reset(self) -> None:
-        """Forget all replies: after a restart the step is about to be sent again to all its processes."""
+        """Forget all replies, since a restart is about to send the step again to all its processes."""
         self._waiting = set(self._processes)
         self._stats.clear()
         self.sent_s = time.monotonic()
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:
-        """Take the reply of the process at `link`. A reply after the step's end is of a second run: drop it.
+        """Record the reply of one process; the step finishes with the last process's reply.
+
+        A reply after the step's end is ignored: it belongs to the same step run again by a restart.
+
+        Args:
+            link: the process that replied.
+            reply: the reply.
 
         Raises:
-            ProtocolError: the reply is not this step's `StepDone`.
+            ProtocolError: the reply is not a `StepDone` of this step.
         """
         if not isinstance(reply, StepDone) or reply.step != self.step:
             raise ProtocolError(
@@ -234,11 +252,11 @@ class StepHandle:
             self.finish()
 
     def finish(self) -> None:
-        """End the step without an error."""
+        """End the step successfully, and run its callbacks."""
         self._end(None)
 
     def fail(self, error: Exception) -> None:
-        """End the step with an error, since not all replies will come."""
+        """End the step with an error, because not all replies will come."""
         self._end(error)
 
     def _end(self, error: Exception | None) -> None:
@@ -256,9 +274,8 @@ class StepHandle:
     def _call(self, callback: Callable[[], object]) -> None:
         try:
             callback()
-        except (
-            Exception
-        ) as error:  # of the caller's code: everyone else who waits must still learn of the step's end
+        except Exception as error:
+            # An error in a caller's callback must not keep the step's end from all others who wait for it.
             what = f"a callback at the end of {step_text(self.step)} failed"
             asyncio.get_running_loop().call_exception_handler({"message": what, "exception": error})
 
@@ -268,14 +285,19 @@ ReplyHandler: TypeAlias = PendingRequest | StepHandle
 
 
 class ActorLink:
-    """The controller's end of one actor process: its handle, its connection, and who takes which reply.
+    """The controller's end of one actor process: its handle, its control connection and its open requests.
+
+    Args:
+        info: the description of the process.
+        handle: the handle to the process, from its launcher.
+        connection: the control connection.
 
     Attributes:
-        info: where the process is and how it does.
-        known_blobs: content keys of the executables that the process has been sent.
-        address: the process's address on the data plane, as bytes of its transport.
-        reply_handlers: who takes the reply, by request number.
-        is_detached: whether `detach` was called.
+        info: the host, pid, devices and state of the process.
+        known_blobs: the content keys of the executables that the process has been sent.
+        address: the process's address on the data plane, in the form that its transport gives it.
+        reply_handlers: the handler that receives the reply to each open request, by request number.
+        is_detached: whether `detach` has been called.
     """
 
     is_detached = False
@@ -288,10 +310,12 @@ class ActorLink:
         self._dropped: set[int] = set()
 
     def request(self, message: Request, reply_handler: ReplyHandler, encoded: bytes | None = None) -> None:
-        """Send a request now, whose reply goes to `reply_handler`.
+        """Send a request immediately, and pass its reply to `reply_handler` when it arrives.
 
         Args:
-            encoded: the encoded message, as of `Connection.send`.
+            message: the request.
+            reply_handler: receives the reply.
+            encoded: the encoded message, if the caller has it already (see `Connection.send`).
 
         Raises:
             MeshError: the message cannot be encoded; no reply is expected then.
@@ -300,31 +324,40 @@ class ActorLink:
         self.reply_handlers[message.request] = reply_handler
 
     def ask(self, message: Request, expected: type, *, awaited: bool = False) -> PendingRequest:
-        """Send a request now that a restart does not send again.
+        """Send a request immediately, and return it to be awaited. A restart does not send it again.
 
         Args:
-            expected: the reply's type.
-            awaited: whether somebody will see an error of the mesh through this request.
+            message: the request.
+            expected: the type of the reply.
+            awaited: whether a caller will await the request, and so see an error of the mesh that ends it.
         """
         pending = PendingRequest(expected, awaited=awaited)
         self.request(message, pending)
         return pending
 
     async def call(self, message: Request, expected: type) -> Any:
-        """Send a request, wait until it has left, and wait for the reply.
+        """Send a request and return its reply. A restart does not send the request again.
+
+        Args:
+            message: the request.
+            expected: the type of the reply.
 
         Raises:
-            RemoteError: the request failed on the actor. ActorError: the mesh failed meanwhile.
+            RemoteError: the request failed on the actor.
+            ActorError: the mesh failed meanwhile.
         """
         pending = self.ask(message, expected, awaited=True)
         await self.connection.drain()
         return await pending
 
     def handle_reply(self, reply: Any) -> Failed | None:
-        """Give a reply to its handler.
+        """Pass a message of the process to the handler of the request that it answers.
+
+        A log record is logged, and a failure that concerns a single request ends that request with an error.
 
         Returns:
-            A failure that concerns more than one caller: a step's failure, or the actor's.
+            The failure, if it is one that concerns more than one caller (a step's or the actor's own);
+            otherwise None.
 
         Raises:
             ProtocolError: the reply answers no request.
@@ -353,27 +386,29 @@ class ActorLink:
             return None
         reply_handler = self.reply_handlers.get(failed.request)
         if not isinstance(reply_handler, PendingRequest) or is_consequence(failed):
-            # It concerns the mesh. A handler stays: the mesh's failure or a reply after a restart will reach
-            # it.
+            # The failure concerns the mesh. The handler stays registered until the mesh's failure or, after a
+            # restart, a reply ends its request.
             return failed
         del self.reply_handlers[failed.request]
         reply_handler.fail(remote_error(self.info, failed))
         return None
 
     def detach(self) -> None:
-        """Ignore whatever comes of this process from here on: replies, and the end of its connection."""
+        """Ignore all further messages of this process, and the end of its connection."""
         self.is_detached = True
         self.connection.on_message = _ignore_late_reply
         self.connection.on_closed = None
 
     def drop_reply_handlers(self) -> None:
-        """Ignore the replies to all requests so far."""
+        """Forget the open requests, because a restart begins, and ignore the replies to them that still
+        arrive.
+        """
         self._dropped.update(self.reply_handlers)
         self.reply_handlers.clear()
 
 
 def _ignore_late_reply(message: Any) -> None:
-    """Take no notice of a message that nobody waits for."""
+    """Ignore a message of a process of which no replies are expected any more."""
 
 
 # ---------------------------------------------------------------- request log
@@ -390,15 +425,17 @@ _PRUNE_AFTER = 256
 
 @dataclass(slots=True)
 class SentRequest:
-    """A request to one process as it is sent, and after a restart sent again.
+    """A request to one process, with all that is needed to send it, now and again in a restart.
 
     Args:
-        message: the request; when it is sent again it gets another request number, and a step another epoch.
-        reply_handler: takes the reply.
-        transfers: called behind the request, each time that it is sent.
-        size_bytes: size of the host arrays that `transfers` holds: the memory that remembering the request
-            takes.
-        serial: its place in the order of all requests that were sent.
+        process: the process.
+        message: the request. When it is sent again it gets another request number, and a step also gets
+            another epoch.
+        reply_handler: receives the reply.
+        transfers: starts the data transfers of the request; called each time that the request has been sent.
+        size_bytes: the size in bytes of the host arrays that `transfers` keeps alive, and with it this record
+            of the request.
+        serial: the request's position in the order of all requests.
     """
 
     process: ProcessId
@@ -410,7 +447,10 @@ class SentRequest:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a restart has to send it again: it is unanswered, or has changed what its actor holds."""
+        """Whether a restart has to send the request again.
+
+        This is so if it is unanswered, or if it succeeded and changed which arrays its actor has.
+        """
         handler = self.reply_handler
         if not handler.done:
             return True
@@ -423,15 +463,17 @@ class SentRequest:
 
 
 class RequestLog:
-    """The requests to the actors of one mesh, remembered while a restart may have to send them again.
+    """A log of the requests to the actors of one mesh, which sends them and can send them again in a restart.
 
-    An actor's arrays follow from the requests that it was sent, in their order. After a restart, when every
-    actor is back at a copy of its arrays, the same requests bring it to where it was: all requests that
-    change what it holds, answered or not, and all requests that have had no answer yet.
+    The arrays of an actor follow from the requests that it was sent, in their order. In a restart, every
+    actor first returns to a copy of its arrays. Two kinds of requests since that copy are then sent again:
+    all that change which arrays an actor has, answered or not, and all that have not been answered. If
+    `options` allow no restarts, requests are sent without being remembered.
 
     Args:
-        links: the processes as they are now, by number.
-        check_usable: raises if the mesh is closed or has failed.
+        links: the link of each current process, by process number.
+        check_usable: raises an error if the mesh is closed or has failed.
+        options: tells whether lost actors are replaced, and the length of the longest control frame.
     """
 
     def __init__(
@@ -442,7 +484,7 @@ class RequestLog:
     ):
         self._links, self._check_usable, self._remembers = links, check_usable, options.restarts
         self._numbers, self._serials = itertools.count(), itertools.count()
-        # Also handlers whose reply has come and that wait for the data behind it.
+        # These include handlers that have their reply and wait for the data that follows it.
         self._open: set[ReplyHandler] = set()
         self._encoder = Encoder(options.max_frame_bytes)
         self._sent: list[SentRequest] = []
@@ -454,17 +496,16 @@ class RequestLog:
     # ------------------------------------------------------------ sending
 
     def number(self) -> int:
-        """Give a request number that no request has had."""
+        """Return a request number that no request has had before."""
         return next(self._numbers)
 
     def post(self, *posts: SentRequest) -> None:
-        """Send requests now, behind all that were posted before; during a restart, as soon as it is over.
+        """Send requests in this order, after all earlier ones. During a restart, send them when it has ended.
 
         Raises:
-            MeshError: one of them cannot be encoded. None of them is sent then, and none remembered.
+            MeshError: one of the requests cannot be encoded. None of them is sent or remembered then.
         """
-        # Encode first: a request that is remembered and cannot be encoded would end every restart from then
-        # on.
+        # Encode first: if a request that cannot be encoded were remembered, every later restart would fail.
         encoded = [self._encoder.encode(post.message) for post in posts]
         is_open = self._is_open.is_set()
         for post, data in zip(posts, encoded, strict=True):
@@ -482,26 +523,33 @@ class RequestLog:
     def send(
         self, process: ProcessId, make: Callable[[int], Request], expected: type, *, awaited: bool = True
     ) -> asyncio.Future[Any]:
-        """Send one request, for callers that need nothing else of the controller.
+        """Send one request, for callers that need nothing else of the controller, and return its future
+        reply.
 
         Args:
-            make: makes the request from its number.
-            expected: the reply's type.
-            awaited: whether somebody will see a failure of the mesh through this.
+            process: the process to send to.
+            make: makes the request from its request number.
+            expected: the type of the reply.
+            awaited: whether a caller will await the future, and so see an error of the mesh that ends the
+                request.
 
         Returns:
-            The reply, to come; `RemoteError` if the request failed on the actor, `ActorError` if the mesh
-            failed.
+            A future of the reply. It raises `RemoteError` if the request failed on the actor, and
+            `ActorError` if the mesh failed.
 
         Raises:
-            MeshClosedError: the mesh is closed or has failed. MeshError: the request cannot be encoded.
+            MeshClosedError: the mesh is closed or has failed.
+            MeshError: the request cannot be encoded.
         """
         return self.send_each({process: make}, expected, awaited=awaited)[process]
 
     def send_each(
         self, makes: Mapping[ProcessId, Callable[[int], Request]], expected: type, *, awaited: bool = True
     ) -> dict[ProcessId, asyncio.Future[Any]]:
-        """Send one request to each of several processes, or none at all; otherwise as `send`."""
+        """Send one request to each of several processes, and return their future replies by process.
+
+        If one of the requests cannot be encoded, none is sent. Arguments and errors are those of `send`.
+        """
         self._check_usable()
         calls = {process: PendingRequest(expected, awaited=awaited) for process in makes}
         self.post(
@@ -510,59 +558,65 @@ class RequestLog:
         return {process: call.future for process, call in calls.items()}
 
     def info(self, process: ProcessId) -> ActorInfo:
-        """Say where a process is."""
+        """Return the host, pid, devices and state of a process."""
         return self._links[process].info
 
     async def drain(self, process: ProcessId) -> None:
-        """Wait until little is left unsent to a process, or its connection has ended."""
+        """Wait until few bytes are left unsent on the connection to a process, or it has ended."""
         await self._links[process].connection.drain()
 
     # ------------------------------------------------------------ remembering
 
     @property
     def mark(self) -> int:
-        """A new mark: the point between the requests so far and those to come."""
+        """A new number that separates the requests made so far from those to come.
+
+        Each access gives another number, which can be passed to `unanswered` and `forget_before`.
+        """
         return next(self._serials)
 
     @property
     def size_bytes(self) -> int:
-        """Size of the host memory that remembered requests hold."""
+        """The bytes of host memory that remembered requests keep alive."""
         return self._size_bytes
 
     def unanswered(self, mark: int) -> tuple[ReplyHandler, ...]:
-        """Give the handlers that still wait for replies to requests before a mark."""
+        """Return the handlers of all unanswered requests from before a mark (see `RequestLog.mark`)."""
         return tuple(
             sent.reply_handler for sent in self._sent if sent.serial < mark and not sent.reply_handler.done
         )
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether a save that is not over has taken arrays, which a copy of the actors' arrays would lack."""
+        """Whether a checkpoint is being saved, which keeps arrays that a copy of the actors' state would not
+        include.
+        """
         return any(isinstance(sent.message, BeginSnapshot) for sent in self._needed())
 
     @property
     def needs_files(self) -> bool:
-        """Whether a restart would read arrays from files again, which may be gone by then."""
+        """Whether a restart would have to read arrays from files again, which may no longer exist by then."""
         return any(isinstance(sent.message, ReadFile) for sent in self._needed())
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are sent when they are posted; False during a restart."""
+        """Whether requests are sent as soon as they are posted; False during a restart."""
         return self._is_open.is_set()
 
     async def wait_open(self) -> None:
-        """Wait until requests are sent when they are posted."""
+        """Wait until no restart is in progress, so that requests are sent as soon as they are posted."""
         await self._is_open.wait()
 
     def forget_before(self, mark: int) -> None:
-        """Forget the requests before a mark, because a copy of the actors' arrays at that mark is safe."""
+        """Forget the requests from before a mark, because a copy of the state at that mark is complete."""
         self._keep([sent for sent in self._needed() if sent.serial > mark])
 
     def _remember(self, sent: SentRequest) -> None:
         sent.serial = next(self._serials)
         self._sent.append(sent)
         self._size_bytes += sent.size_bytes
-        if len(self._sent) > self._prune_at:  # a remembered fetch keeps the arrays that it fetched alive
+        # Requests that are not needed use memory: for example, a fetch keeps the fetched arrays alive.
+        if len(self._sent) > self._prune_at:
             self._keep(self._needed())
             self._prune_at = 2 * len(self._sent) + _PRUNE_AFTER
 
@@ -570,7 +624,10 @@ class RequestLog:
         self._sent, self._size_bytes = sent, sum(one.size_bytes for one in sent)
 
     def _needed(self) -> list[SentRequest]:
-        """List the remembered requests that a restart has to send again, in their order."""
+        """Return the remembered requests that a restart has to send again, in their order.
+
+        The first request of a save (`BeginSnapshot`) is left out once the save has ended with a `Sweep`.
+        """
         swept: set[tuple[ProcessId, bytes]] = set()
         needed: list[SentRequest] = []
         for sent in reversed(self._sent):
@@ -585,23 +642,24 @@ class RequestLog:
     # ------------------------------------------------------------ restarts
 
     def hold_back(self) -> None:
-        """From here on only remember requests, without sending them, until `replay`."""
+        """Stop sending requests, because a restart begins; only remember them until `replay` sends them."""
         self._is_open.clear()
         for link in self._links.values():
             link.drop_reply_handlers()
 
     def replay(self, epoch: int) -> int:
-        """Send again all requests that are needed, in their old order, and from then on new ones at once.
+        """Send again all requests that a restart has to repeat, in their old order, and end the restart.
 
-        A request that had its answer before is sent again as well if it changes what its actor holds. Its
-        handler is done, so it drops the second reply and a second failure: arrays that cannot be put or read
-        again fail their users, if there are any left.
+        From then on, new requests are sent as soon as they are posted. A request that was answered before is
+        also sent again if it changes which arrays its actor has. Its handler has ended, so it ignores the
+        second reply, and also a second failure: if arrays cannot be stored or read again, the requests that
+        use them fail, if there are any.
 
         Args:
-            epoch: the epoch of the steps from here on.
+            epoch: the epoch in which the steps run from now on; it counts aborts of the whole mesh.
 
         Returns:
-            How many steps of the user's had run before and run again.
+            The number of the user's steps that had already finished and run again.
         """
         self._keep(self._needed())
         for reply_handler in {sent.reply_handler for sent in self._sent if not sent.reply_handler.done}:
@@ -609,7 +667,7 @@ class RequestLog:
         self._is_open.set()
         again = set()
         for sent in self._sent:
-            sent.serial = next(self._serials)  # behind every mark so far
+            sent.serial = next(self._serials)  # after every mark so far
             changed: dict[str, Any] = {"request": self.number()}
             if isinstance(sent.message, Step):
                 changed["epoch"] = epoch
@@ -626,11 +684,15 @@ class RequestLog:
     def fail_all(self, error: ActorError, step: StepId | None) -> bool:
         """End every open request and step because of `error`.
 
-        Requests and the step with the id `step` get the error itself; steps behind it are aborted because of
-        it.
+        Requests, and the step with the id `step`, end with the error itself. All other steps end with a
+        `StepAbortedError` whose cause is the error.
+
+        Args:
+            error: the failure of the mesh.
+            step: the id of the step that failed, or None.
 
         Returns:
-            Whether somebody will see the error.
+            Whether a caller will see the error itself.
         """
         seen = False
         for reply_handler in self._take_reply_handlers():
@@ -644,7 +706,7 @@ class RequestLog:
         return seen
 
     def close(self, error: ActorError) -> None:
-        """End every open request and step with the same error."""
+        """End every open request and step with this error, because the mesh is closed."""
         for reply_handler in self._take_reply_handlers():
             reply_handler.fail(error)
 
@@ -654,7 +716,7 @@ class RequestLog:
             reply_handlers.update(link.reply_handlers.values())
             link.reply_handlers.clear()
         self._keep([])
-        self._is_open.set()  # nothing is sent any more, and nobody is to wait for that
+        self._is_open.set()  # nobody may wait for a restart any more
         return reply_handlers
 
 
@@ -662,30 +724,33 @@ class RequestLog:
 
 
 class FreeList:
-    """Arrays that are no longer needed, collected from any thread for the next request to their actor.
+    """A list of arrays that are no longer needed, each of which is freed by the next request to its actor.
 
-    `add` takes no lock: garbage collection may call it on any thread at any point, also inside `take`.
+    `add` takes no lock, because garbage collection may call it on any thread at any point, even during
+    `take`.
     """
 
     def __init__(self) -> None:
         self._pending: deque[tuple[ActorId, ArrayId]] = deque()
 
     def add(self, actor: ActorId, array_id: ArrayId) -> None:
-        """Note an array to free later. Any thread may call this."""
+        """Add an array that is to be freed later. This may be called from any thread."""
         self._pending.append((actor, array_id))
 
     def take(self) -> dict[ActorId, tuple[ArrayId, ...]]:
-        """Remove all arrays from the list and give them, by actor, to the caller, who has them freed."""
+        """Remove all arrays from the list, and return their ids by actor for the caller to send with
+        requests.
+        """
         if not self._pending:
             return {}
         frees: dict[ActorId, list[ArrayId]] = defaultdict(list)
-        with contextlib.suppress(IndexError):  # empty
+        with contextlib.suppress(IndexError):  # the list is empty
             while True:
                 actor, array_id = self._pending.popleft()
                 frees[actor].append(array_id)
         return {actor: tuple(array_ids) for actor, array_ids in frees.items()}
 
     def give_back(self, frees: Mapping[ActorId, Sequence[ArrayId]]) -> None:
-        """Put arrays back that `take` gave and no request took along."""
+        """Put ids back on the list that `take` returned but that were not sent with any request."""
         for actor, array_ids in frees.items():
             self._pending.extend((actor, array_id) for array_id in array_ids)

@@ -1,9 +1,10 @@
-"""Find the actors that cannot go on from where they are, step by step, and say why from their reports.
+"""Find the actors that cannot continue a step, and tell from their reports why.
 
-An actor stands still while its position does not change. It is stuck when it and every actor that it may wait
-for, and they in turn, have stood still until the deadline, and none of them computes or is silent. Then the
-actors are asked what they wait for (`Report`), and `_Examination` finds out why. The clock is a parameter, so
-that tests choose the time.
+An actor makes no progress while its position in its program does not change. It is stuck when it, every actor
+that it may be waiting for, and every actor that those may be waiting for in turn, have made no progress until
+the deadline, and none of them computes or is silent. These actors are then asked what they wait for
+(`Report`), and `_Examination` finds the reason. The time is a parameter of each method, so that tests can
+choose it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ SLOW_BYTES_PER_S = 50e6
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Actors that wait for each other and have stood still for `still_s` seconds.
+    """A group of actors that may be waiting for each other, none of which has made progress for `still_s`
+    seconds.
 
     Args:
-        actors: the actor whose wait was followed, then the others, to which it led.
+        actors: the actor with which the search began, then the others that it may be waiting for, directly or
+            by way of others.
+        still_s: the seconds without progress.
     """
 
     actors: tuple[ActorId, ...]
@@ -39,11 +43,14 @@ class Stall:
 
 @dataclass(slots=True)
 class _Standstill:
-    """Since when an actor is at one position, and how much longer than usual it may stay there.
+    """A record of the position at which an actor makes no progress, and since when.
 
     Args:
-        at: the step and the position.
-        done: the instruction and the number of done transfers that it reported last.
+        at: the step's id and the position.
+        since: the time in seconds at which the actor was first seen there.
+        extra_s: how many seconds longer than usual the actor may stay there, because of the bytes in
+            transfer.
+        done: the instruction and the number of finished transfers that the actor last reported, or None.
     """
 
     at: tuple[int, Position | None]
@@ -53,11 +60,12 @@ class _Standstill:
 
 
 class StallDetector:
-    """The detector of steps that do not go on.
+    """A detector of steps that make no progress.
 
     Args:
-        program_of: gives the programs.
-        progress_s: how long a step may stand still; a second more for each 50 MB that are under way.
+        program_of: returns an actor's part of a program for (program id, actor), or None.
+        progress_s: the seconds that a step may make no progress; each 50 MB that are in transfer add a
+            second.
     """
 
     def __init__(self, program_of: ProgramOf, progress_s: float = PROGRESS_S):
@@ -65,7 +73,10 @@ class StallDetector:
         self._standstills: dict[ActorId, _Standstill] = {}
 
     def restart(self) -> None:
-        """Forget since when actors stand still: after an abort, a restart, or the loading of a program."""
+        """Forget since when actors have made no progress.
+
+        This is needed after an abort, a restart or the loading of a program, during which no step progresses.
+        """
         self._standstills.clear()
 
     def judge(
@@ -75,13 +86,17 @@ class StallDetector:
         positions: Mapping[ActorId, Position | None],
         silent: Collection[ActorId] = (),
     ) -> Stall | None:
-        """Find actors that are stuck, as far as can be known without asking them; to be called every tick.
+        """Return a group of actors that seem stuck, as far as that is known without asking them, or None.
+
+        This must be called at every tick of the monitor's clock.
 
         Args:
             now: the time in seconds.
-            unfinished: each actor's oldest step that it has not finished; actors without one are left out.
-            positions: where they are.
-            silent: actors that were not heard for a while, so that nobody knows whether they stand still.
+            unfinished: for each actor, the id of the oldest step that it has not finished; actors without one
+                are left out.
+            positions: the last known position of each of these actors in its program, or None.
+            silent: the actors whose heartbeats have been missing for a while. They may be making progress
+                unseen, so groups with one of them are not returned.
         """
         self._update(now, unfinished, positions)
         still = {a for a, c in self._standstills.items() if now - c.since >= self._progress_s + c.extra_s}
@@ -100,12 +115,16 @@ class StallDetector:
         reports: Mapping[ActorId, Reported | None],
         silent: Collection[ActorId] = (),
     ) -> StallDiagnosis | None:
-        """Say why actors are stuck, now that all with unfinished steps were asked; None if they are not.
+        """Return why a group of actors is stuck, or None if it is not, from the reports of all unfinished
+        actors.
 
         Args:
-            now, unfinished, silent: as of `judge`.
-            stall: the result of `judge`.
-            reports: the answers of the actors; None for an actor that did not answer.
+            now: the time in seconds.
+            stall: the group that `judge` returned.
+            unfinished: for each actor, the id of the oldest step that it has not finished; actors without one
+                are left out.
+            reports: the report of each actor that was asked; None if the actor did not answer.
+            silent: the actors whose heartbeats are missing, for which nothing can be concluded.
         """
         gone_on = [
             a
@@ -138,7 +157,13 @@ class StallDetector:
                 self._standstills[actor] = _Standstill((step, position), now)
 
     def _has_moved(self, actor: ActorId, reported: Reported, now: float) -> bool:
-        """Whether an actor executes, or has done something since it was asked the last time."""
+        """Return whether an actor executes a task, or has made progress since its last report.
+
+        Args:
+            actor: the actor.
+            reported: its new report.
+            now: the time in seconds.
+        """
         standstill = self._standstills.get(actor)
         if standstill is None:
             return False
@@ -154,7 +179,10 @@ class StallDetector:
     def _may_wait_for(
         self, actor: ActorId, positions: Mapping[ActorId, Position | None], unfinished: Mapping[ActorId, int]
     ) -> set[ActorId]:
-        """Collect an actor, the actors that it may wait for, and so on; finished actors wait for nobody."""
+        """Return an actor together with all actors that it may be waiting for, directly or by way of others.
+
+        Actors that have finished their steps are left out, since they wait for nobody.
+        """
         found, left = {actor}, [actor]
         while left:
             one = left.pop()
@@ -164,11 +192,19 @@ class StallDetector:
         return found
 
     def _peers(self, actor: ActorId, at: Position | None) -> set[ActorId]:
-        """Find the actors whose data or receives the instruction may wait for: more than it does wait for."""
+        """Return the actors whose data or receives an actor may be waiting for at a position in its program.
+
+        The result may include actors for which it does not wait, since it is not known which transfers are
+        open.
+
+        Args:
+            actor: the actor.
+            at: its position, or None if not known; the result is then empty.
+        """
         part = self._program_of(at.program_id, actor) if at is not None else None
         if at is None or part is None or at.instruction > len(part.instructions):
             return set()
-        wanted: set[int] | None = None  # at the end of the program: every buffer
+        wanted: set[int] | None = None  # None at the end of the program: every buffer
         if at.instruction < len(part.instructions):
             run = part.instructions[at.instruction]
             wanted = set(run.inputs) if isinstance(run, Run) else set()
@@ -180,7 +216,10 @@ class StallDetector:
 
 
 def _extra_s(reports: Collection[Reported]) -> float:
-    """Compute how much longer a step may stand still for the bytes under way; 0 if less than a tick."""
+    """Return how many seconds longer than usual a step may make no progress because of the bytes in transfer.
+
+    This is a second for each 50 MB of the actor with most bytes in transfer, or 0 if it is less than a tick.
+    """
     most = max((sum(t.size_bytes for t in r.transfers if t.posted) for r in reports), default=0)
     extra_s = most / SLOW_BYTES_PER_S
     return extra_s if extra_s >= TICK_S else 0.0
@@ -197,12 +236,18 @@ answer, that has not begun the step, that waits for the controller, that waits f
 actors."""
 
 _CAUSES: tuple[Cause, ...] = ("lost", "deaf", "idle", "controller", "none", "cycle")
-_MOST_WAITS, _MOST_LINES = 4, 32  # most lines about one actor, and in one list
+_MOST_WAITS, _MOST_LINES = 4, 32  # the most lines about one actor, and in one list
 
 
 @dataclass(frozen=True, slots=True)
 class ActorWait:
-    """An actor and the transfer without which it cannot go on in a step."""
+    """A wait of an actor: the transfer without which it cannot continue a step.
+
+    Args:
+        actor: the actor that waits.
+        step: the id of the step.
+        transfer: the transfer, as the actor reported it.
+    """
 
     actor: ActorId
     step: StepId
@@ -210,12 +255,12 @@ class ActorWait:
 
     @property
     def sender(self) -> ActorId:
-        """The actor that sends."""
+        """The actor that sends the data."""
         return self.actor if self.transfer.kind == "send" else self.transfer.peer
 
     @property
     def receiver(self) -> ActorId:
-        """The actor that receives."""
+        """The actor that receives the data."""
         return self.transfer.peer if self.transfer.kind == "send" else self.actor
 
     def __str__(self) -> str:
@@ -231,18 +276,18 @@ class ActorWait:
 
 @dataclass(frozen=True, slots=True)
 class StallDiagnosis:
-    """The reason why a step does not go on.
+    """The reason why a step makes no progress.
 
     Args:
         step: the id of the oldest step that an actor of the chain has not finished.
-        cause: the kind of the surest cause.
-        culprit: the cause as a clause.
-        actor: the actor to blame; of a lost transfer its receiver; None: the controller.
-        instruction: text of the instruction that it is at, if it reported one.
-        lost: the transfer, if the cause is `"lost"`.
-        chain: the actors that wait, in the order in which the one leads to the other.
-        waits: a line for each wait of an actor.
-        places: where each actor with an unfinished step is, as far as it reported.
+        cause: the kind of the cause; if there are several causes, the kind of the surest one.
+        culprit: a clause that describes the cause.
+        actor: the actor to blame, which for a lost transfer is its receiver; None: the controller.
+        instruction: the text of the instruction at which that actor is, or None if it reported none.
+        lost: the transfer that was lost, if the cause is `"lost"`; otherwise None.
+        chain: the actors that the search visited, from the first one along the transfers that each waits for.
+        waits: lines of text that say which actor waits for which transfer.
+        places: for each actor with an unfinished step, a text that says where in its program it is.
     """
 
     step: StepId
@@ -256,10 +301,10 @@ class StallDiagnosis:
     places: Mapping[ActorId, str]
 
     def text(self, names: Mapping[ActorId, str]) -> str:
-        """Format the diagnosis in lines.
+        """Return the diagnosis as lines of text.
 
         Args:
-            names: names of actors, with host and process.
+            names: for each actor, a name that tells its host and process.
         """
         places = [f"{names.get(a, f'actor {a}')}: {where}" for a, where in sorted(self.places.items())]
         waits = _lines(self.waits) or " nobody"
@@ -267,7 +312,14 @@ class StallDiagnosis:
 
 
 def describe_position(program_of: ProgramOf, actor: ActorId, at: Position) -> str:
-    """Say where an actor is, by its last position; such as `"run fwd(stage 1, mb 3) ... of step 7"`."""
+    """Return a text for a position of an actor, such as `"run fwd(stage 1, mb 3) of step 7, waiting for
+    data"`.
+
+    Args:
+        program_of: returns an actor's part of a program for (program id, actor), or None.
+        actor: the actor.
+        at: the position in a program.
+    """
     program = program_of(at.program_id, actor)
     if program is None or not 0 <= at.instruction <= len(program.instructions):
         return step_text(at.step)
@@ -278,12 +330,14 @@ def describe_position(program_of: ProgramOf, actor: ActorId, at: Position) -> st
 
 
 class _Examination:
-    """A walk from actor to actor, breadth first, that finds who waits for whom.
+    """A search for the reason of a stall, from actor to actor along the transfers that each waits for.
+
+    The search is breadth first.
 
     Args:
-        unfinished: each actor's oldest step that it has not finished.
-        reports: the reports of all these actors; None for one that did not answer.
-        program_of: gives the programs.
+        unfinished: for each actor, the id of the oldest step that it has not finished.
+        reports: the report of each of these actors; None if the actor did not answer.
+        program_of: returns an actor's part of a program for (program id, actor), or None.
     """
 
     def __init__(
@@ -293,14 +347,18 @@ class _Examination:
         program_of: ProgramOf,
     ):
         self._unfinished, self._reports, self._program_of = unfinished, reports, program_of
-        self._causes: dict[Cause, tuple[ActorId, ActorWait | None]] = {}  # the first of each kind
+        self._causes: dict[Cause, tuple[ActorId, ActorWait | None]] = {}  # the first cause found of each kind
         self._chain: list[ActorId] = []
         self._waits: list[ActorWait] = []
 
     def follow(self, first: ActorId) -> StallDiagnosis | None:
-        """Walk from `first`, an actor that waits; None if an actor that is waited for is at work."""
+        """Search from `first`, an actor that waits, and return why it cannot continue.
+
+        The result is None if one of the actors that are waited for executes a task, since then nobody is
+        stuck.
+        """
         self._chain.append(first)
-        for actor in self._chain:  # grows meanwhile
+        for actor in self._chain:  # `_follow_waits` appends to the chain
             reported = self._reports.get(actor)
             if reported is not None and reported.running:
                 return None
@@ -334,7 +392,7 @@ class _Examination:
         self._causes.setdefault(cause, (actor, wait))
 
     def _other_end_has_begun(self, wait: ActorWait) -> bool:
-        """Whether the peer has posted its half of a transfer, or is done with it."""
+        """Return whether the peer of a transfer has posted its half of it, or has finished that half."""
         peer, tag = wait.transfer.peer, wait.transfer.tag
         reported = self._reports.get(peer)
         if reported is None or reported.step is None:
@@ -392,7 +450,11 @@ class _Examination:
         return f"actor {actor} waits for nothing and does not go on"
 
     def _find_cycle(self, actor: ActorId) -> list[ActorId]:
-        """Follow each actor's first wait from `actor` until an actor comes twice."""
+        """Return the actors of a cycle in which each waits for the next one.
+
+        The search follows each actor's first wait, from `actor` on, until it comes to an actor for a second
+        time.
+        """
         path: list[ActorId] = []
         while actor not in path:
             path.append(actor)
@@ -427,7 +489,10 @@ class _Examination:
 
 
 def _lines(lines: Sequence[str]) -> str:
-    """Indent lines, and leave the middle ones out if they are too many: the first and the last say most."""
+    """Return lines of text as one indented block, without its middle if there are more than `_MOST_LINES`.
+
+    The first and the last lines tell most.
+    """
     half, more = _MOST_LINES // 2, len(lines) - _MOST_LINES
     if more > 0:
         lines = [*lines[:half], f"... and {more} more ...", *lines[-half:]]
@@ -435,7 +500,7 @@ def _lines(lines: Sequence[str]) -> str:
 
 
 def _short(instruction: Instruction) -> str:
-    """Format a run as its task alone, and other instructions in full."""
+    """Return the text of an instruction: of a `Run` only the task's label, of any other all of it."""
     if isinstance(instruction, Run) and instruction.label:
         return f"run {instruction.label}"
     return format_instruction(instruction)

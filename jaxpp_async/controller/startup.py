@@ -1,26 +1,24 @@
-"""Start actor processes up to connected, configured actors, check their devices, and wait for their ends.
+"""Start actor processes until they are connected and configured, check their devices, and wait for their
+ends.
 
-`Startup` starts the actors of one mesh, and later the successors of lost ones. All actors come up in
-parallel. The first that fails ends the launch, and the caller stops whatever has started.
+`Startup` starts the processes of one mesh's actors, and later those that replace lost ones. All actors start
+in parallel. The first failure ends the launch, and the caller stops the processes that have been started.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib import metadata
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from jaxpp_async.base.install_hints import pip_install
+from jaxpp_async.controller.device_checks import check_library_versions
 from jaxpp_async.controller.error_messages import describe_end, launch_error, location, remote_error
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.requests import ActorLink
 from jaxpp_async.errors import (
     ActorError,
-    HandshakeError,
     InstallError,
     JaxppAsyncError,
     LaunchError,
@@ -28,16 +26,14 @@ from jaxpp_async.errors import (
     RemoteError,
 )
 from jaxpp_async.launch import ActorHandle, Launcher, LaunchSpec
-from jaxpp_async.program.instructions import ActorId, ProcessId
+from jaxpp_async.program.instructions import ProcessId
 from jaxpp_async.protocol.actor_info import ActorInfo, ProcessRank
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import Identity
 from jaxpp_async.protocol.messages import Configure, Ready, Request, Reserve, Reserved
 from jaxpp_async.protocol.parent_watch import ExitCode
-from jaxpp_async.transport.nccl.order import MULTI_RANK, ONE_GPU
 
 _LOG = logging.getLogger("jaxpp_async")
-_VERSIONED = ("jax", "jaxlib")
 _LATE_REPORT_S = 0.3
 """How long a process's last message and its death may lie apart: they come by different ways."""
 
@@ -48,16 +44,17 @@ T = TypeVar("T")
 
 
 class Startup:
-    """The start of one mesh's actors.
+    """A starter of one mesh's actor processes, whose errors tell which stage failed and why.
 
     Args:
-        launcher: starts them.
+        launcher: starts the processes.
         listener: accepts their control connections.
-        timeout_s: how long each stage of a start may take.
+        timeout_s: the limit in seconds for each stage of a start.
         on_progress: called with a line of text when a process is ready.
 
     Attributes:
-        handles: the process that was started last under each number, for whoever has to stop them.
+        handles: the handle of each process by process number, for callers that have to stop the processes. A
+            replaced process has the handle of its latest successor.
     """
 
     def __init__(
@@ -73,11 +70,14 @@ class Startup:
         self.handles: dict[ProcessId, ActorHandle] = {}
 
     async def start(self, spec: LaunchSpec) -> ActorLink:
-        """Start one process and wait for its connection.
+        """Start one process, wait until it has connected, and return its link.
+
+        Args:
+            spec: describes the process to start.
 
         Raises:
-            LaunchError: it did not start, died, or did not connect in time.
-            HandshakeError: it runs another version.
+            LaunchError: the process did not start, died, or did not connect in time.
+            HandshakeError: the process runs another version of this package.
         """
         arrival = self._listener.expect(Identity(spec.process_id, spec.incarnation))
         process_rank, remedy = spec.process_rank, _connection_remedy(spec.controller)
@@ -93,10 +93,11 @@ class Startup:
         return make_link(process_rank, handle, connection)
 
     async def reserve(self, link: ActorLink, message: Reserve) -> int:
-        """Have a process find a free port for those that join it.
+        """Have a process find a free port, at which the other processes of its actor can join it; return the
+        port.
 
         Raises:
-            LaunchError: it could not, died or took too long.
+            LaunchError: the process found none, died or did not answer in time.
         """
         reserved: Reserved = await self._call(
             link, message, Reserved, "connected but did not find a free port"
@@ -104,14 +105,14 @@ class Startup:
         return reserved.port
 
     async def configure(self, link: ActorLink, message: Configure) -> Ready:
-        """Start JAX and the transport in one process.
+        """Have one process start JAX and its transport, and return its reply, which describes its devices.
 
-        Returns:
-            Its devices and hardware.
+        The link gets the process's devices and its address on the data plane.
 
         Raises:
-            LaunchError: it failed, died or took too long. HandshakeError: its JAX is another version.
-            InstallError, MeshError: it lacks a package, or devices.
+            LaunchError: the process failed, died or did not answer in time.
+            HandshakeError: the process has another version of JAX.
+            InstallError, MeshError: the process lacks a package, or devices.
         """
         ready: Ready = await self._call(
             link, message, Ready, "connected but did not start JAX and the transport"
@@ -123,7 +124,18 @@ class Startup:
         return ready
 
     async def _call(self, link: ActorLink, message: Request, expected: type, late: str) -> Any:
-        """Call a process that is not watched yet; `late` says for an error what it has not done in time."""
+        """Send a request to a process that is still being started, and return its reply.
+
+        Args:
+            link: the process.
+            message: the request.
+            expected: the type of the reply.
+            late: a clause for the error about a missed deadline, which says what the process did not do.
+
+        Raises:
+            LaunchError: the process died or did not answer in time.
+            JaxppAsyncError: the request failed; see `unready_error`.
+        """
         process_rank = ProcessRank(link.info.process, link.info.size)
         task = asyncio.get_running_loop().create_task(
             link.call(message, expected), name=f"configure {process_rank}"
@@ -141,10 +153,15 @@ class Startup:
     async def _unless_dead(
         self, process_rank: ProcessRank, wanted: asyncio.Future[T], unconnected: str = ""
     ) -> T:
-        """Wait for `wanted`, or raise `LaunchError` if the process dies first.
+        """Wait for `wanted` and return its result, or raise an error if the process dies before.
 
         Args:
-            unconnected: text to append if the process could not connect to the controller.
+            process_rank: the process.
+            wanted: a future that depends on the process, such as its connection or its reply.
+            unconnected: text to append to the error if the process could not connect to the controller.
+
+        Raises:
+            LaunchError: the process died before `wanted` was done.
         """
         handle = self.handles[process_rank.process]
         dead = asyncio.get_running_loop().create_task(
@@ -174,10 +191,14 @@ class Startup:
 
 
 def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
-    """Make the error for an actor that could not be configured; without a traceback where users can help.
+    """Return the error for an actor that could not be configured.
+
+    If the user can mend the cause, such as a missing package, the error has the actor's text without a
+    traceback.
 
     Args:
-        error: the actor's answer, with its traceback.
+        actor: the process.
+        error: the failure that the process reported, with its traceback.
     """
     text, _, _ = str(error).partition("\n\nTraceback on the actor")
     plain = _PLAIN.get(error.exception_type.rpartition(".")[2])
@@ -185,13 +206,18 @@ def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
         return plain(text.replace(f"{error.exception_type}: ", "", 1))
     where = location(actor)
     if error.exception_type.rpartition(".")[2] == LaunchError.__name__:
-        # Its text says what failed, and its traceback says where.
+        # The text of the error says what failed, and its traceback says where.
         return LaunchError(str(error).replace(f"{error.exception_type}: ", "", 1), **where)
     return LaunchError(f"could not start JAX and the transport on {error}", **where)
 
 
 def _connection_remedy(controller: tuple[str, int] | None) -> str:
-    """Say what to check when an actor on another host was started but never connected; empty on this host."""
+    """Return what to check when an actor on another host was started but did not connect.
+
+    Args:
+        controller: the host and port to which actors connect. If it is a loopback address or None, the result
+            is empty.
+    """
     if controller is None or controller[0].startswith("127."):
         return ""
     return (
@@ -201,7 +227,13 @@ def _connection_remedy(controller: tuple[str, int] | None) -> str:
 
 
 def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connection) -> ActorLink:
-    """Make the controller's end of a process that has just connected."""
+    """Return the `ActorLink` of a process that has just connected, with the state `"starting"`.
+
+    Args:
+        process_rank: the process.
+        handle: the handle to the process, from its launcher.
+        connection: its control connection, whose messages are passed to the link from now on.
+    """
     info = ActorInfo(
         process_rank.actor, handle.host, handle.pid, (), "starting", process_rank.rank, process_rank.size
     )
@@ -212,13 +244,16 @@ def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connec
 
 
 def _has_answer(wanted: asyncio.Future[Any]) -> bool:
-    """Whether it succeeded, or failed for a reason other than the actor's death."""
+    """Return whether a future has a result, or an error other than a cancellation or a `LaunchError`.
+
+    A cancellation or `LaunchError` may be a consequence of the process's death, which then explains more.
+    """
     return wanted.done() and not wanted.cancelled() and not isinstance(wanted.exception(), LaunchError)
 
 
 def _on_message(link: ActorLink, message: Any) -> None:
     failed = link.handle_reply(message)
-    if failed is not None:  # the actor itself failed: all its requests get the reason
+    if failed is not None:  # the actor itself failed: all its requests fail with the reason
         for reply_handler in link.reply_handlers.values():
             reply_handler.fail(remote_error(link.info, failed))
 
@@ -228,240 +263,3 @@ def _on_closed(link: ActorLink, error: Exception | None) -> None:
     what = f"closed its control connection before it was ready: {error}"
     for reply_handler in link.reply_handlers.values():
         reply_handler.fail(launch_error(process_rank, what))
-
-
-def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> None:
-    """Check that an actor runs the controller's JAX, for which the controller exports programs.
-
-    Raises:
-        HandshakeError: it runs another one.
-    """
-    for name in _VERSIONED:
-        theirs = versions.get(name)
-        ours = metadata.version(name) if theirs is not None else None
-        if theirs != ours:
-            raise HandshakeError(
-                f"{actor} runs {name} {theirs}, the controller {ours}; install the same version on both",
-                **location(actor),
-            )
-
-
-async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) -> dict[int, T]:
-    """Run a coroutine for each actor, or process, at once. The first error ends the others and is raised.
-
-    Args:
-        coroutines: by number of the actor or process; results have the same keys.
-        what: names the asyncio tasks.
-    """
-    loop = asyncio.get_running_loop()
-    tasks = {number: loop.create_task(c, name=f"{what} {number}") for number, c in coroutines.items()}
-    if not tasks:
-        return {}
-    try:
-        done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-        return {number: task.result() for number, task in tasks.items()}
-    finally:
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-
-
-# ---------------------------------------------------------------- waiting for ends
-
-
-async def wait_all_dead(handles: Mapping[ActorId, ActorHandle], timeout_s: float) -> bool:
-    """Wait until every actor has ended; False if one has not in time."""
-    loop = asyncio.get_running_loop()
-    waits = [
-        loop.create_task(handle.wait_dead(), name=f"wait for the end of actor {actor}")
-        for actor, handle in handles.items()
-    ]
-    if not waits:
-        return True
-    try:
-        _, pending = await asyncio.wait(waits, timeout=timeout_s)
-    finally:
-        for wait in waits:
-            wait.cancel()
-    return not pending
-
-
-async def run_bounded(work: Coroutine[Any, Any, None], timeout_s: float, complaint: str) -> None:
-    """Wait for `work` for at most `timeout_s` seconds, and log any error: closing a mesh must go on."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await work
-    except Exception as error:  # closing goes on, and the log says so
-        _LOG.warning("%s: %r", complaint, error)
-
-
-async def wait_uninterrupted(task: asyncio.Task[None], on_cancel: Callable[[], None]) -> None:
-    """Wait for a task of bounded length to end, even if the caller is cancelled, once or several times.
-
-    A close that stopped half way would leave processes and sockets that nobody owns any more.
-
-    Args:
-        on_cancel: called when the caller is cancelled, to make the rest short.
-
-    Raises:
-        CancelledError: the caller was cancelled meanwhile. Whatever `task` raises.
-    """
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-            on_cancel()
-    if cancelled is not None:
-        raise cancelled
-    task.result()
-
-
-# ---------------------------------------------------------------- agreement of devices
-#
-# Checked once all actors have come up, before anything is compiled. Each host has by then checked what it can
-# see alone (a GPU is missing, or its memory is set aside twice by actors that were started together); the
-# checks here need all.
-
-MOST = 1.0
-"""The most to which shares of one GPU's memory may add up."""
-
-_SLACK = 1e-6  # thirds are written as .333333
-
-_UNIQUE = ("GPU-", "MIG-")
-"""Beginnings of names that no two GPUs in the world share."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessDevices:
-    """The devices of one process.
-
-    Args:
-        who: the process's name in errors, such as `"actor 1 (host n2, pid 7)"`.
-        actor: the actor that it belongs to.
-        host: the machine on which it runs.
-        cuda: version of the CUDA that JAX is for, such as `"13.0"`; empty without GPUs.
-        gpus: UUIDs of its GPUs, or whatever tells the GPUs of a machine apart; empty: not known.
-        memory_fraction: the fraction of each GPU's memory that it sets aside; 0: none beforehand.
-        nccl: version of the NCCL that programs transfer over; empty with other transports.
-        nccl_shares: whether this NCCL allows two ranks on one GPU.
-    """
-
-    who: str
-    actor: int
-    host: str
-    cuda: str = ""
-    gpus: tuple[str, ...] = ()
-    memory_fraction: float = 0.0
-    nccl: str = ""
-    nccl_shares: bool = False
-
-    @property
-    def named_gpus(self) -> list[str]:
-        """Names of its GPUs, of which equal ones mean the same GPU.
-
-        A UUID stands alone, since one machine may be known by several names; other names get their host."""
-        return [gpu if gpu.startswith(_UNIQUE) else f"{gpu} of host {self.host}" for gpu in self.gpus]
-
-
-def check_agreement(members: Sequence[ProcessDevices]) -> None:
-    """Check that the processes of a mesh can work together.
-
-    Raises:
-        MeshError: they cannot: JAXs for different CUDAs, NCCLs of different versions, a GPU that two
-            processes of one actor have, one GPU of two actors between which NCCL refuses to send, or one
-            whose memory is set aside more than once. Names the processes, and says what to do.
-    """
-    for why in (
-        _cuda_conflict(members),
-        _nccl_conflict(members),
-        _gpu_twice_in_actor(members),
-        _gpu_of_neighbours(members),
-        _memory_conflict(members),
-    ):
-        if why is not None:
-            raise MeshError(why)
-
-
-def _cuda_conflict(members: Sequence[ProcessDevices]) -> str | None:
-    by_cuda = _grouped((member.cuda.partition(".")[0], member.who) for member in members if member.cuda)
-    if len(by_cuda) < 2:
-        return None
-    said = "; ".join(f"CUDA {major}: {_names(who)}" for major, who in by_cuda.items())
-    return (
-        f"JAX is for different CUDAs ({said}); install the same extra on all hosts, "
-        f"{pip_install('cuda13')} or {pip_install('cuda12')}"
-    )
-
-
-def _nccl_conflict(members: Sequence[ProcessDevices]) -> str | None:
-    """Find different NCCLs: both ends of a communicator need the same version."""
-    by_nccl = _grouped((member.nccl, member.who) for member in members if member.nccl)
-    if len(by_nccl) < 2:
-        return None
-    said = "; ".join(f"NCCL {version}: {_names(who)}" for version, who in by_nccl.items())
-    return (
-        f"programs transfer over NCCL, of which there are different versions ({said}); install "
-        "the same version (nvidia-nccl-cu13 or -cu12) on all hosts"
-    )
-
-
-def _gpu_twice_in_actor(members: Sequence[ProcessDevices]) -> str | None:
-    """Find a GPU that is two devices of one actor: XLA's collectives run between different GPUs."""
-    by_gpu = _grouped(((gpu, member.actor), member.who) for member in members for gpu in member.named_gpus)
-    for (gpu, actor), who in by_gpu.items():
-        if len(who) > 1:
-            return (
-                f"{_names(who)} have GPU {gpu}, but actor {actor} wants a GPU for each device; "
-                "make spmd_mesh smaller, name more GPUs with devices=, or give it more hosts"
-            )
-    return None
-
-
-def _gpu_of_neighbours(members: Sequence[ProcessDevices]) -> str | None:
-    """Find actors that follow each other on one GPU: they send to each other, which NCCL may refuse.
-
-    Whether other actors send to each other depends on the program, so their links report it later.
-    """
-    by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus if member.nccl)
-    for gpu, sharing in by_gpu.items():
-        for one, other in pairwise(sorted(sharing, key=lambda member: member.actor)):
-            if other.actor - one.actor == 1 and not (one.nccl_shares and other.nccl_shares):
-                return (
-                    f"{_names([one.who, other.who])} share GPU {gpu}, and {ONE_GPU} where they send to "
-                    f"each other over NCCL {one.nccl}, which refuses that; give each actor a GPU of its own "
-                    "(devices=), leave transport= out for UCX, or, with NCCL 2.30 or later, "
-                    f"try env={{'{MULTI_RANK}': '1'}}"
-                )
-    return None
-
-
-def _memory_conflict(members: Sequence[ProcessDevices]) -> str | None:
-    by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus)
-    for gpu, sharing in by_gpu.items():
-        total = sum(member.memory_fraction for member in sharing)
-        if len(sharing) > 1 and total > MOST + _SLACK:
-            each = ", ".join(f"{member.memory_fraction:.3g}" for member in sharing)
-            part = f"env={{'XLA_PYTHON_CLIENT_MEM_FRACTION': '{0.9 / len(sharing):.2f}'}}"
-            return (
-                f"{_names([member.who for member in sharing])} share GPU {gpu}, and set aside {each} of "
-                f"its memory, {total:.3g} together; give each its part, such as {part}, "
-                "or each actor a GPU: devices="
-            )
-    return None
-
-
-def _grouped(pairs: Iterable[tuple]) -> Mapping:
-    found: dict = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
-
-
-def _names(who: Sequence[str]) -> str:
-    """Join the first names, and say how many there are besides."""
-    shown = ", ".join(who[:4])
-    return shown if len(who) <= 4 else f"{shown} and {len(who) - 4} more"

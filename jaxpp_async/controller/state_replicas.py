@@ -1,8 +1,9 @@
-"""Take copies of all actors' arrays, keep each in another actor's memory, and bring actors back to the last.
+"""Copy all actors' arrays regularly, store each copy in another actor's memory, and restore arrays from it.
 
-A copy is whole once every actor has its own, its holder has it too, and no request from before it is under
-way. Only then the copy before it is dropped, and the requests before it are forgotten. `recovery` restarts
-processes and sends requests again.
+A restart needs such a copy: all actors return to it. A copy is complete once every actor has made its own
+part, another actor (the holder) has that part as well, and all earlier requests have been answered. Only then
+are the previous copy and the requests from before the new one forgotten. `recovery` replaces processes and
+sends requests again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import PendingRequest, RequestLog
 from jaxpp_async.controller.stall_detector import SLOW_BYTES_PER_S
-from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, RemoteError, StateLostError, TransferError
 from jaxpp_async.layout.state_replicas import ReplicaStore, choose_holders
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
@@ -31,7 +31,7 @@ from jaxpp_async.protocol.messages import (
     SendReplica,
     TakeReplica,
 )
-from jaxpp_async.protocol.task_group import OwnedTasks, awake_timeout
+from jaxpp_async.protocol.task_group import OwnedTasks, all_of, awake_timeout
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -45,12 +45,17 @@ MAX_REMEMBERED_BYTES = 1 << 30
 
 
 class StateReplication:
-    """The copies of one mesh's state, in the memory of its actors.
+    """The maker of regular copies of one mesh's state (all arrays of its actors), which restarts need.
 
-    A copy may be on its way for `progress_s` seconds, and a second more for each 50 MB.
+    Each process's arrays are copied to its own host memory and to that of another actor. With a single actor,
+    the controller stores the second copy. A transfer of copies may take `progress_s` seconds, and a second
+    more for each 50 MB.
 
     Args:
-        on_error: called with the error of a copy that does not arrive: a hint that its link is broken.
+        actor_group: the actors' processes.
+        request_log: the log of requests, which are forgotten once a later copy is complete.
+        options: the number of steps between copies, and `progress_s`.
+        on_error: called with the error of a copy that does not arrive: a hint that a connection is broken.
     """
 
     def __init__(
@@ -62,9 +67,8 @@ class StateReplication:
     ):
         self._actor_group, self._request_log, self._on_error = actor_group, request_log, on_error
         self._every, self._patience_s = options.backup_every, options.progress_s
-        self._steps_since = (
-            self._every - 1
-        )  # the first copy soon: until then all that was ever put is remembered
+        # The first copy is made after one step, since until then all host values are remembered.
+        self._steps_since = self._every - 1
         self._generations = itertools.count()
         self._generation: int | None = None
         self._contents: Mapping[ProcessId, tuple[ReplicaArray, ...]] = {}
@@ -73,25 +77,26 @@ class StateReplication:
         self._task: asyncio.Task[None] | None = None
 
     def note_step(self) -> None:
-        """Count a step that was just sent, and take a copy behind it if one is due."""
+        """Count a step that has just been sent, and start a copy of the state after it if one is due."""
         self._steps_since += 1
         self.take_if_due()
 
     def take_if_due(self) -> None:
-        """Take a copy now if enough has happened since the last.
+        """Start a copy of the state if enough steps or bytes of host data were sent since the last one.
 
-        To be called also before each save: no copy is taken during a save, and the next save may follow at
-            once.
+        Call this before each save as well: no copy is made during a save, and the next save may follow
+        immediately.
         """
         is_due = self._steps_since >= self._every or self._request_log.size_bytes > MAX_REMEMBERED_BYTES
         if is_due and self._task is None and self._request_log.is_open and not self._request_log.has_snapshot:
             self.take()
 
     def take(self) -> asyncio.Task[None]:
-        """Take a copy of everything as it is behind the requests made so far, while later ones go on.
+        """Start a copy of the state as it is after all requests made so far. Later requests do not wait for
+        it.
 
         Returns:
-            Done when the copy is whole, or could not be taken.
+            A task that ends when the copy is complete or has failed; it logs or reports a failure itself.
         """
         self._steps_since = 0
         generation, mark = next(self._generations), self._request_log.mark
@@ -105,12 +110,16 @@ class StateReplication:
         return task
 
     async def secure(self) -> None:
-        """Wait until a copy has the arrays that were read from files, so that the files may go."""
+        """Wait until a complete copy has all arrays that were read from files, so that the files may be
+        deleted.
+
+        If several attempts fail, this logs a warning and returns.
+        """
         attempts = 0
         while self._request_log.needs_files:
             await self._request_log.wait_open()
             if self._request_log.has_snapshot:
-                await asyncio.sleep(_SAVE_POLL_S)  # a save is under way: there is no event for its end
+                await asyncio.sleep(_SAVE_POLL_S)  # the end of a save has no event to wait for
             elif attempts < _SECURE_ATTEMPTS:
                 attempts += 1
                 await asyncio.wait([self._task or self.take()])
@@ -119,30 +128,33 @@ class StateReplication:
                 return
 
     def cancel(self) -> None:
-        """Make no further request for the copy that is being taken, if there is one."""
+        """Cancel the copy that is being made, if any, so that it sends no further requests."""
         if self._task is not None:
             self._task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel the copy that is being taken, and wait for that. Another copy may be taken afterwards."""
+        """Cancel the copy that is being made, and wait until it has stopped. Another may be started later."""
         await self._tasks.aclose()
 
     async def roll_back(self, lost: Collection[ActorId]) -> None:
-        """Have all actors hold what they held at the last whole copy.
+        """Restore the arrays of all actors from the last complete copy.
+
+        If there is no copy yet, all actors drop their arrays.
 
         Args:
-            lost: actors whose successors hold nothing.
+            lost: the actors that have been replaced, whose new processes have no arrays and no copies.
 
         Raises:
-            StateLostError: an actor was lost together with the holder of its copy.
-            TransferError: a copy does not arrive. ActorUnresponsiveError: an actor does not go back.
+            StateLostError: an actor was lost together with the actor that held its second copy.
+            TransferError: a copy does not arrive.
+            ActorUnresponsiveError: actors did not restore their arrays in time.
         """
         generation, everyone = self._generation, sorted(self._actor_group.links)
         if generation is not None:
             await self._ask_each(everyone, lambda: DropReplicas(self._request_log.number(), generation))
             await self._bring_back(generation, lost)
-            # The copies that the lost actors held for others; until they are there again, one more loss would
-            # be one too many.
+            # Restore the second copies that the lost actors stored for others. Until that is done, the loss
+            # of one more actor could lose its state.
             gone = self._actor_group.processes.processes_of_all(lost)
             orphans = {p: self._contents[p] for p in everyone if self._holder_of(p) in gone}
             await self._hand_over(generation, orphans)
@@ -164,19 +176,21 @@ class StateReplication:
             await self._complete(generation, mark, asked)
         except TransferError as error:
             self._on_error(error)
-        except RemoteError as error:  # such as too little memory; the copy before it still stands
+        except RemoteError as error:  # such as too little memory; the previous copy is still valid
             _LOG.warning(
                 "no copy of the state could be taken, the next is tried in %d steps: %s", self._every, error
             )
-        except ActorError:  # the mesh has ended, and says why to whoever asks it for something
+        except ActorError:  # the mesh has ended, and later calls raise the reason
             _LOG.debug("copy %d of the state was not finished", generation)
 
     async def _complete(self, generation: int, mark: int, asked: Mapping[ProcessId, PendingRequest]) -> None:
-        """Wait until a copy is whole, then drop the copy and the requests before it.
+        """Wait until a copy is complete, then drop the previous copy and the requests from before the new
+        one.
 
         Args:
-            mark: the point in the request log at which the copy is taken.
-            asked: the request to each process to take its copy.
+            generation: the number of the copy; each copy has the next one.
+            mark: the point in the request log at which the copy is made; see `RequestLog.mark`.
+            asked: the request to each process to copy its arrays.
         """
         kept = {process: (await reply).arrays for process, reply in asked.items()}
         await self._hand_over(generation, kept)
@@ -196,12 +210,25 @@ class StateReplication:
     # ------------------------------------------------------------ moving copies
 
     async def _hand_over(self, generation: int, arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]]) -> None:
-        """Move copies from their processes to the holders."""
+        """Send each process's copy of its arrays to its holder, the process that stores the second copy.
+
+        Args:
+            generation: the number of the copy.
+            arrays: the arrays in the copy of each process whose copy is to be sent.
+        """
         routes = {process: (process, self._holder_of(process)) for process in arrays}
         await self._move(generation, arrays, routes)
 
     async def _bring_back(self, generation: int, lost: Collection[ActorId]) -> None:
-        """Move copies from the holders to the successors of the lost actors."""
+        """Send the lost actors' arrays from the processes that hold their second copies to the new processes.
+
+        Args:
+            generation: the number of the copy.
+            lost: the actors that have been replaced.
+
+        Raises:
+            StateLostError: an actor was lost together with the actor that held its second copy.
+        """
         processes = self._actor_group.processes
         for process in processes.processes_of_all(lost):
             holder, actor = self._holder_of(process), processes.actor_of(process)
@@ -223,11 +250,13 @@ class StateReplication:
         arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]],
         routes: Mapping[ProcessId, tuple[ProcessId, ProcessId]],
     ) -> None:
-        """Move copies between processes, all at once.
+        """Send copies of arrays from process to process, all at the same time.
 
         Args:
+            generation: the number of the copy.
             arrays: the arrays in each process's copy.
-            routes: for each process whose copy moves, from where and to where.
+            routes: for each process whose copy is to be sent, the process that sends it and the one that
+                receives it.
 
         Raises:
             TransferError: a copy does not arrive.
@@ -261,7 +290,12 @@ class StateReplication:
             ) from None
 
     async def _run_half(self, process: ProcessId, message: ReceiveReplica | SendReplica) -> None:
-        """Run one end of a move, on an actor or in this process."""
+        """Run the sending or the receiving half of one transfer of a copy, on an actor or in the controller.
+
+        Args:
+            process: the process that runs this half.
+            message: the request for this half.
+        """
         if process != CONTROLLER:
             await self._actor_group.links[process].ask(message, Done)
         elif isinstance(message, ReceiveReplica):
@@ -270,7 +304,10 @@ class StateReplication:
             await self._replica_store.send(self._actor_group.host_transfers.transport, message)
 
     def _holder_of(self, process: ProcessId) -> ProcessId:
-        """Find who holds the copy of a process: the process of equal rank of another actor."""
+        """Return the process that holds the second copy of a process's arrays.
+
+        That is the process of the same rank in another actor, or the controller if there is only one actor.
+        """
         processes = self._actor_group.processes
         if processes.num_actors == 1:
             return CONTROLLER

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from jaxpp_async.base.install_hints import extra_of
+from jaxpp_async.base.install_hints import SAME_VERSIONS, extra_of
 from jaxpp_async.doctor import judge_gpu, judge_network
 from jaxpp_async.doctor.facts import (
     ALL,
@@ -31,7 +31,7 @@ from jaxpp_async.errors import MeshError
 CLOCK_S = 1.0
 """The difference in seconds from which clocks of two hosts make logs and file times hard to read."""
 
-SAME_EVERYWHERE = ("jaxpp-async", "jax", "jaxlib")
+SAME_EVERYWHERE = ("jaxpp-async", *SAME_VERSIONS)
 """The packages of which hosts need the same version as this machine, because programs are made on this
 machine and run on the hosts.
 """

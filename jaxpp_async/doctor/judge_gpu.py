@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxpp_async.base.gpu_inventory import VISIBLE, gpu_environment, memory_fraction, share
 from jaxpp_async.base.install_hints import extra_of
-from jaxpp_async.controller.startup import ProcessDevices, check_agreement
+from jaxpp_async.controller.device_checks import ProcessDevices, check_agreement
 from jaxpp_async.doctor.facts import (
     ALL,
     Examination,

@@ -1,7 +1,7 @@
-"""Choose the folder of JAX's compilation cache, and lend the cache to a JAX that is the user's.
+"""Choose the folder of JAX's compilation cache, and switch the cache on for a while in the user's process.
 
-Whoever can write a cache runs code in every process that reads it: so the default folder belongs to its user
-alone, while a folder that the user has named may be shared.
+Whoever can write to a cache can run code in every process that reads it. So only its user can write to the
+default folder, while a folder that the user has named may be shared.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ DEFAULT = "default"
 
 
 def default_folder() -> str:
-    """Return the folder of this host in the user's cache folder.
+    """Return the default folder of the compilation cache, which is in the user's cache folder.
 
-    Each host has its own: a home folder shared by several hosts would mix CPU types.
+    Each host has a folder of its own, because a home folder may be shared by hosts with different CPU types.
     """
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.abspath(os.path.join(root, "jaxpp_async", socket.gethostname(), f"jax-{jax.__version__}"))
 
 
 def make_cache(given: str) -> str:
-    """Return the folder of the cache, and make it where it is missing.
+    """Return the folder of the compilation cache, and make it if it does not exist.
 
     Args:
-        given: a folder, or `DEFAULT`.
+        given: a folder; or `DEFAULT`, for the one that `JAX_COMPILATION_CACHE_DIR` names or `default_folder`.
 
     Raises:
-        MeshError: the folder cannot be made; or nobody has named it, and another user can write it.
+        MeshError: the folder cannot be made, or it is `default_folder` and another user can write to it.
     """
     named = os.environ.get("JAX_COMPILATION_CACHE_DIR") if given == DEFAULT else given
     folder = named or default_folder()
@@ -62,9 +62,10 @@ def make_cache(given: str) -> str:
 
 
 class SharedCache:
-    """Gives this process's JAX a compilation cache while somebody uses it, and then its own settings back.
+    """A compilation cache that this process's JAX has only while at least one `use` context is open.
 
-    Of several caches that are used at once, the first stays in its place.
+    When the last context ends, JAX gets its former settings back. If contexts with several folders are open
+    at the same time, JAX uses the folder of the first.
     """
 
     def __init__(self) -> None:
@@ -74,12 +75,12 @@ class SharedCache:
 
     @property
     def is_users_own(self) -> bool:
-        """Whether JAX has a compilation cache that this object did not give it."""
+        """True if JAX has a compilation cache that the user, and not this object, has set up."""
         return not self._users and bool(jax.config.jax_compilation_cache_dir)
 
     @contextmanager
     def use(self, folder: str) -> Iterator[None]:
-        """Keep in `folder` what is compiled inside this context."""
+        """Return a context in which JAX stores the programs that it compiles in a cache in `folder`."""
         with self._lock:
             if not self._users:
                 self._given = jax_config.cache_settings(folder)

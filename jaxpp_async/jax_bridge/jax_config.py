@@ -1,6 +1,6 @@
 """Read and change JAX's settings in this process, and those of its compilation cache.
 
-As `private_api`, this module may touch private JAX. Tested with JAX 0.10 and 0.12.
+Like `private_api`, this module may use private parts of JAX. It is tested with JAX 0.10 and 0.12.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax._src import sharding_impls as _sharding_impls
 from jax.sharding import AbstractMesh
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
-# Settings that change the meaning or the values of a program that is traced here and runs on an actor.
+# Settings that change the meaning or the values of a program that one process traces and another runs.
 _COPIED_CONFIG = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -45,18 +45,19 @@ _COPIED_CONFIG = (
 
 
 def trace_settings() -> tuple[Any, ...]:
-    """Return everything in this thread's settings that a traced and exported program depends on.
+    """Return the values of all settings of this thread on which a traced and exported program depends.
 
-    The value is quick to get and to compare. JAX's own part of it is the key of JAX's caches of traces: it
-    includes settings of one thread (`with jax.enable_x64(True)`) and the meshes in context, and lacks some of
-    the settings that actors are given.
+    Callers compare two results to see whether a setting has changed; a result is quick to make and to
+    compare. Its first entry is JAX's key for its own caches of traces, which includes settings of one thread
+    (`with jax.enable_x64(True)`) and the meshes in context, but lacks some of the settings that actors get.
+    The other entries are all settings that actors get.
     """
     config = jax.config
     return _settings.trace_context(), *[getattr(config, name, None) for name in _COPIED_CONFIG]
 
 
 def copied_config() -> dict[str, Any]:
-    """Return the `jax.config` names and plain values that actors need to compute the same as this process."""
+    """Return the settings of JAX, by name, that actors need to compute the same as this process."""
     found = {}
     for name in _COPIED_CONFIG:
         value = getattr(jax.config, name, None)
@@ -72,12 +73,18 @@ _CHECKS = ("jax_debug_nans", "jax_debug_infs")
 
 
 def thread_checks() -> dict[str, Any]:
-    """Return this thread's values of the settings that each actor has for itself while a step runs."""
+    """Return this thread's values of `jax_debug_nans` and `jax_debug_infs`, by name.
+
+    They are not part of a compiled program: each actor checks for NaN and infinity as its own settings say.
+    """
     return {name: getattr(jax.config, name) for name in _CHECKS}
 
 
 def global_checks() -> dict[str, Any]:
-    """Return the same settings for threads without values of their own: those that inline actors run in."""
+    """Return this process's values of `jax_debug_nans` and `jax_debug_infs`, by name.
+
+    They hold in threads that have no values of their own, such as those in which inline actors run.
+    """
     return {name: getattr(_settings, name.removeprefix("jax_")).get_global() for name in _CHECKS}
 
 
@@ -91,16 +98,16 @@ _GUARDS = (
 
 
 def without_transfer_guard(fn: _F) -> _F:
-    """Make a function of an actor move what it is told to move, whatever transfer guard is set.
+    """Decorate a function of an actor so that its transfers are allowed whatever transfer guard is set.
 
-    A transfer guard is about what the user's code does, and inline actors share its thread.
+    A transfer guard is meant for the user's own code, but inline actors run in the same thread as that code.
     """
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         if all(
             guard.value in (None, "allow") for guard in _GUARDS
-        ):  # to set a guard takes as long as a small put
+        ):  # setting a guard takes as long as a small put
             return fn(*args, **kwargs)
         with jax.transfer_guard("allow"):
             return fn(*args, **kwargs)
@@ -109,9 +116,10 @@ def without_transfer_guard(fn: _F) -> _F:
 
 
 def with_exact_types(fn: _F) -> _F:
-    """Make a function of an actor leave 64-bit types as they are, and move what it is told to move.
+    """Decorate a function of an actor so that JAX keeps 64-bit types and allows the function's transfers.
 
-    A program's types were decided where it was compiled, under settings that this thread may not have.
+    A program's types were decided by the process that compiled it, under settings that this thread may not
+    have.
     """
 
     @without_transfer_guard
@@ -124,7 +132,11 @@ def with_exact_types(fn: _F) -> _F:
 
 
 def mesh_context(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Return a context with this mesh and no other, whatever the user has set for this process's devices."""
+    """Return a context in which JAX's mesh is `mesh`, or none, whatever mesh the user has set.
+
+    Args:
+        mesh: the abstract mesh; None: no mesh.
+    """
     stack = contextlib.ExitStack()
     # `jax.set_mesh` takes no "none", and cannot be called under a trace.
     stack.enter_context(_sharding_impls._internal_use_concrete_mesh(_mesh.empty_concrete_mesh))
@@ -133,39 +145,39 @@ def mesh_context(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager
 
 
 def innermost_locations() -> Any:
-    """Return a context in which a lowered operation names the user's line that made it, and not the callers.
+    """Return a context in which a lowered operation names only the user's line that made it, not its callers.
 
-    Otherwise a program's bytes would differ with the line that starts its first run.
+    Otherwise the bytes of a lowered program would depend on the line of the user's program that ran it first.
     """
     return _settings.include_full_tracebacks_in_locations(False)
 
 
 def forbids_nans() -> bool:
-    """Whether `jax_debug_nans` is on in this thread."""
+    """Return whether the setting `jax_debug_nans` is on in this thread."""
     return bool(_settings.debug_nans.value)
 
 
 def forbids_infs() -> bool:
-    """Whether `jax_debug_infs` is on in this thread."""
+    """Return whether the setting `jax_debug_infs` is on in this thread."""
     return bool(_settings.debug_infs.value)
 
 
 def runs_op_by_op() -> bool:
-    """Whether JAX computes each operation at once: `jax.disable_jit` is on and nothing is being traced."""
+    """Return whether JAX executes each operation eagerly (`jax.disable_jit` is on, and nothing is traced)."""
     return bool(_settings.disable_jit.value) and _core.trace_state_clean()
 
 
 def write_cache_whole() -> None:
-    """Have JAX's compilation cache write an entry beside its place and then move it there.
+    """Make JAX's compilation cache write each entry atomically: to a temporary file, which is then renamed.
 
-    JAX writes entries in place, without a lock, and leaves alone those that exist: another process that
-    compiles the same program meanwhile reads half of one, and a process killed there leaves half of one for
-    good.
+    JAX itself writes entries in place, without a lock, and never overwrites one. So another process that
+    compiles the same program meanwhile may read half an entry, and a process that is killed while it writes
+    leaves half an entry for good.
     """
     _lru_cache.LRUCache.put = _put_whole
 
 
-_put_in_place = _lru_cache.LRUCache.put  # as JAX has it: this is read before anyone calls the function above
+_put_in_place = _lru_cache.LRUCache.put  # JAX's own, read before the function above replaces it
 
 
 def _put_whole(self: Any, key: str, value: bytes) -> None:
@@ -185,7 +197,7 @@ def _put_whole(self: Any, key: str, value: bytes) -> None:
 
 
 def cache_settings(folder: str) -> dict[str, Any]:
-    """Return the settings with which JAX keeps all that it compiles in `folder`, small programs too."""
+    """Return the settings, by name, with which JAX caches all programs in `folder`, small ones too."""
     return {
         "jax_compilation_cache_dir": folder,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -194,9 +206,13 @@ def cache_settings(folder: str) -> dict[str, Any]:
 
 
 def set_cache(settings: Mapping[str, Any]) -> None:
-    """Change settings of the compilation cache and have JAX look at them again.
+    """Change settings of JAX's compilation cache, and make JAX read them again.
 
-    At its first compilation JAX decides for good whether it has a cache, and where.
+    Without that, JAX would ignore them after its first compilation, when it decides whether it has a cache
+    and in which folder.
+
+    Args:
+        settings: `jax.config` name to value.
     """
     for name, value in settings.items():
         jax.config.update(name, value)
@@ -204,14 +220,15 @@ def set_cache(settings: Mapping[str, Any]) -> None:
 
 
 def spare_gpus() -> bool:
-    """Have this process's JAX take memory of a GPU as it needs it, and not most of it at its first use.
+    """Make this process's JAX allocate GPU memory as it needs it, rather than most of it at its first use.
 
     A setting of the user's own stays (`XLA_PYTHON_CLIENT_PREALLOCATE`, `jax_pjrt_client_create_options`).
-    This changes an option of this process, not the environment: actors inherit that, and they are to take
-    their memory at once.
+    This changes an option of this process and not its environment, which actors inherit: they are to
+    allocate most of the memory at their first use of JAX.
 
     Returns:
-        False if it is too late, and this process has taken a GPU's memory.
+        False if this process allocates most of a GPU's memory all the same: because it has done so already,
+        or because the user's environment variable asks for it.
     """
     from jax._src import xla_bridge
 
@@ -227,12 +244,15 @@ def spare_gpus() -> bool:
 
 
 def hides_frames() -> bool:
-    """Whether tracebacks leave out frames that do not help users (not if `JAX_TRACEBACK_FILTERING=off`)."""
+    """Return whether tracebacks are to leave out frames that do not help users.
+
+    JAX's own switch, `JAX_TRACEBACK_FILTERING=off`, turns that off.
+    """
     return getattr(jax.config, "jax_traceback_filtering", "auto") != "off"
 
 
 def default_platform() -> str | None:
-    """Return the platform that `jax_platforms` (or `JAX_PLATFORMS`) prefers; None: JAX's own choice."""
+    """Return the first platform in `jax_platforms` (or `JAX_PLATFORMS`); None if JAX itself is to choose."""
     return (getattr(jax.config, "jax_platforms", None) or "").partition(",")[0] or None
 
 
@@ -240,16 +260,19 @@ def default_platform() -> str | None:
 
 
 def distributed_client() -> Any:
-    """Return the key-value store, made by `jax.distributed.initialize`, that all its processes share."""
+    """Return JAX's client of the key-value store that the processes of `jax.distributed.initialize` share.
+
+    It is None if that function has not been called.
+    """
     return _distributed.global_state.client
 
 
 def let_gloo_listen_on(address: str) -> None:
-    """Have gloo, which JAX's CPU collectives use, listen on an address instead of the one of the host's name.
+    """Make gloo, which does JAX's CPU collectives, listen on `address` and not on that of the host's name.
 
-    This has to be called before JAX's first use.
+    This has to be called before JAX is first used.
     """
     _jax.make_gloo_tcp_collectives = functools.partial(_make_gloo, hostname=address)
 
 
-_make_gloo = _jax.make_gloo_tcp_collectives  # as JAX has it
+_make_gloo = _jax.make_gloo_tcp_collectives  # JAX's own, read before the function above replaces it

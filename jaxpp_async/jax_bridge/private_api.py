@@ -1,7 +1,7 @@
-"""Wrap private or moving parts of JAX (`jax._src`, `jax.extend`, interpreter tables) in functions that stay.
+"""Wrap private or unstable parts of JAX (`jax._src`, `jax.extend`, interpreter tables) in stable functions.
 
-The functions take and return jaxprs, equations and primitives, and hold no state; when JAX moves things, only
-they change. Settings and the compilation cache are in `jax_config`. Tested with JAX 0.10 and 0.12.
+The functions take and return jaxprs, equations and primitives, and have no state. When JAX changes, only this
+module has to. Settings and the compilation cache are in `jax_config`. Tested with JAX 0.10 and 0.12.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ def new_primitive(
     batch: Callable | None = None,
     effects: Callable | None = None,
 ) -> Any:
-    """Make a primitive with several results that plain JAX runs as `reference`.
+    """Return a new primitive with multiple results, which plain JAX runs as the function `reference`.
 
     Args:
-        name: printed in jaxprs.
-        abstract_eval: operand avals and params to result avals.
-        reference: the same computation in plain JAX; used eagerly, under `jit`, and for every rule not given
-            here.
-        jvp: `(primals, tangents, **params) -> (primals_out, tangents_out)`.
-        transpose: `(cotangents, *operands, **params) -> cotangents_in`.
-        batch: `(operands, dims, **params) -> (results, dims_out)`.
-        effects: `(**params) ->` JAX effects of what is inside.
+        name: the primitive's name, as printed in jaxprs.
+        abstract_eval: a function from operand avals and params to result avals.
+        reference: the same computation in plain JAX; it runs eagerly and under `jit`, and the JVP and
+            batching rules are derived from it if they are not given.
+        jvp: the JVP rule, `(primals, tangents, **params) -> (primals_out, tangents_out)`.
+        transpose: the transpose rule, `(cotangents, *operands, **params) -> cotangents_in`; None: no rule.
+        batch: the batching rule, `(operands, dims, **params) -> (results, dims_out)`.
+        effects: a function from `**params` to the JAX effects of the computation; None: there are none.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -99,7 +99,7 @@ def _reference_batch(reference: Callable) -> Callable:
 
 
 def always_save_in_checkpoint(primitive: Any) -> None:
-    """Make `jax.checkpoint` keep `primitive`'s results instead of computing again what led to them."""
+    """Make `jax.checkpoint` save a primitive's results as residuals, rather than compute them again."""
 
     def rule(saveable, unknown_in, instantiated_in, eqn):
         num_out = len(eqn.outvars)
@@ -116,22 +116,22 @@ def always_save_in_checkpoint(primitive: Any) -> None:
 
 
 def float0_zero(aval: Any) -> Any:
-    """Return the symbolic zero tangent of an integer-typed result."""
+    """Return the symbolic zero tangent of a value of this aval, of type `float0` for integers."""
     return Zero(aval.to_tangent_aval())
 
 
 def is_float0(x: Any) -> bool:
-    """Whether a value is, or a type describes, the gradient of an integer."""
+    """Return whether a value or an aval has the dtype `float0`, which gradients of integers have."""
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
 def float0_array(shape: tuple[int, ...]) -> np.ndarray:
-    """Return the gradient of integers as JAX returns it."""
+    """Return the gradient of an integer array of this shape, as `jax.grad` returns it: zeros of `float0`."""
     return np.zeros(shape, jax.dtypes.float0)
 
 
 def with_results(closed: Any, positions: Sequence[int]) -> Any:
-    """Return a closed jaxpr that returns only the results at `positions`."""
+    """Return a copy of a closed jaxpr that returns only the results at `positions`."""
     jaxpr = closed.jaxpr
     if len(positions) == len(jaxpr.outvars):
         return closed
@@ -156,7 +156,7 @@ def key_impl(dtype: Any) -> str:
 
 
 def key_data_shape(aval: Any) -> tuple[int, ...]:
-    """Return the shape of the uint32 data behind a key array."""
+    """Return the shape of the `uint32` data of a PRNG key array."""
     return tuple(aval.shape) + tuple(aval.dtype._impl.key_shape)
 
 
@@ -174,11 +174,15 @@ _TAKES_VALUES = frozenset(("typeof", "_arraylike"))
 
 
 def takes_a_value(frame: FrameType) -> bool:
-    """Whether a frame is one of JAX's functions that look at the values they are to compute with.
+    """Return whether a frame that reads `__jax_array__` is in a function of JAX that needs the array's value.
 
-    `jnp.mean`, `jax.jit(f)` and all others go through these. Others ask for `__jax_array__` too:
-    `jax.eval_shape`, which needs only a shape, C++, which prints what a property raises, and `jnp.size`, by
-    the same way as the functions that take a value.
+    `jnp.mean`, `jax.jit(f)` and all other functions that compute read the attribute in a few internal
+    functions, by which they are recognized. Code that does not need the value reads the attribute too:
+    `jax.eval_shape`, which needs only a shape; C++ code, which prints what a property raises; and `jnp.size`,
+    which calls the same internal functions as those that compute.
+
+    Args:
+        frame: the frame of the function that reads the attribute.
     """
     if frame.f_code.co_name not in _TAKES_VALUES or not frame.f_globals.get("__name__", "").startswith(
         "jax."
@@ -202,14 +206,14 @@ def _callers(frame: FrameType) -> Iterator[FrameType]:
 
 
 def is_host_memory(aval: Any) -> bool:
-    """Whether a value of this type lies in host memory beside its device's (`jax.memory.Space.Host`)."""
+    """Return whether values of this aval are in host memory (`jax.memory.Space.Host`), not device memory."""
     return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
 def is_host_kind(kind: str | None) -> bool:
-    """Whether a sharding's memory kind is host memory beside the device's.
+    """Return whether a sharding's memory kind, such as `"pinned_host"`, means host and not device memory.
 
-    Some versions of JAX call a CPU's own memory so, too.
+    A CPU device's own memory is not counted, although some versions of JAX name it like host memory.
     """
     return (
         kind is not None
@@ -219,13 +223,13 @@ def is_host_kind(kind: str | None) -> bool:
 
 
 def is_in_host_memory(leaf: Any) -> bool:
-    """Whether the sharding of a JAX array or a `jax.ShapeDtypeStruct` asks for host memory."""
+    """Return whether a leaf is a JAX array or `jax.ShapeDtypeStruct` whose sharding asks for host memory."""
     sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
     return is_host_kind(getattr(sharding, "memory_kind", None))
 
 
 def meshes_named(eqn: Any) -> list[Any]:
-    """Return the meshes in an equation's own parameters: of the user's shardings, and of a `shard_map`."""
+    """Return the meshes in an equation's parameters (of shardings or a `shard_map`), except empty ones."""
     found: list[Any] = []
     for value in eqn.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
@@ -242,13 +246,15 @@ def meshes_named(eqn: Any) -> list[Any]:
 def quick_put(
     shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
 ) -> Callable[[np.ndarray], jax.Array]:
-    """Return a fast `jax.device_put` for host arrays of one shape and type to one device.
+    """Return a fast replacement of `jax.device_put` for host arrays of one shape and dtype to one device.
 
-    The function takes a tenth of the time, most of which `jax.device_put` spends on finding out what it found
-    out for the last array.
+    The returned function takes a tenth of the time of `jax.device_put`, which spends most of its time on
+    working out again what is the same for all such arrays.
 
     Args:
-        dtype: a dtype that JAX does not change.
+        shape: the shape of the arrays.
+        dtype: the dtype of the arrays, which must be one that JAX does not change.
+        sharding: the sharding that names the device.
     """
     aval = jax.device_put(np.zeros(shape, dtype), sharding).aval
     devices = list(sharding.device_set)
@@ -263,7 +269,7 @@ def quick_put(
 
 
 def inner_jaxpr(eqn: Any) -> Any:
-    """Return the closed jaxpr that a call-like equation runs, or None."""
+    """Return the closed jaxpr that a call-like equation (such as `jit`) runs; None for other equations."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = eqn.params.get(name)
         if isinstance(inner, ClosedJaxpr):
@@ -274,13 +280,20 @@ def inner_jaxpr(eqn: Any) -> Any:
 
 
 def pins_shardings(eqn: Any) -> bool:
-    """Whether a `jit` equation carries shardings of its own (it then has to stay whole)."""
+    """Return whether a `jit` equation declares a sharding of an operand or result.
+
+    Such an equation must not be inlined.
+    """
     pinned = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return any(isinstance(s, jax.sharding.Sharding) for s in pinned)
 
 
 def pinned_shardings(eqn: Any) -> tuple[list[Any], list[Any]]:
-    """Return the sharding, or None, that a call-like equation itself gives to each operand and result."""
+    """Return the shardings that a call-like equation declares for its operands and for its results.
+
+    Returns:
+        Two lists, for operands and for results; an entry is None if nothing is declared.
+    """
     found = []
     for name, atoms in (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars)):
         pins = eqn.params.get(name, (None,) * len(atoms))
@@ -289,7 +302,7 @@ def pinned_shardings(eqn: Any) -> tuple[list[Any], list[Any]]:
 
 
 def sub_jaxprs(eqn: Any) -> list[Any]:
-    """Return every jaxpr among an equation's params (open form)."""
+    """Return every jaxpr among an equation's parameters, without its constants if it is closed."""
     found: list[Any] = []
     for value in eqn.params.values():
         kind = type(value)  # not isinstance: every equation of every step comes through here
@@ -301,7 +314,7 @@ def sub_jaxprs(eqn: Any) -> list[Any]:
 
 
 def is_simple(eqn: Any) -> bool:
-    """Whether an equation carries no jaxprs and has no effects."""
+    """Return whether an equation has no jaxprs in its parameters and no effects."""
     if eqn.effects:
         return False
     for value in eqn.params.values():
@@ -327,9 +340,17 @@ def primitives_inside(jaxpr: Any) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class ScanParts:
-    """The parts of a `scan` equation.
+    """The body and the counts of a `scan` equation, which tell its operands and results apart.
 
-    Its operands are constants, carries and stacked operands; its results are carries and stacked results.
+    The operands are constants, carries and stacked operands, in this order; the results are carries and
+    stacked results.
+
+    Attributes:
+        body: the closed jaxpr of one iteration.
+        num_consts: number of constants.
+        num_carry: number of carries.
+        length: number of iterations.
+        reverse: whether the scan runs from the last index to the first.
     """
 
     body: Any
@@ -340,12 +361,12 @@ class ScanParts:
 
     @property
     def first_x(self) -> int:
-        """Position of the first stacked operand."""
+        """The position of the first stacked operand among all operands."""
         return self.num_consts + self.num_carry
 
 
 def scan_parts(eqn: Any) -> ScanParts:
-    """Return the parts of a `scan` equation."""
+    """Return the body and the counts of constants and carries of a `scan` equation."""
     p = eqn.params
     if "num_consts" in p:
         num_consts, num_carry = p["num_consts"], p["num_carry"]
@@ -355,7 +376,7 @@ def scan_parts(eqn: Any) -> ScanParts:
 
 
 def largest_constant_inside(eqn: Any) -> int:
-    """Return the bytes of the largest array that jaxprs in an equation's params, at any depth, close over."""
+    """Return the size in bytes of the largest constant in the jaxprs inside an equation, at any depth."""
     sizes = [0]
     for value in eqn.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
@@ -369,10 +390,11 @@ def largest_constant_inside(eqn: Any) -> int:
 
 
 def find_inside(eqn: Any, names: Collection[str]) -> tuple[Any, list[str]]:
-    """Find the first equation with one of these primitives: `eqn` itself or one inside it.
+    """Find the first equation with a primitive of one of these names: `eqn` itself or one inside it.
 
     Returns:
-        The equation, or None; and the primitives around it, outermost first.
+        The equation, or None if there is none; and the names of the primitives of the equations that enclose
+        it, outermost first.
     """
     if eqn.primitive.name in names:
         return eqn, []
@@ -385,7 +407,10 @@ def find_inside(eqn: Any, names: Collection[str]) -> tuple[Any, list[str]]:
 
 
 def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Run one equation on `args` (tracers or arrays), keeping its source line for errors and profiles."""
+    """Run one equation on `args` (tracers or arrays) and return its results.
+
+    The equation's source line is kept, for errors and profiles.
+    """
     params = eqn.primitive.get_bind_params(eqn.params)
     name_stack = source_info.current_name_stack() + eqn.source_info.name_stack
     with source_info.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
@@ -399,10 +424,14 @@ def call_host(eqn: Any, operands: Sequence[Any]) -> None:
 
 
 def with_inner(eqn: Any, fn: Callable) -> tuple[Any, list[Any]]:
-    """Return a checkpoint's equation with `fn` inside, whose results are the equation's and possibly more.
+    """Return a copy of a `jax.checkpoint` equation that runs `fn` in place of its own jaxpr.
+
+    Args:
+        eqn: the equation.
+        fn: a function of the equation's operands, which returns its results and possibly more.
 
     Returns:
-        The equation, and constants that it takes before its operands.
+        The equation, and the constants that it takes as operands before the others.
     """
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
     lifted, consts = lift_consts(jax.make_jaxpr(fn)(*avals))
@@ -414,7 +443,7 @@ def with_inner(eqn: Any, fn: Callable) -> tuple[Any, list[Any]]:
 
 
 def same_computation(a: Any, b: Any) -> bool:
-    """Whether two equations compute the same from equal operands. False when in doubt."""
+    """Return whether two equations surely compute the same from equal operands; False when in doubt."""
     if a.primitive is not b.primitive or a.params.keys() != b.params.keys():
         return False
     try:
@@ -431,8 +460,8 @@ def has_effects(eqn: Any) -> bool:
 
 
 def is_unknown_axis_error(error: BaseException) -> bool:
-    """Whether JAX complains of a `PartitionSpec` with an axis that the mesh in context does not have."""
-    # Told by the text: the type is a plain ValueError or RuntimeError, and JAX removes its frames.
+    """Return whether JAX's error is about a `PartitionSpec` with an axis that the mesh in context lacks."""
+    # Recognized by the text: the type is a plain ValueError or RuntimeError, and JAX removes its frames.
     text = str(error)
     return (
         ("Resource axis" in text and "not found in mesh" in text)
@@ -449,8 +478,8 @@ _NEEDS_GPU = re.compile(
 
 
 def is_missing_gpu_error(error: BaseException) -> bool:
-    """Whether JAX asked for a GPU of this process while it traced or lowered."""
-    # Told by the text, as above, from its first word on: users' errors may speak of GPUs too.
+    """Return whether an error says that JAX needed a GPU, which this process lacks, to trace or lower."""
+    # Recognized by the beginning of the text, because users' errors may mention GPUs too.
     return _NEEDS_GPU.match(str(error)) is not None
 
 
@@ -458,11 +487,11 @@ def is_missing_gpu_error(error: BaseException) -> bool:
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """Take the constants off a jaxpr.
+    """Return the open jaxpr of a jaxpr that may be closed, and its constants.
 
     Args:
-        jaxpr: one that may be closed. A closed jaxpr is an object around an open one in JAX 0.10; in JAX 0.12
-            every jaxpr holds its constants itself, and is its own `.jaxpr`.
+        jaxpr: the jaxpr. In JAX 0.10 a closed jaxpr is an object around an open one; in JAX 0.12 every jaxpr
+            has its constants itself, and is its own `.jaxpr`.
 
     Returns:
         The jaxpr that has the equations, and the values of its `constvars`.
@@ -471,13 +500,17 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 
 def closed_call(closed: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a closed jaxpr in plain JAX."""
+    """Evaluate a closed jaxpr on `args` with plain JAX, and return its results."""
     # Not `jaxpr_as_fun`: it turns `jax_debug_nans` off; JAX 0.10 then checks less in this thread for good.
     return _core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
 
 def lift_consts(closed: Any) -> tuple[Any, list[Any]]:
-    """Turn the constants of a closed jaxpr into leading operands; return the jaxpr and these constants."""
+    """Turn the constants of a closed jaxpr into leading operands.
+
+    Returns:
+        The new jaxpr, which is closed but has no constants, and the values of the former constants.
+    """
     consts = list(closed.consts)
     jaxpr = _partial_eval.convert_constvars_jaxpr(closed.jaxpr)
     return ClosedJaxpr(jaxpr, ()), consts
@@ -487,7 +520,7 @@ def lift_consts(closed: Any) -> tuple[Any, list[Any]]:
 
 
 def unspecified() -> Any:
-    """Return the value that `jax.jit` takes for "infer this sharding"."""
+    """Return the value that, as a sharding for `jax.jit`, means that JAX is to infer the sharding."""
     from jax._src import named_sharding
 
     return named_sharding.UNSPECIFIED
@@ -496,17 +529,23 @@ def unspecified() -> Any:
 def propagated_specs(jitted: Any, avals: Sequence[Any], platform: str) -> tuple[list[tuple], list[tuple]]:
     """Return the shardings that XLA's propagation (Shardy) gives a jitted function's arguments and results.
 
-    This runs without devices: the function is lowered on the abstract mesh in context.
+    This needs no devices: the function is lowered on the abstract mesh in context.
+
+    Args:
+        jitted: the jitted function.
+        avals: the types of its arguments.
+        platform: the platform to lower for.
 
     Returns:
-        For each argument and each result a `PartitionSpec`-like tuple, an entry a dimension.
+        Two lists, for the arguments and for the results, with a tuple for each of them that has one entry per
+        dimension, as a `PartitionSpec`.
     """
     from jaxlib.mlir import passmanager
 
     module = jitted.trace(*avals).lower(lowering_platforms=(platform,)).compiler_ir()
     with module.context:
         passes = passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)")
-        passes.enable_verifier(False)  # it looks at the whole module after each pass: two thirds of the time
+        passes.enable_verifier(False)  # it checks the whole module after each pass: 2/3 of the time
         passes.run(module.operation)
     main = next(op for op in module.body.operations if "main" in str(getattr(op, "name", "")))
     ranks = [len(t.shape) for t in main.type.inputs], [len(t.shape) for t in main.type.results]

@@ -1,11 +1,11 @@
 """Find the user's line behind an equation or an error, and hide this package's frames from tracebacks.
 
-Hidden are the frames of this package, and those of JAX and Python's library that it called, where they do not
-help a user: an error of `errors`, or one of Python's types that is marked as `deliberate`, explains itself in
-its message; the user's own error, raised while a step is traced, has its cause in the user's frames. In other
-cases, a bug of this package for one, the frames behind the user's last one stay. JAX's own switch shows
-everything: `JAX_TRACEBACK_FILTERING=off`. No message or cause is changed, nor an error that the caller was
-handling already, and hiding never raises itself.
+The frames of this package, and those of JAX and Python's library that it called, are hidden where they do not
+help a user. That is so for an error of `errors`, or one of Python's types that is marked as `deliberate`,
+because its message explains it; and for the user's own error, raised while a step is traced, because its
+cause is in the user's frames. In other cases, such as a bug of this package, the frames inside the user's
+innermost frame stay. JAX's own switch, `JAX_TRACEBACK_FILTERING=off`, shows everything. No message or cause
+is changed, nor an error that the caller was handling already, and hiding frames never raises an error itself.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ _IMPORTLIB = os.path.dirname(os.path.abspath(importlib.__file__)) + os.sep
 
 
 def path_of(code: CodeType) -> str:
-    """Return the file of some code: an absolute path, except for code that the user typed in or made.
+    """Return the file name of some code, with `..` resolved if it is an absolute path.
 
-    The path stays as it is where the code was typed in (`<stdin>`), made (`<string>`) or started by a
-    relative path: such code belongs to no folder here, whatever the current folder is.
+    Other names stay as they are: those of code that was typed in (`<stdin>`), generated (`<string>`) or
+    started by a relative path. Made absolute in the current folder, they might seem to be in this package.
     """
     name = code.co_filename
     return os.path.abspath(name) if os.path.isabs(name) else name
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file, by its absolute path, is this package's."""
+    """Return whether a file, given by its absolute path, belongs to this package."""
     return name.startswith(_PACKAGE_DIR)
 
 
 def is_of_importlib(name: str) -> bool:
-    """Whether a file belongs to Python's machinery of imports, of which a part is built in."""
+    """Return whether a file belongs to Python's import system, part of which is built in and has no path."""
     return name.startswith(("<frozen importlib", _IMPORTLIB))
 
 
 def is_of_library(name: str) -> bool:
-    """Whether a file is Python's own. Installed packages lie below its folder, and are not Python's own."""
+    """Return whether a file belongs to Python's standard library, and not to a package installed below it."""
     return is_of_importlib(name) or (name.startswith(_LIBRARY) and not _is_of_package(name))
 
 
 @functools.cache
 def is_installed(name: str) -> bool:
-    """Whether a file came with Python or with a package, or is a script that a package installed."""
+    """Return whether a file came with Python or a package, or is a script that a package installed."""
     return name.startswith(("<frozen ", _SCRIPTS)) or is_of_library(name) or _is_of_package(name)
 
 
@@ -71,12 +71,12 @@ def _is_of_package(name: str) -> bool:
 
 
 def is_of_jax(name: str) -> bool:
-    """Whether a file, by its absolute path, is JAX's."""
+    """Return whether a file, given by its absolute path, belongs to JAX."""
     return name.startswith(_JAX_DIR)
 
 
 def source_line(eqn: Any) -> str:
-    """Return `file:line` of the user's code that made `eqn`, or `"unknown line"`."""
+    """Return `file:line` of the user's code that made an equation, or `"unknown line"`."""
     traceback = eqn.source_info.traceback
     return "unknown line" if traceback is None else _line_of(traceback)
 
@@ -92,12 +92,12 @@ def _line_of(traceback: Any) -> str:
 
 
 def _innermost(frames: Iterable[tuple[str, Callable[[], int]]]) -> str:
-    """Return `file:line` of the first frame that is the user's, or of the first at all if none is.
+    """Return `file:line` of the first frame in the user's own code, or of the first frame if there is none.
 
-    Frames of installed packages, such as optax or flax, which call what the user wrote, are not the user's.
+    Code of installed packages, such as optax or flax, which call what the user wrote, is not the user's own.
 
     Args:
-        frames: innermost first, each a file and a function that finds the line.
+        frames: the frames, innermost first, each as a file name and a function that returns the line number.
     """
     installed = None
     for name, line in frames:
@@ -113,7 +113,10 @@ def _is_user_file(name: str) -> bool:
 
 
 def location(eqn: Any) -> tuple[Any, ...]:
-    """Return the part of `eqn`'s origin that is in a lowered program's bytes, under `innermost_locations`."""
+    """Return the source location and name stack of an equation, as they appear in a lowered program's bytes.
+
+    This holds for programs that are lowered in the context of `jax_config.innermost_locations`.
+    """
     traceback = eqn.source_info.traceback
     return *(() if traceback is None else _place_of(traceback)), str(eqn.source_info.name_stack)
 
@@ -125,23 +128,23 @@ def _place_of(traceback: Any) -> tuple[Any, ...]:
 
 
 def debug_names(jaxpr: Any) -> tuple[Any, ...]:
-    """Return the names that a jaxpr remembers of its function, its arguments and its results."""
+    """Return the names in a jaxpr's debug information: of its function, its arguments and its results."""
     info = jaxpr.debug_info
     return info.traced_for, info.func_src_info, info.arg_names, info.result_paths
 
 
 class Origins:
-    """The origins of equations, found once for all equations that share a stack of names."""
+    """A cache that tells which JAX transformations made an equation, with one entry per name stack."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, bool, bool]] = {}  # by id() of the stack, which is kept alive
 
     def of(self, eqn: Any) -> tuple[bool, bool]:
-        """Return how an equation was made.
+        """Return which JAX transformations made an equation.
 
         Returns:
-            Whether JAX's transpose (reverse-mode differentiation) made it, and whether it is one that a
-            checkpoint's backward computes again.
+            Whether transposition (reverse-mode differentiation) made the equation, and whether it recomputes
+            a value in the backward of a `jax.checkpoint`.
         """
         stack = eqn.source_info.name_stack.stack
         if (known := self._known.get(id(stack))) is None:
@@ -152,9 +155,9 @@ class Origins:
 
 
 def caller_line() -> str:
-    """Return `file:line` of the innermost caller that is the user's.
+    """Return `file:line` of the innermost caller, on the current stack, that is in the user's own code.
 
-    This package's and JAX's callers never are; one of an installed package is taken if there is no other.
+    Frames of this package and of JAX are ignored; one of an installed package is used if there is no other.
     """
 
     def callers() -> Iterator[tuple[str, Callable[[], int]]]:
@@ -169,9 +172,9 @@ def caller_line() -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """Return `file:line` of the innermost frame of an error's traceback that is the user's.
+    """Return `file:line` of the innermost frame of an error's traceback that is in the user's own code.
 
-    Frames of this package and JAX never are; one of an installed package is taken if there is no other.
+    Frames of this package and of JAX are ignored; one of an installed package is used if there is no other.
     """
     frames: list[tuple[str, Callable[[], int]]] = []
     for entry in _entries(error.__traceback__):
@@ -189,18 +192,24 @@ _DELIBERATE: Final = "_jaxpp_async_deliberate"
 
 
 def deliberate(error: _E) -> _E:
-    """Mark an error as a user's mistake that its message explains: `raise deliberate(TypeError(...))`."""
+    """Mark an error as a user's mistake that its message explains, and return it.
+
+    The traceback of such an error is shortened. Write `raise deliberate(TypeError(...))`.
+    """
     error.__dict__[_DELIBERATE] = True
     return error
 
 
 @contextlib.contextmanager
 def framework_hints() -> Iterator[None]:
-    """Around the tracing of a user's function: add to a framework's error a note with what to write here."""
+    """Return a context for tracing a user's function, which adds a hint to an error of a model framework.
+
+    An error of flax about an nnx object that was made outside the function gets a note with what to write.
+    """
     try:
         yield
-    except Exception as error:  # flax is not imported for its types, and gives this two of them
-        # in a loop, which is in a step
+    except Exception as error:  # flax raises it as two types, and is not imported to name them
+        # The context of a step encloses those of its loops, so the note may have been added already.
         hinted = any("copy=True" in note for note in getattr(error, "__notes__", ()))
         if "different trace level" in str(error) and not hinted:
             error.add_note(
@@ -213,16 +222,16 @@ def framework_hints() -> Iterator[None]:
 
 
 class HiddenFrames:
-    """A context around a public function's work, which shortens the traceback of every error that leaves it.
+    """A context for the body of a public function, which shortens the traceback of an error that leaves it.
 
-    The errors that are printed with it are shortened too. Where there is no error the context costs next to
-    nothing.
+    The tracebacks of the causes that Python prints with the error are shortened too. Without an error the
+    context costs next to nothing.
     """
 
     __slots__ = ("_handled",)
 
     def __enter__(self) -> None:
-        # Python chains it to each error that is raised in here, and its traceback belongs to the caller.
+        # Python makes it the context of each error that is raised inside; its traceback is the caller's.
         self._handled = sys.exception()
 
     def __exit__(
@@ -240,15 +249,16 @@ class HiddenFrames:
         with contextlib.suppress(Exception):
             for each in _chain(error, self._handled):
                 says_all = _says_all(each)
-                # Past the exception's own `__setattr__`, which refuses where it is a frozen dataclass.
+                # This bypasses the exception's own `__setattr__`, which raises in a frozen dataclass.
                 BaseException.with_traceback(each, shown(each.__traceback__, says_all=says_all))
 
 
 def shown(traceback: TracebackType | None, *, says_all: bool) -> TracebackType | None:
-    """Return the part of a traceback that a user sees.
+    """Return a copy of a traceback without the frames that do not help a user; None if no frame is left.
 
     Args:
-        says_all: the error's message explains everything, so that none of this package's frames is needed.
+        traceback: the traceback.
+        says_all: whether the error's message explains the error, so that no frame of this package is needed.
     """
     entries = list(_entries(traceback))
     hidden, last_of_user = _hidden([entry.tb_frame for entry in entries])
@@ -261,7 +271,15 @@ def shown(traceback: TracebackType | None, *, says_all: bool) -> TracebackType |
 
 
 def _hidden(frames: list[FrameType]) -> tuple[list[bool], int]:
-    """Return for each frame whether it may be left out, and the index of the user's last frame (-1: none)."""
+    """Return which frames of a traceback may be left out, and which is the user's innermost one.
+
+    Args:
+        frames: the frames, outermost first.
+
+    Returns:
+        For each frame, whether it may be left out; and the index of the user's innermost frame, -1 if there
+        is none.
+    """
     hidden: list[bool] = []
     last_of_user = -1
     for k, frame in enumerate(frames):
@@ -274,15 +292,18 @@ def _hidden(frames: list[FrameType]) -> tuple[list[bool], int]:
 
 
 def _says_all(error: BaseException) -> bool:
-    """Whether an error can be understood without this package's frames."""
+    """Return whether an error's message explains it, so that no frame of this package needs to be shown."""
     if isinstance(error, JaxppAsyncError) or _is_cancelled(error):
         return True
-    # past a `__getattribute__` of the user's
+    # `object` bypasses a `__getattribute__` of the user's
     return _DELIBERATE in object.__getattribute__(error, "__dict__")
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Whether an error is asyncio's `CancelledError`; by name, since `markers` does without asyncio."""
+    """Return whether an error is asyncio's `CancelledError`, by its name, so as not to import asyncio.
+
+    The package `markers`, which uses this module, works without asyncio.
+    """
     return type(error).__name__ == "CancelledError"
 
 
@@ -293,7 +314,12 @@ def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _chain(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
-    """Iterate over an error and all that are printed with it, up to the one that was being handled before."""
+    """Yield an error and all errors that Python prints with it, as causes and contexts.
+
+    Args:
+        error: the error.
+        handled: the error that the caller was handling already, which is left out with its causes; or None.
+    """
     seen = {id(handled)} - {id(error)}  # it may be raised once more while it is handled
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -27,14 +27,13 @@ from dataclasses import astuple
 from importlib import metadata
 
 import jaxpp_async
+from jaxpp_async.base.install_hints import SAME_VERSIONS
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch import host_agent_protocol as kp
 from jaxpp_async.launch.process_supervisor import ProcessSupervisor
 from jaxpp_async.launch.spawn import ActorProcess, spawn_actor
 from jaxpp_async.protocol.line_protocol import SIGN_OF_LIFE
 from jaxpp_async.protocol.parent_watch import ExitCode, Lease, signal_at_parents_death
-
-VERSIONED = ("jax", "jaxlib")
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_ORDER_BYTES = 1 << 20
@@ -199,7 +198,7 @@ def hello() -> kp.AgentHello:
     installed on this host.
     """
     versions: dict[str, str | None] = {"jaxpp-async": jaxpp_async.__version__}
-    for name in VERSIONED:
+    for name in SAME_VERSIONS:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

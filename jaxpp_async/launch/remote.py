@@ -25,9 +25,9 @@ from rich.live import Live
 from rich.text import Text
 
 import jaxpp_async
+from jaxpp_async.base.install_hints import SAME_VERSIONS
 from jaxpp_async.errors import HandshakeError, LaunchError
 from jaxpp_async.launch.commands import command_here, command_there, inherited_environment
-from jaxpp_async.launch.host_agent import VERSIONED
 from jaxpp_async.launch.host_agent_client import HostAgentClient, ProgramNotStartedError, Reach, Stream
 from jaxpp_async.launch.host_agent_protocol import AgentHello
 from jaxpp_async.launch.hosts import (
@@ -246,7 +246,9 @@ class RemoteLauncher:
         return LaunchError(text, actor=actor_id, host=host.name)
 
     def _check_versions(self, host: Host, hello: AgentHello, actor_id: int) -> None:
-        ours = {"jaxpp-async": jaxpp_async.__version__} | {name: metadata.version(name) for name in VERSIONED}
+        ours = {"jaxpp-async": jaxpp_async.__version__} | {
+            name: metadata.version(name) for name in SAME_VERSIONS
+        }
         mismatch = version_mismatch(ours, hello.versions, hello.python)
         if mismatch is not None:
             raise HandshakeError(f"host {host}: {mismatch}", actor=actor_id, host=host.name)

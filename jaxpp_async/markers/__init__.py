@@ -1,1 +1,1 @@
-"""The marks of a user's step function: stages, the microbatch loop, reductions and logical axis names."""
+"""The functions with which a user marks stages, the microbatch loop, reductions and axis names in a step."""

@@ -1,4 +1,4 @@
-"""Name array axes by logical names, and turn names and the user's shardings into specs over mesh axes.
+"""Give array axes logical names, and turn such names and the user's shardings into specs over mesh axes.
 
 `shard` marks an array with logical names. On automatic mesh axes, lowering turns the mark into a sharding
 constraint through `axis_rules`. On explicit mesh axes (JAX's "sharding in types"), where a sharding is part
@@ -24,7 +24,7 @@ from jaxpp_async.jax_bridge import private_api, tracebacks
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
 
 # JAX keys its caches by this context value: a function that `jax.jit` traced and lowered under one mesh's
-# rules must not serve another mesh's.
+# rules must not be used for another mesh's.
 _rules = jax.make_user_context(default_value=None)
 
 _FREE = "(any)"
@@ -33,8 +33,13 @@ _FREE = "(any)"
 
 @contextmanager
 def axis_rules(rules: Mapping[str, Any]) -> Iterator[None]:
-    """Let `shard` become a constraint through these rules (on the mesh in context) while a step is traced or
-    lowered."""
+    """Make `shard` a sharding constraint while a step is traced or lowered in this context manager.
+
+    The constraint applies to the mesh that is set in JAX at that time.
+
+    Args:
+        rules: logical name to the mesh axis, or axes, that split a dimension of this name.
+    """
     frozen = tuple(sorted((name, tuple(e) if isinstance(e, list) else e) for name, e in rules.items()))
     with _rules(frozen):
         yield
@@ -62,7 +67,12 @@ def _shard_reference(x, *, names):
 
 
 def _reshard_explicit(x: Any, names: Sequence[str | None]) -> Any:
-    """Reshard `x` over the explicit mesh axes, as the rules say."""
+    """Reshard `x` over the explicit mesh axes that the axis rules give for its logical names.
+
+    Args:
+        x: an array.
+        names: one logical name per dimension; None for a dimension that is not split.
+    """
     types = _axis_types()
     spec = resolve_names(names, dict(_rules.value or ()))
     now = jax.typeof(x).sharding.spec
@@ -76,17 +86,23 @@ def _axis_types() -> dict[str, AxisType]:
 
 
 def _axes_of(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes that a spec's entry names."""
+    """Return the mesh axes that an entry of a `PartitionSpec` names."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def _entry_of(axes: Sequence[str]) -> Any:
-    """Make a spec's entry of the mesh axes that split one dimension."""
+    """Return the entry of a `PartitionSpec` for a dimension that the given mesh axes split."""
     return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
 
 
 def _keep_axes(entry: Any, types: Mapping[str, AxisType], kind: AxisType) -> Any:
-    """Reduce a spec's entry to the mesh axes of one kind."""
+    """Return an entry of a `PartitionSpec` without the mesh axes of other types than `kind`.
+
+    Args:
+        entry: the entry.
+        types: mesh axis to its type.
+        kind: the type of the axes to keep, automatic or explicit.
+    """
     return _entry_of([a for a in _axes_of(entry) if types[a] == kind])
 
 
@@ -117,16 +133,17 @@ shard_p = private_api.new_primitive(
 
 
 def shard(x: Any, names: Sequence[str | None]) -> Any:
-    """Constrain `x` by logical axis names, one a dimension (None: not split).
+    """Constrain the sharding of `x` by one logical axis name per dimension.
 
-    The mesh's `axis_rules` map a logical name to a mesh axis; a name without a rule is not split.
+    The mesh's `axis_rules` map a logical name to a mesh axis; a dimension is not split if its name is None or
+    has no rule.
 
     Args:
         x: an array.
         names: logical names, at most `x.ndim`; missing trailing ones are None.
 
     Returns:
-        `x`.
+        `x`, with the same values.
 
     Raises:
         ShardingError: there are more names than dimensions.
@@ -148,8 +165,15 @@ def shard(x: Any, names: Sequence[str | None]) -> Any:
 
 
 def resolve_names(names: Sequence[str | None], axis_rules: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Map logical names to a spec's entries. A mesh axis is used at most once; the dimensions of its later
-    uses stay unsplit."""
+    """Return the entries of the `PartitionSpec` that the axis rules give for logical names.
+
+    A mesh axis is used only for the first dimension that it could split; later dimensions are not split by
+    it.
+
+    Args:
+        names: one logical name per dimension; None for a dimension that is not split.
+        axis_rules: logical name to mesh axis or axes.
+    """
     used: set[str] = set()
     spec = []
     for name in names:
@@ -181,17 +205,20 @@ def leaf_specs(
     rules: Mapping[str, Any],
     where: str,
 ) -> list[Spec | None]:
-    """Make the spec of every leaf, from a tree prefix of `PartitionSpec`s, `NamedSharding`s, logical names
-    and Nones.
+    """Return the spec of every leaf of a tree, as given by the user's `in_shardings` or `out_shardings`.
 
     Args:
-        prefix: the user's tree prefix.
-        tree: the tree it is a prefix of.
-        names: one a leaf, for errors.
-        shapes: one a leaf.
+        prefix: the user's tree prefix of `PartitionSpec`s, `NamedSharding`s, tuples of logical names, and
+            Nones.
+        tree: the tree that it is a prefix of.
+        names: one name per leaf, for errors.
+        shapes: one shape per leaf.
         axes: mesh axis to size.
         rules: logical name to mesh axis.
-        where: begins each error: the step's line, and `in_shardings` or `out_shardings`.
+        where: the text with which errors begin: the step's line, and `in_shardings` or `out_shardings`.
+
+    Returns:
+        One spec per leaf; None for a leaf whose sharding the user left open.
 
     Raises:
         ShardingError: `prefix` is no prefix of the tree, names an unknown axis, or splits a dimension by an
@@ -259,7 +286,15 @@ def _plain_spec(
 
 
 def _check_mesh(mesh: Any, given: Any, name: str, axes: Mapping[str, int], where: str) -> None:
-    """Raise a `ShardingError` for a sharding over other devices, or in other memory, than actors have."""
+    """Raise a `ShardingError` for a sharding over devices or in a kind of memory that actors do not use.
+
+    Args:
+        mesh: the mesh of the user's sharding.
+        given: the sharding.
+        name: the name of the leaf that it is for.
+        axes: mesh axis to size, of each actor's mesh.
+        where: the text with which the error begins.
+    """
     if private_api.is_host_kind(given.memory_kind):
         raise ShardingError(
             f"{where} of {name}: {given.memory_kind!r} is memory in which actors keep no arrays; "
@@ -281,7 +316,7 @@ AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def has_explicit_axes(mesh: Any) -> bool:
-    """Say whether some axis of a mesh (or of None) puts shardings into types."""
+    """Return whether some axis of a mesh (or of None) has type Explicit, so that types contain shardings."""
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
@@ -294,7 +329,7 @@ def explicit_sharding(aval: Any) -> NamedSharding | None:
 
 
 def reshard_to(x: Any, to: NamedSharding | None) -> Any:
-    """Return `x` with the sharding `to` in its type; None leaves `x` as it is."""
+    """Return `x` resharded so that its type has the sharding `to`; None leaves `x` as it is."""
     if to is None:
         return x
     now = jax.typeof(x).sharding
@@ -306,9 +341,10 @@ def reshard_to(x: Any, to: NamedSharding | None) -> Any:
 
 
 def replicate_unless_given(leaf: Any) -> Any:
-    """Give an argument without a sharding the type under which a step is traced: whole on every device.
+    """Return the type under which an argument is traced: "replicated" if the argument has no sharding.
 
-    Only explicit axes need a sharding before the trace.
+    An argument with a sharding is returned as it is, and so is every argument on a mesh without explicit
+    axes, since only explicit axes need a sharding before the trace.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not has_explicit_axes(mesh) or getattr(leaf, "sharding", None) is not None:
@@ -317,8 +353,10 @@ def replicate_unless_given(leaf: Any) -> Any:
 
 
 def result_type(fn: Callable[[Any], Any], x: Any) -> jax.ShapeDtypeStruct:
-    """Return the type of `fn(x)`, as `jax.eval_shape` does, which drops explicit axes where the mesh has
-    others too."""
+    """Return the type of `fn(x)` without computing it, including its sharding over explicit mesh axes.
+
+    `jax.eval_shape` would drop that sharding on a mesh that has other axes too.
+    """
     aval: Any = jax.make_jaxpr(fn)(x).out_avals[0]
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=explicit_sharding(aval), weak_type=aval.weak_type
@@ -326,13 +364,17 @@ def result_type(fn: Callable[[Any], Any], x: Any) -> jax.ShapeDtypeStruct:
 
 
 def struct_with_spec(leaf: Any, mesh: Any, spec: Sequence[Any]) -> jax.ShapeDtypeStruct:
-    """Make a `jax.ShapeDtypeStruct` with a sharding in its type."""
+    """Return a leaf's `jax.ShapeDtypeStruct` with a sharding by `spec` in its type."""
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
 
 
 def unreduced_axes(sharding: NamedSharding | None) -> tuple[str, ...]:
-    """Return the mesh axes, in the mesh's order, over whose devices a value's parts are still to be added."""
+    """Return the mesh axes over whose devices the parts of a value are still to be added.
+
+    Returns:
+        The axes' names in the mesh's order; () for None.
+    """
     if sharding is None:
         return ()
     return tuple(a for a in sharding.mesh.axis_names if a in sharding.spec.unreduced)

@@ -1,6 +1,7 @@
-"""Check a loop's batch, its `reduce` and its results, from names, types and the traced body alone.
+"""Check the batch of an accumulate loop, its `reduce` and its results, before the loop runs.
 
-Each error begins with the line of the `accumulate_grads` call.
+The checks use only names, types and the traced body. Each error begins with the line of the
+`accumulate_grads` call.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from jaxpp_async.markers.reductions import Reduction, Stack, Sum
 
 
 def check_num_microbatches(expected: Any) -> int | None:
-    """Check the option `num_microbatches` of `accumulate_grads` and return it as an int or None.
+    """Check the option `num_microbatches` of `accumulate_grads`, and return it as an int or None.
 
     Raises:
-        TypeError, ValueError: the option is no positive integer.
+        TypeError: the option is neither an integer nor None.
+        ValueError: the option is less than 1.
     """
     if expected is None:
         return None
@@ -39,11 +41,12 @@ def check_num_microbatches(expected: Any) -> int | None:
 
 
 def refuse_batch_as_schedule(schedule: Any, line: str) -> None:
-    """Refuse a batch that was given in the schedule's place. Errors inside a schedule are found where it is
-    used.
+    """Raise an error if a batch was passed to `accumulate_grads` in place of the schedule.
+
+    Mistakes inside a schedule are found later, where the schedule is used.
 
     Raises:
-        TypeError: `schedule` is a mapping, or has arrays in it.
+        TypeError: `schedule` is a mapping or contains arrays.
     """
     if hasattr(schedule, "tasks"):
         return
@@ -60,12 +63,13 @@ def refuse_batch_as_schedule(schedule: Any, line: str) -> None:
 def count_microbatches(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], expected: int | None, line: str
 ) -> int:
-    """Count a batch's microbatches: the size of the leading axis that all its leaves share.
+    """Return the number of microbatches of a batch: the size of the leading axis that all its leaves share.
 
     Args:
-        names: one a leaf of the batch, such as `"batch['x']"`.
-        shapes: one a leaf.
-        expected: the number of microbatches there must be; None: any number.
+        names: one name per leaf of the batch, such as `"batch['x']"`.
+        shapes: one shape per leaf.
+        expected: the number of microbatches that the batch must have; None for any number.
+        line: the user's source line, with which errors begin.
 
     Raises:
         StageError: the leaves share no such axis, or its size is not the expected one.
@@ -100,7 +104,7 @@ def count_microbatches(
 
 
 def _advise_reshape(name: str, shape: tuple[int, ...], expected: int) -> str:
-    """Advise how to give a leaf the expected number of microbatches."""
+    """Return advice, for an error, on how to give a leaf the expected number of microbatches."""
     if expected in shape[1:]:
         moved = f"jnp.moveaxis({name}, {shape.index(expected, 1)}, 0)"
         return f"its axes may be in another order: `{moved}` has that number"
@@ -115,14 +119,16 @@ def _advise_reshape(name: str, shape: tuple[int, ...], expected: int) -> str:
 
 
 def reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...]:
-    """Choose a reduction for each leaf of a function's results.
+    """Return the reduction of each leaf of the results of the loop's function.
 
     Args:
-        reduce: the user's: a tree prefix of `shapes`, or None.
-        shapes: the results, with `.shape` and `.dtype`.
+        reduce: the `reduce` option of `accumulate_grads`: a tree prefix of `shapes` with `Reduction`s, or
+            None for the defaults.
+        shapes: the tree of results, whose leaves have `.shape` and `.dtype`.
+        line: the user's source line, with which errors begin.
 
     Raises:
-        TypeError: `reduce` does not fit, or its operators do not fit the values.
+        TypeError: `reduce` is no tree prefix of the results, or a reduction does not apply to its values.
     """
     if reduce is None:
         reduce = (Sum(), *[Stack()] * (len(shapes) - 1)) if _has_several_parts(shapes) else Sum()
@@ -156,8 +162,10 @@ def reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...]
 
 
 def _has_several_parts(shapes: Any) -> bool:
-    """Say whether a result is "gradients and the rest". A NamedTuple is one value with named parts, such as
-    gradients."""
+    """Return whether a function's result is a tuple, which by default means gradients first, then the rest.
+
+    A NamedTuple does not count: it is one value with named parts, such as gradients.
+    """
     return type(shapes) is tuple and len(shapes) > 0
 
 
@@ -166,18 +174,20 @@ def _tree_text(shapes: Any) -> str:
 
 
 def refuse_loss_before_gradients(shapes: Any, body: Any, line: str) -> None:
-    """Refuse `(loss, grads)`, the order of `jax.value_and_grad`.
+    """Raise an error if the loop's function returns `(loss, grads)`, the order of `jax.value_and_grad`.
 
     For this order the default reductions would sum the loss and stack the gradients, so that the parameters
-    would grow a dimension with each update.
+    would get one more dimension with each update.
 
     Args:
-        shapes: the function's results.
-        body: the function as a closed jaxpr, in which gradients are told from other values beside a loss.
+        shapes: the tree of the function's results.
+        body: the function as a closed jaxpr, in which gradients can be distinguished from other results that
+            are returned together with a loss.
+        line: the user's source line, with which the error begins.
 
     Raises:
-        TypeError: the first result is a scalar (or begins with one, as with `has_aux`), and another has
-            gradients that are arrays.
+        TypeError: the first result is a scalar (or begins with one, as with `has_aux`), and another one
+            contains gradients that are arrays.
     """
     if not _has_several_parts(shapes):
         return
@@ -214,14 +224,16 @@ _CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated"))
 
 
 def _find_gradients(jaxpr: Any, known: Sequence[bool], origins: tracebacks.Origins) -> list[bool]:
-    """Flag the results of a jaxpr that are gradients.
+    """Return for each result of a jaxpr whether it is a gradient.
 
-    A gradient is made by a backward pass, or made of gradients by casting, scaling, clipping or summing,
-    which make nothing larger. Logits that a forward pass makes of adapted parameters depend on gradients
-    without being gradients: a matrix product lies between.
+    A gradient is made by a backward pass, or from gradients by casting, scaling, clipping or summing, which
+    make no array larger. Logits that a forward pass computes from adapted parameters depend on gradients
+    without being gradients: a matrix product is between the two.
 
     Args:
-        known: one flag an operand, whether it is a gradient.
+        jaxpr: the jaxpr.
+        known: for each operand whether it is a gradient.
+        origins: a lookup of which equations were made by reverse-mode differentiation.
     """
     found = {v for v, is_gradient in zip(jaxpr.invars, known, strict=True) if is_gradient}
     for eqn in jaxpr.eqns:
@@ -244,8 +256,11 @@ def _is_in(atom: Any, found: Iterable[Any]) -> bool:
 
 
 def _body_like(eqn: Any) -> Any:
-    """Return the jaxpr that stands for an equation operand by operand and result by result (a call, a scan),
-    or None."""
+    """Return the jaxpr inside an equation if its operands and results match the equation's one to one.
+
+    Returns:
+        The jaxpr, such as the body of a call or a scan; None for any other equation.
+    """
     inner = private_api.sub_jaxprs(eqn)
     lengths = [(len(jaxpr.invars), len(jaxpr.outvars)) for jaxpr in inner]
     return inner[0] if lengths == [(len(eqn.invars), len(eqn.outvars))] else None

@@ -1,6 +1,6 @@
 """Let a user mark the stages and the microbatch loop of a step: `pipeline_yield` and `accumulate_grads`.
 
-Both are JAX primitives. Their marks stay in the jaxpr of a traced step, where `compiler.partition` reads
+Both are JAX primitives. Their marks remain in the jaxpr of a traced step, where `compiler.partition` reads
 them. In plain JAX, without a mesh, `pipeline_yield` is the identity and `accumulate_grads` runs a loop: a
 scan, or a Python loop under `jax.disable_jit`.
 """
@@ -50,7 +50,17 @@ def _marker_jvp(primals, tangents, *, name):
 
 
 def _mark_side(token, values, *, side, name):
-    """Mark tangents or cotangents as one side of the token's boundary. Symbolic zeros stay unmarked."""
+    """Mark tangents or cotangents as belonging to the stage boundary that `token` stands for.
+
+    Args:
+        token: the extra result of the `pipeline_yield` primitive at that boundary.
+        values: the tangents or cotangents; symbolic zeros among them are not marked.
+        side: `"tangent"` or `"cotangent"`.
+        name: the user's name for the boundary, or None.
+
+    Returns:
+        The values, in the same order.
+    """
     known = [i for i, value in enumerate(values) if not isinstance(value, private_api.Zero)]
     results = list(values)
     if known:
@@ -102,17 +112,17 @@ marker_side_p = private_api.new_primitive(
 
 
 def pipeline_yield(tree: Any, *, name: str | None = None) -> Any:
-    """End the current pipeline stage at the floating values in `tree` and open the next.
+    """End the current pipeline stage at the floating values in `tree` and begin the next stage.
 
-    n calls in the function that `accumulate_grads` runs make n + 1 stages, wherever the calls stand: two
-    forwards of a model with one call each are three stages. The values that these values depend on belong to
-    this stage or an earlier one. The values that depend on them belong to a later one. Without a mesh this is
-    the identity.
+    The function that `accumulate_grads` runs has n + 1 stages if it makes n calls, wherever they are made:
+    two forwards of a model with one call each are three stages. The values that the marked values depend on
+    belong to the stage that ends or to an earlier one; the values that depend on the marked values belong to
+    a later one. Without a mesh this is the identity.
 
     Args:
-        tree: any pytree; its floating leaves are marked, integer and key leaves pass through.
-        name: shown in `report()`, in the text of the pass `partition`, and in the error of a schedule that
-            has another number of stages.
+        tree: any pytree; its floating leaves are marked, and integer and key leaves are returned as they are.
+        name: a name for the boundary, shown in `report()`, in the text of the pass `partition`, and in the
+            error about a schedule that has another number of stages.
 
     Returns:
         `tree`, unchanged in structure, shapes, dtypes and values.
@@ -141,18 +151,20 @@ def pipeline_yield(tree: Any, *, name: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class LoopSpec:
-    """The static part of an accumulate loop, as a parameter of its primitive.
+    """The static description of an accumulate loop, as the parameter of its JAX primitive.
 
     The primitive's operands are `num_consts` loop-invariant values, then the batch leaves, each
     `(num_microbatches, ...)`. The operands of `body` are the invariants, one microbatch's leaves and its
     index (int32).
 
     Args:
-        body: closed jaxpr without constants.
-        reductions: one for each result of `body`.
+        body: the loop's function as a closed jaxpr without constants.
+        num_consts: the number of loop-invariant values among the operands.
+        num_microbatches: the number of microbatches.
+        reductions: one reduction per result of `body`.
         schedule: a schedule object, or a tuple of tuples of `Task`.
         line: `file:line` of the `accumulate_grads` call.
-        leaves: name and type of each leaf of a microbatch, such as `"batch['x'] float32[2,4]"`.
+        leaves: the name and type of each leaf of a microbatch, such as `"batch['x'] float32[2,4]"`.
     """
 
     body: Any
@@ -173,7 +185,7 @@ class LoopSpec:
 
 
 def _loop_reference(*operands, spec: LoopSpec):
-    """Run the loop as a scan in plain JAX."""
+    """Compute the loop's results with a scan, as plain JAX without a mesh does."""
     consts, batch = operands[: spec.num_consts], operands[spec.num_consts :]
     outs = [v.aval for v in spec.body.jaxpr.outvars]
     n = spec.num_microbatches
@@ -213,7 +225,11 @@ def _loop_types(*avals, spec: LoopSpec):
 
 
 def _loop_sharding(reduction: Reduction, value: Any) -> Any:
-    """Return the sharding of a loop's result: that of its values on explicit mesh axes, else None."""
+    """Return the sharding of a loop's result, derived from the sharding of one microbatch's value.
+
+    Returns:
+        The sharding; None on a mesh without explicit axes.
+    """
     known = logical_axes.explicit_sharding(value)
     return known and known.update(spec=known.spec.update(partitions=reduction.spec(known.spec.partitions)))
 
@@ -232,7 +248,7 @@ def _loop_eager(*operands, spec: LoopSpec):
 
 
 class _EagerAccumulator:
-    """An accumulator of one result of a loop whose microbatches run one by one in Python."""
+    """The running total of one result of a loop whose microbatches run one by one in Python."""
 
     def __init__(self, reduction: Reduction, num_microbatches: int) -> None:
         self._reduction, self._count = reduction, num_microbatches
@@ -249,7 +265,7 @@ class _EagerAccumulator:
             return
         if self._total is None:
             if self._reduction.starts_from_first:
-                # The start of a maximum is infinity, which `jax_debug_infs` forbids.
+                # The start value of a maximum is minus infinity, which `jax_debug_infs` forbids.
                 self._total = value
                 return
             start = self._reduction.start(value.shape, value.dtype, self._count)
@@ -284,21 +300,21 @@ def accumulate_grads(
     Args:
         fn: `fn(microbatch)`, or `fn(microbatch, i)` with `pass_index`, where `i` is an int32 scalar. It may
             close over the step's values, may contain `pipeline_yield`, and may compute gradients or not.
-        schedule: a schedule such as `Std1F1B(num_stages)`, or one list of `Task`s an actor.
+        schedule: a schedule such as `Std1F1B(num_stages)`, or a list with one list of `Task`s per actor.
         reduce: a tree prefix of `fn`'s result made of `Sum() Max() Min() Mean() Stack() Concat(axis)`. By
             default the first element of a result tuple is summed and the others are stacked; a result that is
-            no tuple is summed.
-        pass_index: pass the microbatch's index to `fn`.
-        num_microbatches: the number of microbatches the batch must have. With it, a batch that was not cut
-            into microbatches, or whose axes are in another order, is an error. None: as many as the leading
-            axis has entries.
+            not a tuple is summed.
+        pass_index: whether to pass the microbatch's index to `fn`.
+        num_microbatches: the number of microbatches the batch must have. With it, a batch that was not split
+            into microbatches, or whose axes are in another order, is an error. None allows any number, which
+            is then the size of the leading axis.
 
     Returns:
         A function that takes a batch, a pytree of arrays `(num_microbatches, microbatch_size, ...)`, and
         returns `fn`'s result tree with every leaf reduced.
 
     Raises:
-        StageError: `batch` has no leaves, or they do not share a leading microbatch axis, or not one of
+        StageError: `batch` has no leaves, or they do not share a leading microbatch axis, or its size is not
             `num_microbatches`.
         TypeError: `schedule` is a batch; `reduce` does not fit `fn`'s result, or is not given where `fn`
             returns `(loss, grads)`.
@@ -315,8 +331,10 @@ def accumulate_grads(
 
 
 class UncalledLoop:
-    """The function of the batch that `accumulate_grads` returns. Code that takes it for the results gets an
-    error which says to call it."""
+    """The function of a batch that `accumulate_grads` returns.
+
+    Code that unpacks or indexes it, as if it were the results, gets an error that says to call it first.
+    """
 
     def __init__(self, run: Callable[[Any], Any], line: str):
         self._run, self._line, self.__name__ = run, line, "run"
@@ -326,12 +344,15 @@ class UncalledLoop:
             return self._run(batch)
 
     def __getitem__(self, key: object) -> NoReturn:
-        """Raise the advice. Unpacking calls this method too, since there is no `__iter__`."""
+        """Raise an error that tells the user to call the loop before using its result.
+
+        Unpacking calls this method too, since there is no `__iter__`.
+        """
         with HiddenFrames():
             raise deliberate(TypeError(self.advice()))
 
     def advice(self) -> str:
-        """Return the text that says what to write instead."""
+        """Return the text of the error that tells the user to call the loop with a batch."""
         return (
             f"{self._line}: accumulate_grads returns a function, and this one has no results yet: call it "
             "with the batch, `accumulate_grads(fn, schedule)(batch)`"
@@ -341,8 +362,16 @@ class UncalledLoop:
 def _run_loop(
     fn: Callable, batch: Any, schedule: Any, reduce: Any, pass_index: bool, expected: int | None, line: str
 ) -> Any:
-    """Bind the loop primitive on `batch`, or run the loop in Python under `jax.disable_jit`; `line` is the
-    user's."""
+    """Run an accumulate loop on `batch` and return its results.
+
+    The loop is bound as one JAX primitive, or runs in Python under `jax.disable_jit`.
+
+    Args:
+        fn, schedule, reduce, pass_index: the arguments of `accumulate_grads`.
+        batch: the batch.
+        expected: the number of microbatches that the batch must have; None for any number.
+        line: the line of the user's `accumulate_grads` call.
+    """
     named, tree = jax.tree_util.tree_flatten_with_path(batch)
     names = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in named)
     leaves = [leaf for _, leaf in named]
@@ -380,19 +409,30 @@ def _run_loop(
 
 
 def _join_float0(reduction: Reduction, value: Any, num_microbatches: int) -> Any:
-    """Join gradients of integers (`allow_int`), for which nothing has to be computed; None for other
-    values."""
+    """Return a loop's result for gradients of integers (dtype `float0`), which need no computation.
+
+    Args:
+        reduction: how the microbatches' values are combined.
+        value: one microbatch's value, or its type.
+        num_microbatches: the number of microbatches.
+
+    Returns:
+        The joined `float0` array; None for a value of any other dtype.
+    """
     if not private_api.is_float0(value):
         return None
     return private_api.float0_array(reduction.shape(value.shape, num_microbatches))
 
 
 def _with_index(fn: Callable, pass_index: bool) -> Callable:
-    """Make of `fn` a function of a microbatch and its index. JAX names `fn` and its arguments where tracing
-    fails.
+    """Return a function of a microbatch and its index that calls `fn`, which may take only the microbatch.
 
-    Each call makes a new function: JAX caches what it traced by function, and `fn`'s closure may have
-    changed.
+    JAX shows the name of `fn` and its arguments where tracing fails. Each call returns a new function: JAX
+    caches what it traced by function, and the values that `fn` closes over may have changed.
+
+    Args:
+        fn: the user's function.
+        pass_index: whether `fn` takes the index as its second argument.
     """
 
     def body(microbatch: Any, index: Any) -> Any:
@@ -414,8 +454,16 @@ def _with_index(fn: Callable, pass_index: bool) -> Callable:
 def _run_in_python(
     fn: Callable, microbatches: Iterable[Any], count: int, reduce: Any, pass_index: bool, line: str
 ) -> Any:
-    """Run the loop in Python on concrete arrays, as `jax.disable_jit` asks for, so that a debugger can step
-    through."""
+    """Run an accumulate loop in Python on concrete arrays, so that a debugger can step through it.
+
+    This is used under `jax.disable_jit`.
+
+    Args:
+        fn, reduce, pass_index: the arguments of `accumulate_grads`.
+        microbatches: the microbatches, each a pytree of arrays.
+        count: the number of microbatches.
+        line: the line of the user's `accumulate_grads` call, for errors.
+    """
     joins: list[_EagerAccumulator] = []
     tree: Any = None
     for i, microbatch in enumerate(microbatches):

@@ -1,7 +1,7 @@
 """Find the operation that makes the first NaN or infinity of a computation.
 
-A `NonfiniteChecker` evaluates a computation under a JAX trace and adds a second result, which says for each
-floating value whether it has a NaN or an infinity. `describe_origin` turns that result into words. The
+A `NonfiniteChecker` evaluates a computation under a JAX trace and adds a second result, which tells for each
+floating value whether it has a NaN or an infinity. `describe_origin` turns that result into a message. The
 accumulate loop uses the checker in plain JAX, and `compiler.evaluate` uses it for the tasks that run on
 actors. The checker looks only for what JAX's options (`jax_debug_nans`, `jax_debug_infs`) forbid at trace
 time.
@@ -30,15 +30,15 @@ CALLS = frozenset().union(
 
 
 def forbids_nonfinite() -> bool:
-    """Say whether JAX's options forbid NaNs or infinities."""
+    """Return whether JAX's options forbid NaNs or infinities."""
     return jax_config.forbids_nans() or jax_config.forbids_infs()
 
 
 class NonfiniteChecker:
-    """An evaluator of equations under a JAX trace that checks each floating value they make.
+    """An evaluator of equations under a JAX trace that checks each floating value that they make.
 
     Attributes:
-        places: one text a checked value, in program order: the line and the operation that made the value.
+        places: one text per checked value, in program order: the line and the operation that made the value.
     """
 
     def __init__(self) -> None:
@@ -46,23 +46,37 @@ class NonfiniteChecker:
         self._found: list[Any] = []
 
     def found(self) -> Any:
-        """Return an integer vector with one entry for each of `places`: 0, `_NAN` or `_INF`, for
-        `describe_origin` to read."""
+        """Return what each check found, as an integer vector with one entry per item of `places`.
+
+        An entry is 0 for a finite value, else `_NAN` or `_INF`; `describe_origin` reads the vector.
+        """
         return jnp.stack(self._found) if self._found else jnp.zeros((0,), jnp.uint8)
 
     def check_argument(self, value: Any) -> None:
-        """Check a value that the computation was given. Its place is the empty text."""
+        """Check an argument of the computation, and add an empty text to `places` for it."""
         self.places.append("")
         self._found.append(_worst_value(value) if _is_floating(value) else jnp.uint8(0))
 
     def check_result(self, value: Any, line: str, operation: str) -> None:
-        """Check a value that an operation made, if it is a floating one."""
+        """Check the result of an operation if it is a floating value, and add the operation to `places`.
+
+        Args:
+            value: the result.
+            line: the user's line of the operation.
+            operation: the operation's name.
+        """
         if _is_floating(value):
             self.places.append(f"{line}: {operation}")
             self._found.append(_worst_value(value))
 
     def run_closed(self, closed: Any, args: Sequence[Any], around: str) -> list[Any]:
-        """Evaluate a closed jaxpr; `around` is the line for equations that have no line of their own."""
+        """Evaluate a closed jaxpr on `args`, check what its equations make, and return its results.
+
+        Args:
+            closed: the closed jaxpr.
+            args: its arguments.
+            around: the user's line to report for equations that have none of their own.
+        """
         env: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(closed.jaxpr.invars, args, strict=True))
 
@@ -75,8 +89,16 @@ class NonfiniteChecker:
         return [read(a) for a in closed.jaxpr.outvars]
 
     def run_equation(self, eqn: Any, operands: Sequence[Any], around: str) -> list[Any]:
-        """Evaluate an equation. Calls and scans are entered; any other equation that has jaxprs inside is
-        checked as one operation."""
+        """Evaluate an equation, check what it makes, and return its results.
+
+        Equations inside calls and scans are checked one by one; any other equation that has jaxprs inside is
+        checked as one operation.
+
+        Args:
+            eqn: the equation.
+            operands: the values of its operands.
+            around: the user's line to report if the equation has none of its own.
+        """
         line = tracebacks.source_line(eqn)
         line = around if line == "unknown line" else line
         if eqn.primitive.name == "scan":
@@ -93,7 +115,7 @@ class NonfiniteChecker:
         inside = NonfiniteChecker()
 
         def body(carry: list[Any], xs: list[Any]) -> Any:
-            inside.__init__()  # JAX may trace it twice
+            inside.__init__()  # JAX may trace `body` twice
             results = inside.run_closed(parts.body, [*consts, *carry, *xs], line)
             return results[: parts.num_carry], (results[parts.num_carry :], inside.found())
 
@@ -108,12 +130,16 @@ def _is_floating(value: Any) -> bool:
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return False
     spec = jax.typeof(value).sharding.spec
-    # JAX computes no `any` of a sum over devices, whether the sum is pending or made.
+    # JAX cannot compute `any` of an array that is unreduced or reduced over a mesh axis.
     return not spec.unreduced and not spec.reduced
 
 
 def _worst_value(value: Any) -> Any:
-    """Return the worst that a value has as a traced integer: `_NAN`, `_INF` or 0."""
+    """Return whether a value contains a NaN or an infinity that JAX's options forbid, as a traced integer.
+
+    Returns:
+        `_NAN` if it contains a NaN, else `_INF` if it contains an infinity, else 0.
+    """
     value = value.astype(jnp.float32) if value.dtype.itemsize < 2 else value  # 8-bit floats
     seen = jnp.uint8(0)
     if jax_config.forbids_infs():
@@ -126,16 +152,16 @@ def _worst_value(value: Any) -> Any:
 def describe_origin(
     found: Any, places: Sequence[str], names: Sequence[str | None], where: str = ""
 ) -> str | None:
-    """Name the first operation that made a NaN or an infinity, in JAX's words, and the arguments that had one
-    already.
+    """Describe the first operation that made a NaN or an infinity, and the arguments that already had one.
 
     Args:
-        found, places: as `NonfiniteChecker` has them.
+        found: the result of `NonfiniteChecker.found`, as a host array.
+        places: the checked places, `NonfiniteChecker.places`.
         names: the user's name of each checked argument; None where it has no name.
-        where: text behind the operation, such as `", microbatch 2"`.
+        where: text to put after the operation, such as `", microbatch 2"`.
 
     Returns:
-        The text; None if there is neither a NaN nor an infinity.
+        A message in the style of JAX's own; None if there is neither a NaN nor an infinity.
     """
     seen = list(zip(places, np.asarray(found).tolist(), strict=True))
     given = [(name, kind) for name, (_, kind) in zip(names, seen, strict=False) if kind]
@@ -151,16 +177,20 @@ def describe_origin(
 def describe_origin_in_loop(
     body: Any, operands: Sequence[Any], num_consts: int, num_microbatches: int, names: Sequence[str]
 ) -> str | None:
-    """Name the operation of a loop's body, and the microbatch, that make a NaN or an infinity.
+    """Describe the operation in a loop's body, and the microbatch, that first made a NaN or an infinity.
+
+    The body is run again, one microbatch at a time, with checks.
 
     Args:
-        body: closed jaxpr; its operands are the invariants, one microbatch's leaves and the microbatch's
-            index.
+        body: the loop's body as a closed jaxpr; its operands are the invariants, one microbatch's leaves and
+            the microbatch's index.
         operands: the invariants, then the batch's leaves, each `(num_microbatches, ...)`.
-        names: one for each leaf.
+        num_consts: the number of invariants.
+        num_microbatches: the number of microbatches.
+        names: the user's name of each leaf of the batch.
 
     Returns:
-        The text; None if no operation of the body makes one by itself.
+        A message; None if no microbatch has a NaN or an infinity when run by itself.
     """
     checker = NonfiniteChecker()
 

@@ -1,9 +1,8 @@
-"""Join the microbatches' results of `accumulate_grads` with one operator a result: `Sum Max Min Mean Stack
-Concat`.
+"""Define the operators that join the microbatches' results of `accumulate_grads`.
 
-Each operator defines the start, the step and the end of its accumulation. Plain JAX and the pipeline's tasks
-call the same methods, so both compute the same values. An accumulator is an array; an operator itself holds
-no state.
+The operators are `Sum`, `Max`, `Min`, `Mean`, `Stack` and `Concat`. Each one defines the start, the step and
+the end of an accumulation. Plain JAX and the pipeline's tasks call the same methods, so both compute the same
+values. The accumulator is an array that is passed to these methods; an operator itself has no state.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from jaxpp_async.jax_bridge import private_api
 
 @dataclass(frozen=True)
 class Reduction:
-    """An operator that joins one result of the loop's function over microbatches. Subclasses: `Sum Max Min
-    Mean Stack Concat`."""
+    """An operator that joins one result of the loop's function over microbatches.
+
+    Its subclasses are `Sum`, `Max`, `Min`, `Mean`, `Stack` and `Concat`.
+    """
 
     grows = False
     """Whether the result has an entry for every microbatch."""
@@ -33,28 +34,36 @@ class Reduction:
     """Whether the accumulator after the first microbatch is that microbatch's value."""
 
     def shape(self, shape: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
-        """Return the accumulator's shape for results of `shape`."""
+        """Return the shape of the accumulator for values of the given shape per microbatch."""
         return shape
 
     def spec(self, spec: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the accumulator's split for results split by `spec` (an entry a dimension, as in
-        `PartitionSpec`)."""
+        """Return how mesh axes split the accumulator if `spec` is how they split each microbatch's value.
+
+        Both are tuples with one entry per dimension, as in `PartitionSpec`.
+        """
         return spec
 
     def start(self, shape: tuple[int, ...], dtype: Any, num_microbatches: int) -> jax.Array:
-        """Make the accumulator before the first microbatch."""
+        """Return the accumulator before the first microbatch.
+
+        Args:
+            shape: the shape of one microbatch's value.
+            dtype: its dtype.
+            num_microbatches: the number of microbatches.
+        """
         raise NotImplementedError
 
     def step(self, accumulator: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the accumulator after microbatch `index` (an int32 scalar)."""
+        """Return the accumulator after microbatch `index` (an int32 scalar), whose value is `value`."""
         raise NotImplementedError
 
     def end(self, accumulator: jax.Array, num_microbatches: int) -> jax.Array:
-        """Make the result from the accumulator after the last microbatch."""
+        """Return the final result, given the accumulator after the last microbatch."""
         return accumulator
 
     def check(self, dtype: Any, ndim: int) -> str | None:
-        """Say what is wrong with reducing values of this dtype and rank; None if nothing is."""
+        """Return an error text if values of this dtype and rank cannot be reduced; None if they can."""
         if private_api.is_key_dtype(dtype):
             return f"{type(self).__name__} cannot reduce PRNG keys; use Stack()"
         return None
@@ -62,7 +71,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Sum(Reduction):
-    """The sum over microbatches, in the values' own dtype."""
+    """A reduction that adds the microbatches' values, in their own dtype."""
 
     commutes_with_add = True
 
@@ -80,7 +89,7 @@ class Sum(Reduction):
 
 @dataclass(frozen=True)
 class Mean(Sum):
-    """The mean over microbatches of floating values."""
+    """A reduction that averages floating values over microbatches."""
 
     has_end = True
 
@@ -95,7 +104,7 @@ class Mean(Sum):
 
 @dataclass(frozen=True)
 class Max(Reduction):
-    """The elementwise maximum over microbatches."""
+    """A reduction that takes the elementwise maximum over microbatches."""
 
     starts_from_first = True
 
@@ -108,7 +117,7 @@ class Max(Reduction):
 
 @dataclass(frozen=True)
 class Min(Reduction):
-    """The elementwise minimum over microbatches."""
+    """A reduction that takes the elementwise minimum over microbatches."""
 
     starts_from_first = True
 
@@ -131,7 +140,7 @@ def _extreme(dtype: Any, sign: int) -> Any:
 
 @dataclass(frozen=True)
 class Stack(Reduction):
-    """The values of all microbatches, stacked along a new leading axis of `num_microbatches`."""
+    """A reduction that stacks the values of all microbatches along a new leading axis."""
 
     grows = True
 
@@ -153,7 +162,7 @@ class Stack(Reduction):
 
 @dataclass(frozen=True)
 class Concat(Reduction):
-    """The values of all microbatches, joined along the existing `axis`."""
+    """A reduction that joins the values of all microbatches along the existing axis `axis`."""
 
     axis: int = 0
     grows = True

@@ -1,1 +1,2 @@
-"""The frozen values that compiler, protocol and actors share: tasks, task graphs, instructions, programs."""
+"""The read-only data structures that compiler, protocol and actors share: tasks, task graphs, instructions,
+programs."""

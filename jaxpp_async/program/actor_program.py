@@ -1,6 +1,6 @@
-"""Define the program of one actor, write it as text, one instruction a line, and parse it back.
+"""Define the program of one actor, write it as text with one instruction per line, and parse it back.
 
-The text reads like an assembly listing and is also what travels to the actor:
+The text reads like an assembly listing, and is also the form in which a program is sent to its actor:
 
     actor 1: 6 slots
     uncounted b0
@@ -11,9 +11,10 @@ The text reads like an assembly listing and is also what travels to the actor:
     delete b2
     output b3 = result 0
 
-A slot's aval stands where the slot is defined. `slot b5 f32[3]` lines name the slots that no instruction
-defines. `parse_program(format_program(p)) == p` for every program, also for an invalid one: `compiler.verify`
-judges that.
+Slots (`b0`, `b1`) are numbered places for buffers. The aval (shape, dtype and sharding) of a slot is written
+where an instruction defines the slot. Slots that no instruction defines get lines such as `slot b5 f32[3]`.
+`parse_program(format_program(p)) == p` for every program, also for one that breaks the rules that
+`compiler.verify` checks.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ from jaxpp_async.program.instructions import (
 
 @dataclass(frozen=True, slots=True)
 class ActorProgram:
-    """The instructions that one actor runs in one step.
+    """The instructions that one actor runs in one step, over numbered buffer slots.
 
     Args:
-        actor: the actor.
-        instructions: in order of issue.
-        avals: one a buffer slot (slots count from zero).
-        uncounted: slots left out of peak bytes: step inputs, stacked and concatenated results.
+        actor: the actor that runs the program.
+        instructions: the instructions in order of issue.
+        avals: the shape, dtype and sharding of the array in each buffer slot; slots count from 0.
+        uncounted: the slots that are left out of the reported peak bytes: inputs of the step, and stacked and
+            concatenated results.
     """
 
     actor: ActorId
@@ -63,10 +65,10 @@ def format_program(program: ActorProgram) -> str:
     """Write a program as text.
 
     Args:
-        program: any program, valid or not.
+        program: the program, which need not be valid.
 
     Returns:
-        Lines joined by newlines, the last one ended too; plain ASCII.
+        ASCII text, in which every line ends with a newline.
 
     Raises:
         ValueError: a dtype's name is not one of numpy's or ml_dtypes'.
@@ -84,10 +86,10 @@ def parse_program(text: str) -> ActorProgram:
     """Parse the text of a program. Empty lines and those that begin with `#` are skipped.
 
     Args:
-        text: what `format_program` wrote.
+        text: a text as `format_program` returns it.
 
     Returns:
-        The program; nothing but its syntax has been checked.
+        The program; only its syntax has been checked (see `compiler.verify` for other checks).
 
     Raises:
         ProtocolError: the text is malformed; the message has the number and the text of the line.
@@ -135,10 +137,11 @@ def _format_spec_entry(entry: SpecEntry) -> str:
 
 
 def format_aval(aval: Aval) -> str:
-    """Write an aval as text, such as `f32[8,16]{data,}`: dtype, shape and, where there is one, the spec.
+    """Write an aval as text, such as `f32[8,16]{data,}`: dtype, shape and, unless it is empty, the sharding
+    spec.
 
-    An empty entry of the spec is None. Axes that are still to be added over stand behind a bar:
-    `f32[8,16]{data,|model}`.
+    An empty entry of the spec is None. Mesh axes over which the array is unreduced (each device has a part of
+    a sum) follow a bar: `f32[8,16]{data,|model}`.
 
     Args:
         aval: the array's shape, dtype and sharding.
@@ -161,7 +164,7 @@ def format_aval(aval: Aval) -> str:
 
 
 class _AvalTexts(dict[Aval, str]):
-    """A cache of texts: a program has few avals and many mentions of them."""
+    """A cache of the text of each aval, since the text of a program repeats the same few avals many times."""
 
     def __missing__(self, aval: Aval) -> str:
         return self.setdefault(aval, format_aval(aval))
@@ -191,18 +194,22 @@ def _format_instruction(instruction: Instruction, avals: tuple[Aval, ...], texts
 
 
 def format_instruction(instruction: Instruction) -> str:
-    """Write one instruction as errors show it: its line without the avals of what a `Run` makes."""
+    """Return one instruction as error messages show it: its line of the program's text, but without the avals
+    of a `Run`'s outputs."""
     return _format_instruction(instruction, (), _AvalTexts())
 
 
 def format_instructions(program: ActorProgram) -> list[str]:
-    """Write the line of each instruction in the program's text."""
+    """Return the line of each instruction, as it is in the text of the program."""
     texts = _AvalTexts()
     return [_format_instruction(i, program.avals, texts) for i in program.instructions]
 
 
 def _find_undefined_slots(program: ActorProgram) -> Iterable[BufferId]:
-    """Find the slots whose aval no instruction gives: defined by none, or first defined with another aval."""
+    """Return the buffer slots that need a `slot` line in a program's text to tell their aval.
+
+    No instruction defines them, or the first one that does has another aval.
+    """
     known: dict[BufferId, Aval] = {}
     for instruction in program.instructions:
         if isinstance(instruction, Run):
@@ -215,7 +222,7 @@ def _find_undefined_slots(program: ActorProgram) -> Iterable[BufferId]:
 
 
 def _format_ranges(buffers: frozenset[BufferId]) -> str:
-    """Write slots as ranges: `{0, 1, 2, 5}` -> `b0-b2 b5`."""
+    """Write a set of buffer slots as ranges, such as `b0-b2 b5` for `{0, 1, 2, 5}`."""
     ranges: list[list[int]] = []
     for b in sorted(buffers):
         if ranges and b == ranges[-1][1] + 1:
@@ -278,10 +285,10 @@ def _parse_spec(text: str) -> tuple[SpecEntry, ...]:
 
 
 def parse_aval(text: str) -> Aval:
-    """Parse what `format_aval` wrote.
+    """Parse an aval from its text, as `format_aval` returns it.
 
     Raises:
-        ValueError: the text is no aval.
+        ValueError: the text is not an aval.
     """
     match = _AVAL_PARTS.fullmatch(text)
     if not match:
@@ -302,7 +309,7 @@ class _Avals(dict[str, Aval]):
 
 
 class _Parser:
-    """The state of `parse_program`: the avals seen so far, and one method for each opcode."""
+    """The state of `parse_program`, with one method that parses the line of each opcode."""
 
     def __init__(self) -> None:
         self.actor: ActorId | None = None  # None: the header has not been read

@@ -1,13 +1,14 @@
-"""Define the values between a schedule and an actor: tasks, the task graph, a program's instructions.
+"""Define the data structures between a schedule and an actor: tasks, the task graph, program instructions.
 
-A step becomes, in this order:
+The compiler turns a step into these, in this order:
 
 * `Task`s, the entries of a schedule;
-* a `TaskGraph`: every task of every microbatch, placed on its actor, joined by values (single assignment);
-* one `ActorProgram` an actor (see `actor_program`): a flat instruction stream over integer buffer slots.
+* a `TaskGraph`: every task of every microbatch, placed on its actor, connected by values that are each
+  assigned once;
+* one `ActorProgram` per actor (see `actor_program`): a flat instruction stream over integer buffer slots.
 
-A step has a hundred thousand values, and hardly any is ever looked at but for its type. So `ValueTable` keeps
-them as columns, and makes a `Value` when it is asked for.
+A step has a hundred thousand values, and of nearly all of them only the type is ever read. So `ValueTable`
+stores values as columns, and makes a `Value` object only when one is read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from jaxpp_async.base.frozen import frozen
 
 ActorId: TypeAlias = int
 ProcessId: TypeAlias = int
-"""Processes are numbered over the mesh, those of actor 0 first; with one an actor it is its number."""
+"""The number of a process in the mesh. Those of actor 0 come first; if each actor has one process, it is the
+number of the actor."""
 
 BufferId: TypeAlias = int
 ValueId: TypeAlias = int
@@ -34,20 +36,20 @@ TaskType: TypeAlias = Literal["fwd", "bwd", "bwd_input", "bwd_weight"]
 TASK_TYPES: tuple[TaskType, ...] = ("fwd", "bwd", "bwd_input", "bwd_weight")
 
 SpecEntry: TypeAlias = str | tuple[str, ...] | None
-"""How one array dimension is split: by one mesh axis, by several, or not at all."""
+"""The sharding of one array dimension: the mesh axis or axes that split it, or None if it is not split."""
 
 CONTROLLER: ProcessId = -1
-"""The controller's number as a peer of the data plane, where the others are processes."""
+"""The number of the controller as a peer of the data plane, whose other peers are processes of actors."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Task:
-    """One entry of a schedule.
+    """One entry of a schedule: one stage's forward or backward on one microbatch.
 
     Args:
-        i: microbatch index.
-        ty: `"fwd"`, `"bwd"`, or the halves of a split backward, `"bwd_input"` and `"bwd_weight"`.
-        stage: stage index.
+        i: the index of the microbatch.
+        ty: `"fwd"` or `"bwd"`, or one half of a split backward, `"bwd_input"` or `"bwd_weight"`.
+        stage: the index of the stage.
 
     Source: the JaxPP paper, section "Task Scheduling".
     """
@@ -64,20 +66,20 @@ _MICROBATCH = re.compile(r",? ?\bmb \d+")
 
 
 def task_kind(label: str) -> str:
-    """Strip the microbatch from the label of a task: `"fwd(stage 0)"`."""
+    """Return a task's label without its microbatch, such as `"fwd(stage 0)"` for `"fwd(stage 0, mb 3)"`."""
     return _MICROBATCH.sub("", label).replace("()", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Aval:
-    """Shape, dtype and sharding of an array inside one actor.
+    """The shape, dtype and sharding of an array that is spread over the devices of one actor.
 
     Args:
-        shape: global shape, in elements.
-        dtype: numpy or ml_dtypes name, such as `"float32"` or `"bfloat16"`. Keys stand here as their `uint32`
-            data.
-        spec: one entry a dimension, as in `jax.sharding.PartitionSpec`; missing trailing entries are None.
-        unreduced: mesh axes over which every device holds a part of a sum that nobody has added up yet.
+        shape: the global shape, in elements.
+        dtype: the numpy or ml_dtypes name, such as `"float32"` or `"bfloat16"`. PRNG keys have the shape and
+            dtype of their `uint32` data.
+        spec: one entry per dimension, as in `jax.sharding.PartitionSpec`; missing trailing entries are None.
+        unreduced: the mesh axes over which each device has only a part of a sum that is still to be added up.
     """
 
     shape: tuple[int, ...]
@@ -87,16 +89,19 @@ class Aval:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of one whole copy (replicas on an actor's devices are not counted)."""
+        """The size in bytes of one whole copy of the array, however many copies an actor's devices have."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
 _ITEMSIZES = {"bool": 1, "bfloat16": 2, "int2": 1, "int4": 1, "uint2": 1, "uint4": 1}
 
 
-@functools.cache  # bounded by the types there are
+@functools.cache  # bounded by the number of dtypes
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one element in host memory. Sub-byte types take a byte each, as in numpy."""
+    """Return the bytes that one element of a dtype occupies in host memory.
+
+    An element of a type smaller than a byte occupies one byte, as in numpy.
+    """
     if dtype in _ITEMSIZES:
         return _ITEMSIZES[dtype]
     if dtype.startswith(("float8_", "float4_", "float6_")):  # with the underscore: float64 is none of them
@@ -115,14 +120,14 @@ ValueKind: TypeAlias = Literal["input", "temp", "accumulator", "result"]
 
 @frozen()
 class Value:
-    """One array of the step, assigned once.
+    """One array of a step's task graph, which one node or the caller makes.
 
     Args:
-        aval: shape, dtype and sharding.
-        label: what a user reads in reports, such as `"x@fwd(stage 0, mb 3)"` or `"state['w']"`.
-        kind: `"input"` for a step argument, `"accumulator"` for a partial result carried through the loop,
-            `"result"` for a stacked or concatenated one (it grows with the number of microbatches and is left
-            out of peak bytes), `"temp"` for everything else.
+        aval: the shape, dtype and sharding of the array.
+        label: the name of the array in reports, such as `"x@fwd(stage 0, mb 3)"` or `"state['w']"`.
+        kind: `"input"` for a step argument; `"accumulator"` for a partial result carried through the
+            microbatch loop; `"result"` for a stacked or concatenated result of the loop, which grows with the
+            number of microbatches and is left out of peak bytes; `"temp"` for everything else.
     """
 
     aval: Aval
@@ -132,17 +137,17 @@ class Value:
 
 @frozen()
 class Node:
-    """One run of one executable on one actor.
+    """A node of a task graph: one call of one executable on one actor.
 
     Args:
-        label: such as `"fwd(stage 1, mb 3)"`, `"before(0)"`, `"after(1)"`, `"zeros(stage 1)"`.
-        actor: where it runs.
-        executable: index into the step's executables.
-        inputs: values read, in the executable's argument order.
-        outputs: values made, in the executable's result order.
-        donatable: positions in `inputs` which the executable may alias with a result when nothing else needs
+        label: the name of the node in reports, such as `"fwd(stage 1, mb 3)"` or `"outer(0, actor 1)"`.
+        actor: the actor that runs the node.
+        executable: the index of the executable among those of the step.
+        inputs: the values that the node reads, in the order of the executable's arguments.
+        outputs: the values that the node makes, in the order of the executable's results.
+        donatable: the positions in `inputs` that the executable may alias with a result if nothing else needs
             the value afterwards. Lowering decides per executable and position; see `compiler.lowering`.
-        task: the schedule entry, for nodes of a loop.
+        task: the schedule's entry, for a node of a microbatch loop.
     """
 
     label: str
@@ -156,13 +161,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """A step argument, and every actor that holds it when the step starts; none: nobody uses it.
+    """A step argument in a task graph, and the actors that hold it when the step starts.
 
     Args:
         value: the value in the graph.
-        arg: flat index of the argument.
-        actors: its homes.
-        donated: whether the step may overwrite it.
+        arg: the flat index of the argument.
+        actors: the actors that hold the argument; none if the step does not use it.
+        donated: whether the step may overwrite the argument.
     """
 
     value: ValueId
@@ -173,12 +178,12 @@ class GraphInput:
 
 @dataclass(frozen=True, slots=True)
 class GraphOutput:
-    """A step result, and every actor that holds it when the step ends.
+    """A step result in a task graph, and the actors that hold it when the step ends.
 
     Args:
         value: the value in the graph.
-        result: flat index of the result.
-        actors: its homes.
+        result: the flat index of the result.
+        actors: the actors that hold the result.
     """
 
     value: ValueId
@@ -188,11 +193,12 @@ class GraphOutput:
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """All tasks of one step, placed.
+    """The graph of all tasks of one step, each placed on an actor and connected by the values they exchange.
 
-    `nodes` is in a topological order that, restricted to one actor, is that actor's order of execution. Every
-    value is an input or an output of exactly one node; a value used or returned on another actor than it is
-    made on is transferred there once. `values` may be any sequence, such as a `ValueTable`.
+    `nodes` is in a topological order; the nodes of one actor run in the order in which they are in it. Every
+    value is either a step input or an output of exactly one node. A value that is used or returned on an
+    actor that does not make it is transferred to that actor once. `values` may be any sequence, such as a
+    `ValueTable`.
     """
 
     num_actors: int
@@ -207,7 +213,10 @@ class TaskGraph:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Bind step argument `arg` to `buffer`. A donated argument belongs to the program, which deletes it."""
+    """An instruction that puts the step argument `arg` into the buffer slot `buffer`.
+
+    A donated argument then belongs to the program, which has to delete, donate or return its buffer.
+    """
 
     buffer: BufferId
     arg: int
@@ -217,7 +226,11 @@ class Input:
 
 @frozen()
 class Run:
-    """Call a compiled executable. `donated` are positions in `inputs` whose buffers the call consumes."""
+    """An instruction that calls a compiled executable on buffer slots.
+
+    `donated` lists the positions in `inputs` of the buffers that the executable may overwrite. They cannot be
+    used afterwards.
+    """
 
     label: str
     executable: ExecutableId
@@ -228,9 +241,10 @@ class Run:
 
 @frozen()
 class Send:
-    """Start a send as soon as the buffer is ready, without waiting.
+    """An instruction that sends a buffer to another actor as soon as the buffer is ready.
 
-    Tags count from zero over all programs of a step.
+    The program continues without waiting for that. The tag identifies the transfer; tags count from 0 over
+    all programs of a step.
     """
 
     buffer: BufferId
@@ -240,7 +254,7 @@ class Send:
 
 @frozen()
 class Recv:
-    """Post a receive; the buffer becomes ready when the data is in."""
+    """An instruction that posts a receive into a buffer, which becomes ready when the data has arrived."""
 
     buffer: BufferId
     from_actor: ActorId
@@ -250,16 +264,16 @@ class Recv:
 
 @frozen()
 class Delete:
-    """Free the buffer now or, while a send of it is under way, when that send completes."""
+    """An instruction that frees a buffer, immediately or once its sends that are in progress complete."""
 
     buffer: BufferId
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Turn the buffer into step result `result`, which leaves the program.
+    """An instruction that returns a buffer as the step result `result`.
 
-    Only another `Output` may name the buffer afterwards.
+    The program no longer owns the buffer then; only another `Output` may name it afterwards.
     """
 
     buffer: BufferId
@@ -270,14 +284,15 @@ Instruction: TypeAlias = Input | Run | Send | Recv | Delete | Output
 
 
 def buffers_made(instruction: Instruction) -> tuple[BufferId, ...]:
-    """Return the buffers that an instruction defines."""
+    """Return the buffer slots that an instruction assigns: a `Run`'s outputs, or an `Input`'s or `Recv`'s
+    buffer."""
     if isinstance(instruction, Run):
         return instruction.outputs
     return (instruction.buffer,) if isinstance(instruction, Input | Recv) else ()
 
 
 def runs(instructions: Iterable[Instruction]) -> list[Run]:
-    """Return the `Run`s among `instructions`, in order."""
+    """Return the `Run` instructions among `instructions`, in order."""
     return [i for i in instructions if isinstance(i, Run)]
 
 
@@ -285,11 +300,12 @@ def runs(instructions: Iterable[Instruction]) -> list[Run]:
 
 
 class ValueTable(Sequence[Value]):
-    """A sequence of values that is kept as columns, and makes a `Value` when it is asked for.
+    """A sequence of values that is stored as columns, and makes a `Value` object only when one is read.
 
     Args:
-        avals, kinds: a column each.
-        label: row to label.
+        avals: the aval of each value.
+        kinds: the kind of each value.
+        label: a function that takes the position of a value and returns its label.
     """
 
     def __init__(
@@ -320,15 +336,15 @@ class ValueTable(Sequence[Value]):
         return hash(tuple(self.avals))
 
     def with_avals(self, avals: Sequence[Aval]) -> ValueTable:
-        """Return the same values with other types."""
+        """Return a table of the same labels and kinds with other avals."""
         return ValueTable(avals, self.kinds, self.label)
 
 
 def avals_of(values: Sequence[Value]) -> Sequence[Aval]:
-    """Return the type of each value."""
+    """Return the aval of each value, without making `Value` objects if `values` is a `ValueTable`."""
     return values.avals if isinstance(values, ValueTable) else [v.aval for v in values]
 
 
 def kinds_of(values: Sequence[Value]) -> Sequence[ValueKind]:
-    """Return the kind of each value."""
+    """Return the kind of each value, without making `Value` objects if `values` is a `ValueTable`."""
     return values.kinds if isinstance(values, ValueTable) else [v.kind for v in values]

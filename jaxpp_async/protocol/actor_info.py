@@ -1,13 +1,14 @@
-"""Number the processes of a mesh, describe its actors, and share how far each one has come in its program.
+"""Number the processes of a mesh, describe its actors, and share how far each actor has come in its program.
 
-Processes have consecutive numbers, those of an actor one after the other; `process_of` and `actor_and_rank`
-alone compute with these numbers. With one process an actor, process and actor have the same number. Whatever
-runs, listens, sends heartbeats, dies or sends data is a process; whatever has a program is an actor.
+Processes have consecutive numbers, and those of one actor follow each other; only `process_of` and
+`actor_and_rank` compute with these numbers. With one process per actor, process and actor have the same
+number. Whatever runs, listens, sends heartbeats, dies or sends data is a process; whatever has a program is
+an actor.
 
-An actor writes its progress to a page of memory that its launcher shares with it. It writes at every
-instruction (under a microsecond, no message). Its own heartbeat thread reads the page, and so does the
-process that started it when the actor has died and cannot be asked. The page has no file and no name, so that
-nothing is left behind.
+An actor writes its progress to a page of memory that the process which started it shares with it. The actor
+writes at every instruction (this takes under a microsecond and sends no message). Its own heartbeat thread
+reads the page, and so does the process that started it, if the actor has died and cannot be asked. The page
+has no file and no name, so that nothing is left behind.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _WORST_FIRST = ("failed", "restarting", "starting", "waiting", "closed", "ready"
 
 @dataclass(frozen=True, slots=True)
 class ActorInfo:
-    """Describes an actor, or one of its processes, to users.
+    """A description, for users, of an actor or of one of its processes.
 
     Args:
         id: the actor's number.
-        host, pid: where it runs; of an actor of several processes: those of the first one.
-        devices: one text a device, such as `"cpu:0"`.
-        state: `"starting"`, `"ready"`, `"failed"` or `"closed"`. While lost actors are replaced these are
-            `"restarting"` and the others `"waiting"`.
-        rank, size: of one of several processes: its number in its actor, and how many processes that has.
-        processes: of an actor: each of its processes, in order of rank; of a process: none.
+        host, pid: the host and the process id; for an actor of several processes, those of the first one.
+        devices: one text per device, such as `"cpu:0"`.
+        state: `"starting"`, `"ready"`, `"failed"` or `"closed"`. While lost actors are being replaced, the
+            lost ones are `"restarting"` and all others `"waiting"`.
+        rank, size: for one of several processes, its number in its actor and the actor's number of processes.
+        processes: for an actor, the descriptions of its processes in order of rank; empty for a process.
         gpus: the UUIDs of its GPUs, or of parts of one (MIG), as `nvidia-smi -L` lists them; empty without
             GPUs.
     """
@@ -62,14 +63,19 @@ class ActorInfo:
 
     def __repr__(self) -> str:
         devices = "".join(f" {device}" for device in self.devices)
-        if len(self.processes) < 2:  # an actor of one process has itself as that
+        if len(self.processes) < 2:  # an actor's only process is described by the actor itself
             return f"<{self}: {self.state}{devices}>"
         processes = ", ".join(f"host {p.host} pid {p.pid} {p.state}" for p in self.processes)
         return f"<actor {self.id}: {self.state}{devices}; {len(self.processes)} processes: {processes}>"
 
 
 def merge_processes(processes: Sequence[ActorInfo]) -> ActorInfo:
-    """Describe an actor by its processes, given in order of rank. Its state is the worst of theirs."""
+    """Return the description of an actor, made from those of its processes. Its state is the worst of their
+    states, and its devices are those of all processes.
+
+    Args:
+        processes: the descriptions of the actor's processes, in order of rank.
+    """
     first = processes[0]
     if len(processes) == 1:
         return replace(first, processes=(first,))
@@ -85,7 +91,9 @@ _LAYOUT = struct.Struct("<?qqq??")
 
 
 class NoteProgress(Protocol):
-    """The type of a function that records how far an actor has come; see `Position`."""
+    """The type of a function that records how far an actor has come in its program; the arguments are the
+    fields of `Position`.
+    """
 
     def __call__(
         self, step: int, program_id: int, instruction: int, waiting: bool, computing: bool = False, /
@@ -94,16 +102,16 @@ class NoteProgress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in a loaded program, in a step.
+    """An actor's position in a loaded program, during one run of it.
 
     Args:
-        step: the id of the run.
-        program_id: of the program.
-        instruction: index of the instruction. The number of instructions stands for the end, where transfers
-            may still be open.
-        waiting: the data of the instruction had not come yet.
-        computing: the devices execute the instruction. With neither, the instruction is done and the next has
-            not begun.
+        step: the id of the run (a `messages.StepId`).
+        program_id: the id of the program.
+        instruction: the index of the instruction; after the last one, the number of instructions, while
+            transfers may still be open.
+        waiting: whether data that the instruction needs has not arrived yet.
+        computing: whether the devices execute the instruction. If neither `waiting` nor `computing` is true,
+            the instruction has ended and the next one has not begun.
     """
 
     step: int
@@ -114,11 +122,14 @@ class Position:
 
 
 def furthest_behind(positions: Sequence[Position | None]) -> Position | None:
-    """Find how far an actor has come: as far as the process that is furthest behind. The others may wait for
-    that one, in a task that they compute together.
+    """Return how far an actor has come, which is the position of its process that is furthest behind. The
+    other processes may be waiting for that process, in a task that they compute together.
+
+    Args:
+        positions: the position of each process of the actor; None for a process that has reported none.
 
     Returns:
-        The position; None if a process has reported none.
+        The position; None if any process has reported none.
     """
     known = [position for position in positions if position is not None]
     if len(known) < len(positions) or not known:
@@ -127,17 +138,21 @@ def furthest_behind(positions: Sequence[Position | None]) -> Position | None:
 
 
 def make_page() -> int:
-    """Make a page of memory and return its descriptor, which a spawned process can inherit."""
+    """Create a page of memory for an actor's progress and return its file descriptor, which a spawned process
+    can inherit.
+    """
     descriptor = os.memfd_create("jaxpp-progress", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, mmap.PAGESIZE)
     return descriptor
 
 
 class ProgressPage:
-    """One end of a progress page.
+    """A page of shared memory to which an actor process writes its position, and which the process that
+    started it reads. Each of the two processes makes its own `ProgressPage` object.
 
     Args:
-        descriptor: of the page; this object takes it over. None: a page of this process alone.
+        descriptor: the page's file descriptor, which this object closes; None for a page that only this
+            process uses.
     """
 
     def __init__(self, descriptor: int | None):
@@ -148,49 +163,55 @@ class ProgressPage:
     def note(
         self, step: int, program_id: int, instruction: int, waiting: bool, computing: bool = False, /
     ) -> None:
-        """Write down where the actor is."""
+        """Write the actor's position to the page; the arguments are the fields of `Position`."""
         _LAYOUT.pack_into(self._page, 0, True, step, program_id, instruction, waiting, computing)
 
     def read(self) -> Position | None:
-        """Read where the actor was last; None before its first instruction and after `close`."""
+        """Return the position that the actor wrote last; None before its first instruction and after
+        `close`.
+        """
         if self._page.closed:
             return None
         written, *position = _LAYOUT.unpack_from(self._page)
         return Position(*position) if written else None
 
     def close(self) -> None:
-        """Give the page back. A second call does nothing."""
+        """Release the page's memory. A second call does nothing."""
         self._page.close()
 
 
 def no_progress(
     step: int, program_id: int, instruction: int, waiting: bool, computing: bool = False, /
 ) -> None:
-    """Record no progress, for inline actors: they cannot die alone, so that nobody reads it."""
+    """Ignore an actor's position. This is the `NoteProgress` of inline actors, which run inside the
+    controller's process: they cannot die alone, so that nobody would read the position.
+    """
 
 
 # ---------------------------------------------------------------- seats
 
 
 def process_of(actor: ActorId, rank: int, size: int) -> ProcessId:
-    """Give the process of this rank of an actor, where each actor has `size` of them."""
+    """Return the mesh-wide number of the process that has this rank in an actor, where each actor has `size`
+    processes.
+    """
     return actor * size + rank
 
 
 def actor_and_rank(process: ProcessId, size: int) -> tuple[ActorId, int]:
-    """Give the actor of a process, and the process's number in it, counted from 0. The inverse of
-    `process_of`.
+    """Return the actor that a process belongs to, and the process's rank in it, counted from 0, where each
+    actor has `size` processes. This is the inverse of `process_of`.
     """
     return divmod(process, size)
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Numbers the processes of one mesh.
+    """The numbering of the processes of one mesh, which converts between processes, actors and ranks.
 
     Args:
-        num_actors: number of actors, at least 1.
-        per_actor: number of processes of each actor, at least 1.
+        num_actors: the number of actors, at least 1.
+        per_actor: the number of processes of each actor, at least 1.
     """
 
     num_actors: int
@@ -198,54 +219,54 @@ class Topology:
 
     @property
     def count(self) -> int:
-        """The number of processes."""
+        """The number of processes of the mesh."""
         return self.num_actors * self.per_actor
 
     @property
     def everyone(self) -> range:
-        """All processes, in order."""
+        """The numbers of all processes of the mesh, in order."""
         return range(self.count)
 
     def actor_of(self, process: ProcessId) -> ActorId:
-        """Give the actor that a process belongs to."""
+        """Return the actor that a process belongs to."""
         return actor_and_rank(process, self.per_actor)[0]
 
     def rank_of(self, process: ProcessId) -> int:
-        """Give a process's number in its actor, counted from 0."""
+        """Return a process's rank, which is its number in its actor, counted from 0."""
         return actor_and_rank(process, self.per_actor)[1]
 
     def process(self, actor: ActorId, rank: int) -> ProcessId:
-        """Give the process of this rank of an actor."""
+        """Return the number of the process that has this rank in an actor."""
         return process_of(actor, rank, self.per_actor)
 
     def processes_of(self, actor: ActorId) -> range:
-        """Give an actor's processes, in order of rank."""
+        """Return the numbers of an actor's processes, in order of rank."""
         return range(self.process(actor, 0), self.process(actor + 1, 0))
 
     def group_of(self, process: ProcessId) -> range:
-        """Give all processes of the actor that a process belongs to, the process itself among them."""
+        """Return all processes of the actor that a process belongs to, including the process itself."""
         return self.processes_of(self.actor_of(process))
 
     def peers_of(self, process: ProcessId) -> set[ProcessId]:
-        """Give the processes with which a process exchanges data: those of its own actor, and those of its
-        rank in the other actors.
+        """Return the processes with which a process exchanges data: the others of its own actor, and those of
+        the same rank in the other actors.
         """
         return {*self.group_of(process), *range(self.rank_of(process), self.count, self.per_actor)} - {
             process
         }
 
     def processes_of_all(self, actors: Iterable[ActorId]) -> list[ProcessId]:
-        """Give the processes of several actors, in order."""
+        """Return the processes of several actors, in ascending order."""
         return [process for actor in sorted(actors) for process in self.processes_of(actor)]
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessRank:
-    """The place of one process in its actor.
+    """A process's place in its actor, computed from the process's number in the mesh.
 
     Args:
-        process: its number in the mesh.
-        size: number of processes of its actor, the same for all actors of a mesh.
+        process: the process's number in the mesh.
+        size: the number of processes of each actor, the same for all actors of a mesh.
     """
 
     process: ProcessId
@@ -262,7 +283,9 @@ class ProcessRank:
         return actor_and_rank(self.process, self.size)[1]
 
     def __str__(self) -> str:
-        """Name the process, such as `"actor 1"`, or `"actor 1 (process 1 of 2)"`, counted from 0."""
+        """Return a name of the process for users, such as `"actor 1"`, or `"actor 1 (process 1 of 2)"` where
+        an actor has several processes; the process is counted from 0.
+        """
         return (
             f"actor {self.actor}"
             if self.size == 1
@@ -270,11 +293,11 @@ class ProcessRank:
         )
 
     def process_of_rank(self, rank: int) -> ProcessId:
-        """Give another process of the same actor."""
+        """Return the number of the process of the same actor that has the given rank."""
         return process_of(self.actor, rank, self.size)
 
     def counterpart_in(self, actor: ActorId) -> ProcessId:
-        """Give the process of another actor with which this one exchanges what the two actors exchange: that
-        of its own rank.
+        """Return the process of another actor that has the same rank as this one. When the two actors
+        exchange arrays, these two processes exchange data.
         """
         return process_of(actor, self.rank, self.size)

@@ -1,13 +1,13 @@
-"""Compare the clocks of processes on other machines with this process's clock, and count the time in which
+"""Compare the clocks of processes on other machines with this process's clock, and count the time for which
 this process was awake.
 
-Every process takes times with `time.monotonic()`. Under one kernel that is one clock (`clock_name` identifies
-it), and nothing has to be estimated. Other clocks are read again and again, and the reply that came soonest
-is the most precise, as in NTP: the clock was read between two readings of ours, so that half of the time
-between them bounds the error.
+Every process measures time with `time.monotonic()`. Processes under one kernel share one clock (`clock_name`
+identifies it), and nothing has to be estimated. Other clocks are read again and again, and the reading whose
+reply came soonest is the most precise, as in NTP: the other clock was read between two readings of our own,
+so that half of the time between these two bounds the error.
 
-`SuspendAwareClock` leaves out time in which the process was stopped or its event loop was blocked, since it
-could not hear others then. Wall clocks are not used.
+`SuspendAwareClock` leaves out time for which the process was stopped or its event loop was blocked, since the
+process could not receive messages then. Wall clocks are not used.
 
 Source: D. Mills, RFC 5905, Network Time Protocol Version 4, 2010, section 10.
 """
@@ -32,17 +32,18 @@ million; a clock that is being corrected may run 500 off for a while, which the 
 """
 
 
-@functools.cache  # a process has one
+@functools.cache  # a process has one clock
 def clock_name() -> str:
-    """Identify the clock behind this process's `time.monotonic()`; processes that share the clock get the
-    same name.
+    """Return a name for the clock behind this process's `time.monotonic()`; processes that share the clock
+    get the same name.
 
     Returns:
-        The name. Empty where the clock cannot be identified: such a process is taken to share it with nobody.
+        The name; empty if the clock cannot be identified. Such a process is assumed to share its clock with
+        no other process.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        # A time namespace shifts the clock for those in it.
+        # A time namespace shifts the clock of the processes in it.
         namespace = os.readlink("/proc/self/ns/time") if os.path.lexists("/proc/self/ns/time") else ""
     except (OSError, ValueError):
         return ""
@@ -51,8 +52,8 @@ def clock_name() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """The number of seconds by which an actor's clock is ahead of ours, and the largest error
-    of that number.
+    """The number of seconds by which another process's clock is ahead of this process's clock, and the
+    largest possible error of that number.
     """
 
     offset_s: float
@@ -61,8 +62,12 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One reading of another clock: it was asked for at `sent_s`, showed `there_s`, and was received at
-    `received_s`.
+    """One reading of another process's clock.
+
+    Args:
+        sent_s: when this process asked for the reading, in seconds of its own clock.
+        there_s: the time that the other clock showed, in seconds.
+        received_s: when this process received the answer, in seconds of its own clock.
     """
 
     sent_s: float
@@ -70,7 +75,10 @@ class Reading:
     received_s: float
 
     def offset(self, at_s: float) -> Offset:
-        """Compute the offset that this reading gives for a time of our clock."""
+        """Return how far the other clock was ahead of this process's clock at the time `at_s` of the latter,
+        as this reading tells. The further `at_s` is from the reading, the larger is the error, since clocks
+        drift.
+        """
         away_s = max(0.0, self.sent_s - at_s, at_s - self.received_s)
         middle_s, half_s = (self.sent_s + self.received_s) / 2, (self.received_s - self.sent_s) / 2
         return Offset(self.there_s - middle_s, half_s + DRIFT * away_s)
@@ -80,17 +88,17 @@ Readings: TypeAlias = tuple[Reading, ...]
 
 
 class Clock:
-    """Estimates the offset of one process's clock. The object stays with that process also when another takes
-    its place.
+    """An estimate of another process's clock relative to this process's clock. If a new process replaces the
+    other one, the new process gets another `Clock`, and this object keeps the data of the old one.
 
     Args:
-        is_ours: whether it is known to be our own clock, which needs no readings.
+        is_ours: whether the clock is known to be this process's own clock, which needs no readings.
 
     Attributes:
-        name: the process's `clock_name()`; None: the process has not sent it.
-        is_ours: as above.
-        readings: the latest ones. The tuple is never changed in place, so that callers can keep it as it was
-            at some time.
+        name: the other process's `clock_name()`; None until it has sent it.
+        is_ours: the argument `is_ours`, updated when the name is known.
+        readings: the latest readings. The tuple is never changed in place, so that callers can store it as it
+            was at some time.
     """
 
     __slots__ = ("is_ours", "name", "readings")
@@ -101,15 +109,17 @@ class Clock:
         self.readings: Readings = ()
 
     def note(self, reading: Reading) -> None:
-        """Add a reading, in place of the oldest if there are many."""
+        """Add a reading. If there are `NUM_READINGS` already, drop the oldest."""
         self.readings = (*self.readings[1 - NUM_READINGS :], reading)
 
     def offset(self, at_s: float, kept: Readings = ()) -> Offset | None:
-        """Estimate how far the clock was ahead at a time of ours; None: there is no reading yet.
+        """Estimate how far the other clock was ahead of this process's clock at some time; return None if
+        there is no reading yet.
 
         Args:
-            at_s: the time, in seconds of our clock.
-            kept: readings from that time, which are more precise for it than much later ones.
+            at_s: the time, in seconds of this process's clock.
+            kept: readings that the caller stored near that time, which are more precise for it than much
+                later ones.
         """
         if self.is_ours:
             return Offset(0.0, 0.0)
@@ -121,7 +131,7 @@ OUR_CLOCK = Clock(is_ours=True)
 
 
 class Clocks:
-    """Keeps the clocks of a mesh's actors.
+    """The clocks of the actors of a mesh, as seen by this process.
 
     Args:
         own: this process's `clock_name()`.
@@ -132,14 +142,17 @@ class Clocks:
         self._clocks: dict[ActorId, Clock] = {}
 
     def clock_of(self, actor: ActorId) -> Clock:
-        """Give the clock of the process that is this actor now."""
+        """Return the clock of the process that runs this actor now; later calls of `note` add readings to
+        it.
+        """
         if actor not in self._clocks:
             self._clocks[actor] = Clock()
         return self._clocks[actor]
 
     def name(self, actor: ActorId, name: str) -> None:
-        """Record which clock an actor has. The clock of the process that was this actor before
-        is forgotten.
+        """Record the name of the clock that an actor's process has sent (its `clock_name()`). If the actor
+        had a clock of another name, another process has replaced the actor's process, and the old clock is
+        forgotten.
         """
         clock = self.clock_of(actor)
         if clock.name == name:
@@ -154,7 +167,7 @@ class Clocks:
         self._clocks.pop(actor, None)
 
     def note(self, actor: ActorId, sent_s: float, there_s: float, received_s: float) -> None:
-        """Add a reading of an actor's clock; the arguments are those of `Reading`."""
+        """Add a reading of an actor's clock; the other arguments are those of `Reading`."""
         self.clock_of(actor).note(Reading(sent_s, there_s, received_s))
 
 
@@ -165,22 +178,24 @@ TICK_S = 0.5
 
 
 class SuspendAwareClock:
-    """Counts the seconds in which this process was awake: between two ticks never more than twice their
-    distance.
+    """A clock that counts the seconds for which this process was awake.
+
+    The owner calls `tick` at regular times. Between two ticks at most twice their intended distance is
+    counted, since a longer gap means that the process was stopped or its event loop was blocked.
 
     Args:
-        now: time of the monotonic clock, in seconds.
-        tick_s: distance of the ticks, in seconds.
+        now: the current time of the monotonic clock, in seconds.
+        tick_s: the intended time between two ticks, in seconds.
     """
 
     def __init__(self, now: float, tick_s: float = TICK_S):
         self._last, self._awake, self._most = now, 0.0, 2 * tick_s
 
     def tick(self, now: float) -> float:
-        """Take a tick and give the time counted so far."""
+        """Record a tick at the time `now`, and return the seconds counted so far."""
         self._awake, self._last = self.read(now), now
         return self._awake
 
     def read(self, now: float) -> float:
-        """Give the time counted so far, between two ticks."""
+        """Return the seconds counted up to the time `now`, without recording a tick."""
         return self._awake + min(now - self._last, self._most)

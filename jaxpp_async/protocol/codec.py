@@ -1,9 +1,9 @@
 """Encode frozen dataclasses as msgpack, and decode them with a check of every field's type.
 
-A message is an array: the name of its type, then its fields in order. Nested dataclasses are arrays of their
-fields; the type hints say which dataclass, and where a tuple or an integer key stands. Encoding trusts our
-own objects and lets msgpack walk them. Decoding trusts nothing: neither the lengths that a header announces,
-nor the depth of nesting. Nothing is pickled.
+A message is an array: the name of its type, then its fields in order. A nested dataclass is an array of its
+fields. The type hints say which dataclass a field holds, and where a tuple or an integer key is expected.
+Encoding trusts this process's own objects and lets msgpack walk them. Decoding trusts nothing: neither the
+lengths that a header announces, nor the depth of nesting. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _KEEP_BYTES = 1 << 20
 
 
 class _BadValue(Exception):
-    """A value has the wrong type. `path` grows while the error passes outwards, so that the message names the
-    field.
+    """A decoded value has the wrong type. `path` is extended while the error passes outwards through nested
+    values, so that the final message names the field.
     """
 
     def __init__(self, expected: str, value: object, got: str = ""):
@@ -50,10 +50,10 @@ class _BadValue(Exception):
 
 
 def pack(values: object) -> bytes:
-    """Encode plain values and frozen dataclasses.
+    """Encode plain values and frozen dataclasses as msgpack; a dataclass becomes an array of its fields.
 
     Raises:
-        TypeError: a value has a type that msgpack cannot carry (our own bug, never a peer's doing).
+        TypeError: a value has a type that msgpack cannot carry (a bug of this package, never a peer's fault).
     """
     packed = msgpack.packb(values, default=fields_of)
     assert packed is not None  # the stubs allow None, for subclasses that write to a stream
@@ -61,22 +61,22 @@ def pack(values: object) -> bytes:
 
 
 def encode(message: object) -> bytes:
-    """Encode a message: its type's name, then its fields."""
+    """Encode a message as bytes: the name of its type, then its fields."""
     return pack(named(message))
 
 
 def named(message: object) -> tuple[Any, ...]:
-    """Give a message in the form that `pack` takes: its type's name, then its fields."""
+    """Return a message as the tuple that `pack` encodes: the name of its type, then its fields."""
     cls = type(message)
     return cls.__name__, *_fields_getter(cls)(message)
 
 
 class Encoder:
-    """Encodes messages as `encode` does, into one buffer that is kept from message to message. Only for one
-    thread.
+    """An encoder of messages that works like `encode`, but reuses one buffer for all messages. Only one
+    thread may use it.
 
     Args:
-        max_bytes: the longest that a message may be.
+        max_bytes: the largest size of an encoded message, in bytes.
     """
 
     def __init__(self, max_bytes: int):
@@ -84,11 +84,11 @@ class Encoder:
         self._packer: msgpack.Packer | None = None  # made with the first message, since it takes memory
 
     def encode(self, message: object) -> bytes:
-        """Encode a message.
+        """Encode a message as bytes: the name of its type, then its fields.
 
         Raises:
-            MeshError: the message is too long, or has text or numbers that no message can carry. Nothing of
-                it is kept.
+            MeshError: the message is too long, or has text or numbers that msgpack cannot carry. No part of
+                it stays in the buffer.
         """
         packer = self._packer or msgpack.Packer(default=fields_of)
         self._packer = packer
@@ -115,14 +115,14 @@ def _reason(error: Exception) -> str:
 
 
 def decode(data: bytes | memoryview, known: Mapping[str, type]) -> Any:
-    """Decode one of the `known` messages.
+    """Decode a message, which must be of one of the `known` types.
 
     Args:
-        data: the bytes.
-        known: message types by name.
+        data: the encoded message.
+        known: the accepted message types, by name.
 
     Raises:
-        ProtocolError: the bytes are no msgpack, the message is unknown, fields are missing or too many, or a
+        ProtocolError: the bytes are not msgpack, the message is unknown, fields are missing or too many, or a
             field has a wrong type.
     """
     values = _unpack(data)
@@ -138,17 +138,24 @@ def decode(data: bytes | memoryview, known: Mapping[str, type]) -> Any:
 
 
 def decode_as(cls: type[T], data: bytes | memoryview) -> T:
-    """Decode one dataclass whose type both sides know from the context, from an array of its fields.
+    """Decode a dataclass from an encoded array of its fields; both sides know its type from the context.
+
+    Args:
+        cls: the dataclass.
+        data: the encoded array.
 
     Raises:
-        ProtocolError: the bytes are no msgpack, fields are missing or too many, or a field has a wrong type.
+        ProtocolError: the bytes are not msgpack, fields are missing or too many, or a field has a wrong type.
     """
     return build(cls, _unpack(data))
 
 
 def build(cls: type[T], values: Any) -> T:
-    """Make a dataclass of plain values: a tuple of its fields in order, with arrays as tuples and maps as
-    dicts.
+    """Create an instance of a dataclass from plain values, and check the type of every field.
+
+    Args:
+        cls: the dataclass.
+        values: a tuple of its fields in order, where arrays are tuples and maps are dicts.
 
     Raises:
         ProtocolError: fields are missing or too many, or a field has a wrong type.
@@ -164,16 +171,17 @@ def _refused(cls: type, bad: _BadValue) -> ProtocolError:
 
 
 def fields_of(value: object) -> tuple[Any, ...]:
-    """Give a dataclass's fields in order, as `build` takes them; nested dataclasses are left as they are.
+    """Return a dataclass's fields in order, in the form that `build` accepts; nested dataclasses are left as
+    they are.
 
     Raises:
-        TypeError: the value is no dataclass.
+        TypeError: the value is not a dataclass.
     """
     return _fields_getter(type(value))(value)
 
 
 def message_types(union: Any) -> dict[str, type]:
-    """Give the members of a union of dataclasses, by name."""
+    """Return the members of a union of dataclasses (or a single dataclass), by class name."""
     return {cls.__name__: cls for cls in typing.get_args(union) or (union,)}
 
 
@@ -181,7 +189,7 @@ def _unpack(data: bytes | memoryview) -> Any:
     try:
         return msgpack.unpackb(data, use_list=False, strict_map_key=False, max_array_len=_UNSEEN_ELEMENTS)
     except _UNPACK_ERRORS as error:
-        # The message may have a longer array, which is no mistake.
+        # The message may have an array longer than `_UNSEEN_ELEMENTS`, which is valid.
         if len(data) <= _UNSEEN_ELEMENTS or isinstance(error, msgpack.exceptions.StackError):
             raise _not_msgpack(error) from None
     try:
@@ -200,9 +208,9 @@ def _not_msgpack(error: Exception) -> ProtocolError:
     return ProtocolError(f"a frame is not msgpack ({type(error).__name__})")
 
 
-@cache  # by class: bounded by the number of message types (what raises is not kept)
+@cache  # by class: bounded by the number of message types (a call that raises is not cached)
 def _fields_getter(cls: type) -> Callable[[object], tuple[Any, ...]]:
-    if cls is int:  # msgpack asks for the fields of what it cannot carry itself
+    if cls is int:  # msgpack calls `fields_of` for an integer that it cannot encode
         raise OverflowError("it has a whole number of more than 64 bits")
     if not dataclasses.is_dataclass(cls):
         raise TypeError(
@@ -257,7 +265,12 @@ def _float(value: Any) -> float:
 
 
 def _anything(value: Any, depth: int = 0) -> Any:
-    """Check a value of type `Any`: plain values of any shape are allowed (lists arrive as tuples)."""
+    """Check a decoded value whose type hint is `Any`, and return it. Plain values are allowed, and tuples and
+    dicts of them (lists arrive as tuples).
+
+    Raises:
+        _BadValue: the value is not plain, or is nested more than `MAX_DEPTH` levels deep.
+    """
     cls = type(value)
     if cls in _SCALARS:
         return value
@@ -303,7 +316,7 @@ def _dataclass_decoder(cls: type) -> Decode:
 
 
 def _may_be_empty(hint: Any) -> bool:
-    """Whether an empty array or map always fits this hint."""
+    """Return whether an empty array or map always fits a type hint."""
     origin = typing.get_origin(hint)
     return origin in (dict, Mapping) or (origin is tuple and typing.get_args(hint)[-1:] == (Ellipsis,))
 
@@ -315,7 +328,7 @@ def _sequence_decoder(item: Any) -> Decode:
         if type(values) is not tuple:
             raise _BadValue("an array", values)
         if item in _PLAIN and only.issuperset(map(type, values)):
-            # at C speed: the usual case on the hot path
+            # The usual case on the hot path, checked at C speed.
             return values
         return tuple(map(decode_item, values))
 
@@ -374,7 +387,7 @@ def _union_decoder(members: tuple[Any, ...]) -> Decode:
 
 
 def _wire_type(hint: Any) -> type:
-    """Give the Python type that msgpack makes of a value of this hint."""
+    """Return the Python type to which msgpack decodes a value of this type hint."""
     if dataclasses.is_dataclass(hint):
         return tuple
     return typing.get_origin(hint) or hint

@@ -1,6 +1,7 @@
-"""Run one `Wire` over a stream socket with asyncio. Both ends of the control channel use it.
+"""Run one conversation of the control channel (a `frames.Wire`) over a stream socket with asyncio. The
+controller and the actor processes both use this module.
 
-Messages that arrive go to a callback, in order. Messages that leave pass through a buffer of limited size.
+Messages that arrive go to a callback, in order. Messages to send pass through a buffer of limited size.
 Another callback is called once when the conversation is over.
 """
 
@@ -36,17 +37,19 @@ MAX_UNSENT_BYTES = 4 << 30
 
 
 class Connection(asyncio.Protocol):
-    """One conversation over one socket.
+    """An authenticated conversation between controller and actor process over one socket.
 
     Args:
-        wire: this side of the conversation, before its greeting.
-        on_message: called with each message, in order. May be replaced at any time.
-        on_closed: called once, when the socket is gone, with the error that ended it, or None at end of file.
-        lost_s: how long sent data may stay without an acknowledgement before the peer counts as out of reach,
-            about, in seconds.
+        wire: this side of the conversation, on which the handshake has not begun.
+        on_message: called with each message that arrives, in order. May be replaced at any time.
+        on_closed: called once, when the socket is closed, with the error that ended the conversation, or None
+            at end of file.
+        lost_s: for how long, about, sent data may stay without an acknowledgement before the peer counts as
+            lost, in seconds.
 
     Attributes:
-        opened: done when both sides have authenticated themselves; raises the reason if they could not.
+        opened: a future that completes when both sides have authenticated themselves, or raises the reason if
+            they could not.
     """
 
     def __init__(
@@ -74,30 +77,32 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether both sides have authenticated themselves and the socket is still there."""
+        """Whether both sides have authenticated themselves and the socket is still open."""
         return self.wire.state == "open" and self._transport is not None and not self._transport.is_closing()
 
     @property
     def ends(self) -> tuple[str, str]:
-        """The network addresses of the peer and of this side, while the socket is there."""
+        """The network addresses of the peer and of this side, in this order; available while the socket is
+        open.
+        """
         assert self._transport is not None
         return self._transport.get_extra_info("peername")[0], self._transport.get_extra_info("sockname")[0]
 
     @property
     def source(self) -> str:
-        """The network address of the peer; empty if it has none (yet), such as one end of a
-        pair of sockets.
+        """The network address of the peer; empty if there is no connection yet, or if the peer has no
+        address, such as one end of a pair of sockets.
         """
         peer = self._transport.get_extra_info("peername") if self._transport is not None else None
         return peer[0] if peer else ""
 
     def send(self, message: Message, encoded: bytes | None = None) -> None:
-        """Send a message without waiting. When the connection is over, the message is dropped (`on_closed`
-        has reported why).
+        """Send a message without waiting. If the conversation is over, the message is dropped (`on_closed`
+        has reported why); a `Log` is also dropped while much data is unsent.
 
         Args:
             message: the message.
-            encoded: its bytes, if the caller has encoded it already.
+            encoded: the encoded message, if the caller has encoded it already.
 
         Raises:
             MeshError: the message cannot be encoded; the conversation goes on.
@@ -118,18 +123,18 @@ class Connection(asyncio.Protocol):
             transport.writelines(pieces)
 
     async def drain(self) -> None:
-        """Wait until little is left unsent, or the connection is over."""
+        """Wait until little data is left unsent, or the conversation is over."""
         await self._writable.wait()
 
     def close(self) -> None:
-        """Send what is left, then close. Does not wait."""
+        """Close the socket once all unsent data has been sent; do not wait for that."""
         self._handshake_timer.cancel()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Close at once; unsent data is lost. A connection that has no socket yet closes as soon as it gets
-        one.
+        """Close the socket immediately and lose unsent data. A connection that has no socket yet is closed as
+        soon as it gets one.
         """
         self._handshake_timer.cancel()
         self._is_aborted = True
@@ -137,7 +142,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def wait_closed(self) -> None:
-        """Wait until the socket is gone."""
+        """Wait until the socket is closed."""
         await asyncio.shield(self._closed)
 
     # ------------------------------------------------------------ for asyncio
@@ -164,7 +169,7 @@ class Connection(asyncio.Protocol):
             return
         if not self.opened.done():
             self._send_greeting()
-            if self.wire.error is not None:  # the connection has no owner yet
+            if self.wire.error is not None:  # no owner has the connection yet that could get messages
                 self.fail(self.wire.error)
                 return
             if self.wire.state == "open":
@@ -199,7 +204,7 @@ class Connection(asyncio.Protocol):
             self._closed.set_result(None)
         if self.on_closed is not None:
             self.on_closed(error)
-        self.on_message = self.on_closed = None  # they refer to their owners, which refer to this
+        self.on_message = self.on_closed = None  # their owners refer to this connection: a cycle
 
     # ------------------------------------------------------------ inside
 
@@ -209,7 +214,9 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     def fail(self, error: Exception) -> None:
-        """End the conversation because of `error`; the first caller's error is the one that counts."""
+        """End the conversation because of `error`. If this is called more than once, the first error is
+        reported.
+        """
         if self._error is None:
             self._error = error
         if not self.opened.done():
@@ -224,11 +231,15 @@ class Connection(asyncio.Protocol):
 
 
 async def connect_tcp(connection: Connection, host: str, port: int) -> None:
-    """Connect to a listening controller and wait until the conversation is open.
+    """Connect to a listening controller, and wait until both sides have authenticated themselves.
+
+    Args:
+        connection: the connection to open.
+        host, port: the controller's address.
 
     Raises:
-        HandshakeError: the peer refused, or is not of this mesh.
-        OSError: nobody listens there.
+        HandshakeError: the peer refused this side, or does not belong to this mesh.
+        OSError: no process listens at this address.
     """
     loop = asyncio.get_running_loop()
     await loop.create_connection(lambda: connection, host, port)
@@ -236,9 +247,9 @@ async def connect_tcp(connection: Connection, host: str, port: int) -> None:
 
 
 async def attach_socket(connection: Connection, sock: socket.socket) -> None:
-    """Run the conversation over one end of a `socket.socketpair()`. Does not wait until it is open.
+    """Start a conversation over one end of a `socket.socketpair()`, without waiting for the handshake.
 
-    The descriptor is taken out of `sock` at once, so that the owner of `sock` may close it at any time.
+    The descriptor is detached from `sock` immediately, so that the owner of `sock` may close it at any time.
     """
     taken = socket.socket(fileno=sock.detach())
     taken.setblocking(False)

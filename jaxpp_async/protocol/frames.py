@@ -10,17 +10,17 @@ A `Wire` is one side of one conversation. Feed it the bytes that came from the p
     open       --- Proof ---------------->  open
                <=== frames, both ways ===>
 
-Handshake: the actor sends a nonce, the controller answers with its own nonce and its proof, and the actor
-sends its proof. Both proofs and both keys are HMAC-SHA256, under the secret, of a label and of everything
-sent before (both nonces, roles, process, incarnation, versions, channel). A proof therefore holds for one
-conversation, one role, one actor and one channel, and can be neither replayed nor reflected. The secret is
-never printed or stored.
+In the handshake, the actor sends a nonce, the controller answers with its own nonce and its proof, and the
+actor sends its proof. Both proofs and both keys are HMAC-SHA256, under the mesh's secret, of a label and of
+everything sent before (both nonces, roles, process, its incarnation, versions, channel; the incarnation
+counts the processes that had the same number before). A proof therefore holds for one conversation, one role,
+one actor and one channel, and can be neither replayed nor reflected. The secret is never printed or stored.
 
-Frames: length (8 bytes), sequence number (8 bytes), payload, MAC of all before. Where the payload is longer
-than `SHORT_BYTES`, a MAC of the first 16 bytes stands before it and is checked while the frame is still
-incomplete: of data that nobody has proved to have sent, no more than `SHORT_BYTES` are kept. Every error is
-final, and the wire then refuses everything. Messages that were verified before the error are still handed
-over, since they may explain it.
+After the handshake, each message is one frame: the payload's length (8 bytes), a sequence number (8 bytes),
+the payload, and a MAC of all of these. If the payload is longer than `SHORT_BYTES`, it is preceded by a MAC
+of the first 16 bytes, which is checked while the frame is still incomplete: of data that nobody has proved to
+have sent, at most `SHORT_BYTES` are stored. Every error is final, and the wire then refuses everything.
+Messages that were verified before the error are still returned, since they may explain it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MACs a frame.
 
 SECRET_BYTES = NONCE_BYTES = 32
 MAC_BYTES = 16
-_BLOCK_BYTES = 64  # SHA-256's, to which HMAC pads its key
+_BLOCK_BYTES = 64  # the block size of SHA-256, to which HMAC pads its key
 
 State: TypeAlias = Literal["greeting", "proving", "open", "failed"]
 
@@ -85,7 +85,14 @@ BEATS = codec.message_types(Beat)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Tells to which process, which incarnation of it, and which channel a conversation belongs."""
+    """The process and the channel to which a conversation belongs.
+
+    Args:
+        process_id: the number of the actor process in the mesh.
+        incarnation: how many processes had this number before: a lost process is replaced by a new one of the
+            same number.
+        channel: the purpose of the conversation.
+    """
 
     process_id: int
     incarnation: int
@@ -93,20 +100,22 @@ class Identity:
 
 
 class Wire:
-    """One side of one conversation.
+    """One side of an authenticated conversation between controller and actor process, without any I/O: it
+    consumes and returns bytes.
 
     Args:
         role: which side this is.
-        secret: the mesh's 32 bytes.
-        version: this side's package version.
-        identity: of this actor; the controller passes None and learns it from the peer.
-        max_frame_bytes: the longest payload to accept or send.
+        secret: the secret that all processes of the mesh share, 32 bytes.
+        version: the version of this package on this side.
+        identity: the identity of this actor process; the controller passes None and learns it from the peer.
+        max_frame_bytes: the longest payload to accept or send, in bytes.
         nonce: 32 fresh random bytes; given only by tests.
 
     Attributes:
         state: `"greeting"`, `"proving"`, `"open"` or `"failed"`.
-        identity: the actor's; on the controller's side None until the actor has authenticated itself.
-        error: what was wrong after the last messages that `feed` returned, or None.
+        identity: the actor process's identity; on the controller's side None until the actor has
+            authenticated itself.
+        error: the error that came after the last messages that `feed` returned, or None.
     """
 
     error: ProtocolError | None = None
@@ -139,29 +148,32 @@ class Wire:
         self._send_key: FrameKey | None = None
         self._receive_key: FrameKey | None = None
         self._num_sent = self._num_received = 0
-        self._is_prefix_checked = False  # of the first frame in the buffer
+        self._is_prefix_checked = False  # concerns the first frame in the buffer
         if identity is not None:
             life = (identity.process_id, identity.incarnation)
             self._hello = Hello("actor", *life, version, self._nonce, identity.channel)
             if identity.channel == "beats":
-                self._known = {}  # the controller sends nothing there
+                self._known = {}  # the controller sends nothing over this channel
             self._greet(self._hello)
 
     def take_outgoing(self) -> bytes:
-        """Take the handshake bytes that have to be sent now, perhaps none."""
+        """Return the handshake bytes that have to be sent now, perhaps none, and remove them from the
+        wire.
+        """
         data = b"".join(self._outgoing)
         self._outgoing.clear()
         return data
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Message]:
-        """Take bytes from the peer, in any pieces, and return the messages that are now complete.
+        """Process bytes from the peer, cut in any way, and return the messages that are now complete.
 
-        If an error follows after some messages, they are returned, the wire has failed, and `error` has the
+        If an error follows after some messages, these are returned, the wire has failed, and `error` has the
         reason.
 
         Raises:
-            HandshakeError: the peer is not of this mesh, or of another version (then `identity` names it).
-            ProtocolError: a length, sequence number, MAC or message is wrong. Both leave the wire failed.
+            HandshakeError: the peer does not belong to this mesh, or runs another version (then `identity`
+                names it). The wire has failed.
+            ProtocolError: a length, sequence number, MAC or message is wrong. The wire has failed.
         """
         if self.state == "failed":
             raise ProtocolError("this conversation has already failed")
@@ -183,16 +195,16 @@ class Wire:
         return messages
 
     def encode(self, message: Message) -> list[bytes]:
-        """Make a frame of a message, in pieces to be written in order.
+        """Return the frame of a message, as pieces of bytes to be written in order.
 
         Raises:
             ProtocolError: the wire is not open.
-            MeshError: the message cannot be encoded; the wire goes on.
+            MeshError: the message cannot be encoded; the wire can still be used.
         """
         return self.frame(self._encoder.encode(message))
 
     def frame(self, payload: bytes) -> list[bytes]:
-        """Make a frame of an encoded message, in pieces to be written in order.
+        """Return the frame of a message that is encoded already, as pieces of bytes to be written in order.
 
         Raises:
             ProtocolError: the wire is not open.
@@ -283,7 +295,13 @@ class Wire:
     # ------------------------------------------------------------ frames
 
     def _take_whole(self, data: bytes, messages: list[Message]) -> None:
-        """Read frames that each came in one piece, as those of a step do; the rest goes to the buffer."""
+        """Read the frames that are complete in `data`, as those of a step usually are, without copying them
+        to the buffer; append the rest of `data` to the buffer.
+
+        Args:
+            data: bytes from the peer, which begin with a frame.
+            messages: a list to which the decoded messages are appended.
+        """
         at, count = 0, len(data)
         while count - at >= _HEADER.size:
             size, sequence = _HEADER.unpack_from(data, at)
@@ -315,8 +333,15 @@ class Wire:
             self._num_received += 1
 
     def _check_beginning(self, size: int, sequence: int) -> None:
-        """Check, before more of an incomplete frame is kept, that the peer has sent its length, or that it is
-        short.
+        """Check the beginning of an incomplete frame before more of it is stored: the peer must have signed
+        its length, or the frame must be short.
+
+        Args:
+            size: the length of the payload, from the frame's header.
+            sequence: the sequence number, from the frame's header.
+
+        Raises:
+            ProtocolError: the MAC of the length, the sequence number or the length is wrong.
         """
         if self._is_prefix_checked or (size > SHORT_BYTES and len(self._buffer) < _PREFIX_BYTES):
             return
@@ -370,7 +395,9 @@ _HANDSHAKE_STEPS: Final[dict[tuple[Role, State], Callable[[Wire, bytes], None]]]
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First handshake message, from the actor to the controller."""
+    """The first handshake message, from the actor to the controller: the actor's identity, version and
+    nonce.
+    """
 
     role: str
     process_id: int
@@ -382,7 +409,9 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """Second handshake message, from the controller to the actor: its nonce and its proof."""
+    """The second handshake message, from the controller to the actor: the controller's version, nonce and
+    proof that it knows the secret.
+    """
 
     role: str
     version: str
@@ -392,13 +421,15 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Last handshake message, from the actor to the controller."""
+    """The last handshake message, from the actor to the controller: the proof that the actor knows the
+    secret.
+    """
 
     proof: bytes
 
 
 class FrameKey:
-    """Signs one direction of a conversation: HMAC-SHA256, cut to `MAC_BYTES`.
+    """A key that signs one direction of a conversation with HMAC-SHA256, truncated to `MAC_BYTES`.
 
     The hash state after the padded key is computed once and copied for each frame, which for short frames
     takes half the time of `hmac.digest`.
@@ -415,7 +446,7 @@ class FrameKey:
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
     def sign(self, *pieces: bytes | bytearray | memoryview) -> bytes:
-        """Compute the MAC of bytes that are given in pieces."""
+        """Return the MAC (message authentication code) of some bytes, which are given in pieces."""
         inner, outer = self._inner.copy(), self._outer.copy()
         for piece in pieces:
             inner.update(piece)
@@ -425,43 +456,73 @@ class FrameKey:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of an authenticated conversation, one for each direction."""
+    """The keys that sign the messages of an authenticated conversation, one for each direction."""
 
     to_actor: FrameKey = field(repr=False)
     to_controller: FrameKey = field(repr=False)
 
 
 def transcript(hello: Hello, role: str, version: str, nonce: bytes) -> bytes:
-    """Hash everything that both sides sent before the first proof."""
+    """Return the hash of everything that both sides sent before the first proof. Proofs and keys are computed
+    from it, so that they hold for this handshake only.
+
+    Args:
+        hello: the actor's handshake message.
+        role, version, nonce: the fields of the controller's answer (`Challenge`).
+    """
     return hashlib.sha256(MAGIC + pack((hello, role, version, nonce))).digest()
 
 
 def prove(secret: bytes, role: Role, said: bytes) -> bytes:
-    """Compute the proof of a role for one conversation."""
+    """Return the proof that the side of this role knows the secret, for one handshake.
+
+    Args:
+        secret: the mesh's secret.
+        role: the side that proves itself.
+        said: the hash of the handshake's first messages, from `transcript`.
+    """
     return _mac(secret, f"{role} proof", said)
 
 
 def check_proof(secret: bytes, role: Role, said: bytes, proof: bytes) -> None:
-    """Check the proof of a peer.
+    """Check that a peer's handshake proof shows that the peer knows the secret, in this role and for this
+    handshake.
+
+    Args:
+        secret: the mesh's secret.
+        role: the peer's role.
+        said: the hash of the handshake's first messages, from `transcript`.
+        proof: the proof that the peer has sent.
 
     Raises:
-        HandshakeError: the peer does not know the secret, or proved another conversation or role.
+        HandshakeError: the peer does not know the secret, or its proof is for another handshake or role.
     """
     if not hmac.compare_digest(prove(secret, role, said), proof):
         raise HandshakeError(f"a peer claimed to be the {role} but does not know this mesh's secret; refused")
 
 
 def derive_keys(secret: bytes, said: bytes) -> Keys:
-    """Derive the keys of both directions."""
+    """Derive the keys that sign both directions of a conversation.
+
+    Args:
+        secret: the mesh's secret.
+        said: the hash of the handshake's first messages, from `transcript`.
+    """
     to_actor, to_controller = (_mac(secret, f"key to {side}", said) for side in ("actor", "controller"))
     return Keys(FrameKey(to_actor), FrameKey(to_controller))
 
 
 def check_greeting(role: str, expected: Role, nonce: bytes) -> None:
-    """Check the role and the nonce of a greeting.
+    """Check the role and the nonce in a peer's handshake message.
+
+    Args:
+        role: the role that the message names.
+        expected: the role that the peer must have.
+        nonce: the nonce in the message.
 
     Raises:
-        HandshakeError: the greeting is reflected or malformed.
+        HandshakeError: the message has another role, such as one that was sent by this side and reflected, or
+            its nonce has a wrong length.
     """
     if role != expected:
         raise HandshakeError(
@@ -472,10 +533,14 @@ def check_greeting(role: str, expected: Role, nonce: bytes) -> None:
 
 
 def check_versions(process_id: int, actor: str, controller: str) -> None:
-    """Check that actor and controller run one version of this package.
+    """Check that an actor process and the controller run the same version of this package.
+
+    Args:
+        process_id: the number of the actor process, for the error.
+        actor, controller: the version on each side.
 
     Raises:
-        HandshakeError: they run different ones.
+        HandshakeError: the versions differ.
     """
     if actor != controller:
         raise HandshakeError(
@@ -485,14 +550,16 @@ def check_versions(process_id: int, actor: str, controller: str) -> None:
 
 
 def format_mismatch(version: str, theirs: bytes) -> str | None:
-    """Tell what to do about a peer whose greeting has another format than this side's.
+    """Return a text that tells users what to do about a peer whose handshake messages have another format
+    than this side's.
 
     Args:
-        version: this side's.
-        theirs: the peer's first bytes, at least as many as `MAGIC` has; the peer is not authenticated yet.
+        version: the version of this package on this side.
+        theirs: the first bytes that the peer sent, at least as many as `MAGIC` has; the peer is not
+            authenticated yet.
 
     Returns:
-        The text; None if the bytes are no greeting at all.
+        The text; None if the bytes are no handshake message at all.
     """
     number = theirs[len(MAGIC) - 1 : len(MAGIC)]
     if theirs[: len(MAGIC) - 1] != MAGIC[:-1] or not number.isdigit():
@@ -509,11 +576,13 @@ def format_mismatch(version: str, theirs: bytes) -> str | None:
 
 
 def version_mismatch(ours: Mapping[str, str], theirs: Mapping[str, str | None], python: str) -> str | None:
-    """Tell what to install on another host, so that both sides run the same versions.
+    """Return a text that tells users what to install on another host, so that both sides run the same
+    versions.
 
     Args:
-        ours, theirs: version by package; None for a package that is missing there.
-        python: the interpreter there.
+        ours: the version of each package on this host.
+        theirs: the version of each package on the other host; None for a package that is missing.
+        python: the interpreter on the other host.
 
     Returns:
         The text; None if the versions agree.

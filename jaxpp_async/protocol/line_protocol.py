@@ -1,9 +1,10 @@
-"""Exchange messages with a program over its stdin and stdout, one message a line.
+"""Exchange messages with a program over its stdin and stdout, one message per line.
 
-Orders go to the program, each line one JSON array: the message's name, then its fields. Dots before it are
-signs of life and mean nothing else. Records come back, each a line of `RECORD` and such an array; any other
-line (a login banner, a warning of a shell) is no record. Both sides check the type of every field, since a
-host may be broken or may not be the expected one.
+Messages to the program are called orders. An order is a line of one JSON array: the message's name, then its
+fields. Dots before the array are signs of life and mean nothing else. Messages from the program are called
+records. A record is a line of `RECORD` (a control character) and such an array; any other line (a login
+banner, a warning of a shell) is not a record. Both sides check the type of every field, since a host may be
+broken or may not be the expected one.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ R = TypeVar("R")
 
 
 class LineProtocol(Generic[O, R]):
-    """Writes and reads the orders and records of one kind of program.
+    """A codec for the orders (messages to a program) and the records (messages from it) of one kind of
+    program.
 
     Args:
-        whose: the program that the messages belong to, for errors, such as `"a host agent"`.
-        orders, records: unions of frozen dataclasses.
+        whose: a name for the program in errors, such as `"a host agent"`.
+        orders, records: the message types, each a union of frozen dataclasses.
     """
 
     def __init__(self, whose: str, orders: Any, records: Any):
@@ -35,27 +37,30 @@ class LineProtocol(Generic[O, R]):
         self._orders, self._records = codec.message_types(orders), codec.message_types(records)
 
     def write_order(self, order: O) -> bytes:
-        """Write an order as a line."""
+        """Encode an order (a message to the program) as a line."""
         return _write(order)
 
     def read_order(self, line: bytes) -> O | None:
-        """Read the order in a line; None if the line has signs of life alone.
+        """Decode the order (a message to the program) in a line; return None if the line has nothing but
+        signs of life (dots).
 
         Raises:
-            ValueError: the line is anything else. The message does not quote it, since it may hold a secret.
+            ValueError: the line is anything else. The message does not quote it, since it may contain a
+                secret.
         """
         text = line.lstrip(SIGN_OF_LIFE).strip()
         return self._read(text, self._orders) if text else None
 
     def write_record(self, record: R) -> bytes:
-        """Write a record as a line."""
+        """Encode a record (a message from the program) as a line."""
         return RECORD.encode() + _write(record)
 
     def read_record(self, line: str) -> R | None:
-        """Read the record in a line; None if the line is no record, such as a line of a login banner.
+        """Decode the record (a message from the program) in a line; return None if the line is not a record,
+        such as a line of a login banner.
 
         Raises:
-            ValueError: the line begins like a record and is none.
+            ValueError: the line begins like a record but is not a valid one.
         """
         before, mark, text = line.partition(RECORD)
         return self._read(text, self._records) if mark and not before else None
@@ -66,7 +71,7 @@ class LineProtocol(Generic[O, R]):
             return codec.build(known[name], _with_tuples(fields))
         except (ValueError, KeyError, TypeError, RecursionError, ProtocolError) as error:
             cause = type(error).__name__
-        # Raised out here, because errors of decoding hold the whole line and would stay as the context.
+        # Raised outside the handler: the decoding error contains the whole line and would become the context.
         raise ValueError(f"no message of {self._whose} ({cause})")
 
 

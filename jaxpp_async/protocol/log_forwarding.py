@@ -1,7 +1,8 @@
 """Carry log records from actor processes to the controller's `logging`, with the actor and the step.
 
-In the actor, `RecordSender` is a handler that sends records over the control channel as `Log` messages, a few
-at a time and at a limited rate. On the controller, `log_remote` logs them again. Neither side ever waits.
+In the actor process, `RecordSender` is a handler that sends records over the control channel as `Log`
+messages, a few at a time and at a limited rate. On the controller, `log_remote` logs them again. Neither side
+ever waits for the other.
 """
 
 from __future__ import annotations
@@ -42,11 +43,16 @@ _HERE: contextvars.ContextVar[int | None] = contextvars.ContextVar("jaxpp_async_
 
 
 class RateLimit:
-    """Allows `burst` records at once and `per_s` a second in the long run, while no more than `burst` wait.
-    The caller reads the clock.
+    """A limit on the rate of log records: `burst` records at once and `per_s` per second in the long run, and
+    none while `burst` records are queued.
+
+    Args:
+        per_s: the number of records per second.
+        burst: the number of records that may be sent at once, or be queued.
+        now_s: the current time in seconds; the caller reads the clock.
 
     Attributes:
-        num_refused: how many were refused since this was last set to 0.
+        num_refused: how many records were refused since the caller last set this to 0.
     """
 
     def __init__(self, per_s: float, burst: int, now_s: float):
@@ -54,11 +60,11 @@ class RateLimit:
         self.num_refused = 0
 
     def lets_through(self, now_s: float, num_waiting: int) -> bool:
-        """Whether one more record may pass.
+        """Return whether one more log record may be sent, and count it as sent or as refused.
 
         Args:
-            now_s: the time, in seconds.
-            num_waiting: the number of records that still wait to be sent.
+            now_s: the current time, in seconds.
+            num_waiting: the number of records that are queued.
         """
         self._left = min(self._burst, self._left + (now_s - self._then_s) * self._per_s)
         self._then_s = now_s
@@ -73,15 +79,16 @@ class RateLimit:
 
 
 class RecordSender(logging.Handler):
-    """Sends what is logged to the controller. Any thread may log; the sender is made and closed on the
-    actor's event loop.
+    """A `logging` handler that sends the records of an actor process to the controller. Any thread may log;
+    the handler is created and closed on the actor's event loop.
 
     Args:
-        send: called with `Log` messages, on the event loop; drops them if too much is unsent.
-        clock: gives the time in seconds, as `time.monotonic`.
+        send: sends a `Log` message to the controller, or drops it if too much is unsent; called on the event
+            loop.
+        clock: returns the time in seconds, like `time.monotonic`.
 
     Attributes:
-        step: gives the step under way; called on any thread.
+        step: a function that returns the number of the step under way, or None; called on any thread.
     """
 
     def __init__(self, send: Callable[[Log], None], clock: Callable[[], float] = time.monotonic):
@@ -89,15 +96,16 @@ class RecordSender(logging.Handler):
         self.step: Callable[[], int | None] = lambda: None
         self._send, self._clock = send, clock
         self._loop = asyncio.get_running_loop()
-        self._guard = threading.Lock()  # of the fields below; never held while text is made
+        self._guard = threading.Lock()  # guards the fields below; never locked while text is formatted
         self._limit = RateLimit(RECORDS_PER_S, BURST, clock())
         self._waiting: deque[Log] = deque()
         self._is_woken = False
         self._report_timer: asyncio.TimerHandle | None = None
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Handle a record as `logging` does, without its lock while a text is made: the text of an array
-        waits for the device, and the event loop, which logs too, must not wait for that.
+        """Handle a record as `logging.Handler` does, but without holding the handler's lock while the record
+        is formatted. To format an array, a thread waits for the device, and the event loop, which logs too,
+        must not wait for that.
         """
         kept = bool(self.filter(record))
         if kept:
@@ -105,14 +113,16 @@ class RecordSender(logging.Handler):
         return kept
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record. `logging` calls this on any thread."""
-        with self._guard:  # before any text is made: a flood of records must cost little
+        """Queue a record to be sent, or count it as dropped if there are too many. `logging` calls this on
+        any thread.
+        """
+        with self._guard:  # before formatting: a flood of records must cost little
             is_wanted = self._limit.lets_through(self._clock(), len(self._waiting))
         if is_wanted:
             try:
                 message = as_message(record, self.step())
             except Exception:
-                # As in every handler of `logging`: the code that logs may not fail because of that.
+                # As in every `logging` handler: code that logs must not fail because a text cannot be made.
                 self.handleError(record)
                 return
             with self._guard:
@@ -120,7 +130,9 @@ class RecordSender(logging.Handler):
         self._wake()
 
     def close(self) -> None:
-        """Remove the handler from `logging` and send the records that wait. On the event loop."""
+        """Remove the handler from `logging`, and send the records that are still queued. Call this on the
+        event loop.
+        """
         super().close()
         logging.getLogger().removeHandler(self)
         if self._report_timer is not None:
@@ -159,9 +171,18 @@ class RecordSender(logging.Handler):
 
 
 def send_records(send: Callable[[Log], None], level: int) -> RecordSender:
-    """Send everything that this process logs at `level` and above to the controller, Python's warnings too.
+    """Send everything that this process logs at `level` and above to the controller, including Python's
+    warnings.
 
-    An actor's process calls this once, on its event loop. Inline actors use the user's `logging` instead.
+    An actor process calls this once, on its event loop. Inline actors, which run inside the controller's
+    process, use the user's `logging` instead.
+
+    Args:
+        send: sends a `Log` message to the controller.
+        level: the lowest level to send.
+
+    Returns:
+        The handler, which the caller closes at the end.
     """
     sender = RecordSender(send)
     root = logging.getLogger()
@@ -172,7 +193,12 @@ def send_records(send: Callable[[Log], None], level: int) -> RecordSender:
 
 
 def as_message(record: logging.LogRecord, step: int | None) -> Log:
-    """Turn a record into plain data: text, numbers, and an exception as text."""
+    """Convert a log record to a message of plain data, with an exception as text.
+
+    Args:
+        record: the record.
+        step: the number of the step under way, or None.
+    """
     fields: dict[str, Any] = {
         "thread": printable(record.threadName or ""),
         "created": record.created,
@@ -193,7 +219,7 @@ def _traceback(record: logging.LogRecord) -> str:
         texts.append(record.exc_text)
     if record.stack_info:
         texts.append(record.stack_info)
-    return "\n".join(texts)[-MAX_TRACEBACK_CHARS:]  # the end says most
+    return "\n".join(texts)[-MAX_TRACEBACK_CHARS:]  # the end of a traceback says most
 
 
 def _cut(text: str, limit: int) -> str:
@@ -204,15 +230,22 @@ def _cut(text: str, limit: int) -> str:
 
 
 def package_level() -> int:
-    """Give the level that actors' records must have: that of the logger `jaxpp_async` at this time."""
+    """Return the lowest level of the log records that actors send: the effective level of the logger
+    `jaxpp_async` at the time of the call.
+    """
     return logging.getLogger(PACKAGE).getEffectiveLevel()
 
 
 def log_remote(actor: ActorInfo, message: Log) -> None:
-    """Log a record of an actor, under the same logger's name, with the attributes `actor`, `host` and `step`.
+    """Log a record that an actor has sent, under the same logger's name, with the attributes `actor`, `host`
+    and `step`.
 
-    A level that was set for that logger applies; where only the root logger has one, that of `jaxpp_async`
-    applies.
+    If a level was set for that logger or for a parent of it below the root logger, that level applies;
+    otherwise that of the logger `jaxpp_async` applies.
+
+    Args:
+        actor: a description of the actor that has sent the record.
+        message: the record.
     """
     logger = logging.getLogger(message.logger)
     if message.level < _level_of(logger) or message.level <= logger.manager.disable:
@@ -242,8 +275,8 @@ def _level_of(logger: logging.Logger) -> int:
 
 
 def name_actor(actor_id: int) -> contextvars.Context:
-    """Make a context in which this package's records name an actor: for actors inside of the controller's
-    process.
+    """Return a context in which this package's log records name an actor. Actors that run inside the
+    controller's process run in such a context.
     """
     context = contextvars.copy_context()
     context.run(_HERE.set, actor_id)
@@ -251,8 +284,8 @@ def name_actor(actor_id: int) -> contextvars.Context:
 
 
 def _label(record: logging.LogRecord) -> bool:
-    """Give a record of this package the attributes that a format may name. A filter of `logging`, which keeps
-    every record.
+    """Add the attributes `actor`, `host` and `step` to a log record of this package if it lacks them, so that
+    a format may name them. This is a filter of `logging` that keeps every record.
     """
     fields = record.__dict__
     if fields.setdefault("actor", None) is None:
@@ -263,10 +296,10 @@ def _label(record: logging.LogRecord) -> bool:
 
 
 def label_own_records() -> None:
-    """Give every record of this package's loggers `actor`, `host` and `step`. A second call
-    changes nothing.
+    """Make every log record of this package's loggers have the attributes `actor`, `host` and `step`. A
+    second call changes nothing.
     """
-    for name in _OWN_LOGGERS:  # a logger's filters do not hold for its children
+    for name in _OWN_LOGGERS:  # a logger's filters do not apply to its children's records
         logging.getLogger(name).addFilter(_label)
 
 

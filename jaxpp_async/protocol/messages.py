@@ -1,9 +1,10 @@
 """Define the messages that the controller and the actor processes exchange, in the order of their
 conversation.
 
-The controller sends requests, and each carries a number. The actor process answers a request with exactly one
-reply that has the same number: the reply that the request's docstring names, or `Failed`. `Beat` and `Log`
-are sent by the actor process on its own. `codec` makes bytes of messages, and `frames` signs them.
+The controller sends requests, and each carries a number (`request`). The actor process answers a request with
+exactly one reply that has the same number: the reply that the request's docstring names, or `Failed`. An
+actor process sends `Beat` and `Log` without being asked. `codec` encodes messages as bytes, and `frames`
+signs them.
 """
 
 from __future__ import annotations
@@ -38,28 +39,43 @@ _KINDS: Final = tuple(_TEXTS)
 
 
 def step_id(number: int, kind: RunKind = "step", ahead: int = 0) -> StepId:
-    """Make the id of one run.
+    """Return the id of one run of a program on all its actors.
 
     Args:
-        number: of the user's step, counted from 0 over the mesh's life.
-        kind: of the run.
-        ahead: how many moves and inits ran between the user's step before and this run.
+        number: the number of the user's step that the run is, or that it precedes, counted from 0 over the
+            mesh's life.
+        kind: the kind of the run: `"move"` (brings an argument to where a step needs it), `"init"` (runs the
+            program of a `step.init`) or `"step"` (a step of the user's).
+        ahead: how many moves and inits ran between the user's previous step and this run.
     """
     return number << 32 | ahead << 2 | _KINDS.index(kind)
 
 
 def step_number(step: StepId) -> int:
-    """Give the number of the user's step that a run is, or that it precedes."""
+    """Return the number of the user's step to which a run of a program belongs: the run is that step itself,
+    or a move of an argument or an init that precedes it.
+
+    Args:
+        step: the id of the run.
+    """
     return step >> 32
 
 
 def step_kind(step: StepId) -> RunKind:
-    """Tell which kind of run an id names. Any number is accepted, since an actor may have sent it."""
+    """Return the kind of a run of a program: `"move"`, `"init"` or `"step"`.
+
+    Args:
+        step: the id of the run. Any number is accepted, since an actor may have sent it.
+    """
     return _KINDS[min(step & 3, len(_KINDS) - 1)]
 
 
 def step_text(step: StepId) -> str:
-    """Name a run for users, such as `"step 7"` or `"a move for step 7"`."""
+    """Return a text that names a run of a program to users, such as `"step 7"` or `"a move for step 7"`.
+
+    Args:
+        step: the id of the run.
+    """
     return _TEXTS[step_kind(step)].format(step_number(step))
 
 
@@ -72,10 +88,10 @@ INLINE_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Ask the first process of an actor, ahead of `Configure`, for a TCP port at which the actor's other
-    processes find it.
+    """A request to the first process of an actor to reserve a TCP port, at which the actor's other processes
+    will find it.
 
-    The controller sends it where actors are of several processes. Reply: `Reserved`.
+    The controller sends it before `Configure`, if actors have several processes. Reply: `Reserved`.
     """
 
     request: int
@@ -91,25 +107,26 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """Have a process start JAX and its transport. The controller sends it before every other request but
-    `Reserve`.
+    """A request to a process to start JAX and its transport. The controller sends it before every other
+    request except `Reserve`.
 
     Reply: `Ready`.
 
     Args:
-        spmd_mesh: (axis name, size) pairs; () is one device.
-        axis_types: `"auto"` or `"explicit"`, one an axis.
+        spmd_mesh: the axes of the actor's device mesh, as (axis name, size) pairs; () is one device.
+        axis_types: the type of each axis, `"auto"` or `"explicit"`.
         platform: `"cpu"` or `"cuda"`.
-        jax_config: `jax.config` names and plain values, set before JAX makes a backend.
-        cache_dir: folder of JAX's persistent compilation cache, `compilation_cache.DEFAULT`, or None for no
-            cache.
-        setup: `"module:function"` that is called before JAX starts, or None.
+        jax_config: values of `jax.config` options by name, plain data, set before JAX creates a backend.
+        cache_dir: the folder of JAX's persistent compilation cache, `compilation_cache.DEFAULT`, or None for
+            no cache.
+        setup: a function that is called before JAX starts, as `"module:function"`, or None.
         setup_folder: the folder that is searched last for the module of `setup`, or None.
         transport: `"ucx"`, `"memory"` or `"nccl"`.
-        epoch: first epoch of the tags.
-        cluster: the other processes of this actor, which start together with this one; None: there are none.
-        address: address of this process's host, by which the other processes reach it. Loopback: all
-            processes run on one machine. None: the address is not known.
+        epoch: the number of aborts of the mesh so far, which is part of the tags of all transfers.
+        cluster: a description of this actor's processes, which start together; None if the actor has only
+            one.
+        address: the address of this process's host at which the other processes can connect to it. A loopback
+            address means that all processes run on one machine. None means that the address is not known.
     """
 
     request: int
@@ -128,12 +145,13 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Describes, for one process of an actor of several, how the processes of that actor find each other.
+    """A description, for one process of an actor that has several, of how the processes of the actor find
+    each other.
 
     Args:
-        coordinator: host and port at which they find each other; the first process opens it.
-        addresses: of each process's host, by which the others reach it.
-        rank: the receiver's number among them, counted from 0.
+        coordinator: the host and port at which the processes find each other; the first process opens it.
+        addresses: for each process, the address of its host at which the others can connect to it.
+        rank: the number of the process that receives this, counted from 0 in its actor.
     """
 
     coordinator: str
@@ -151,10 +169,10 @@ class Ready:
     """Reply to `Configure`: JAX and the transport of the process have started.
 
     Args:
-        address: of the transport.
-        devices: one text a device, such as `"cpu:0"`.
-        versions: package name to version, which the controller compares with its own.
-        hardware: describes the devices.
+        address: the transport's address, which peers use to connect to it.
+        devices: one text per device of the process, such as `"cpu:0"`.
+        versions: the version of each package by name, which the controller compares with its own.
+        hardware: a description of the devices.
     """
 
     request: int
@@ -166,18 +184,19 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Describes the devices of an actor.
+    """A description of the devices of an actor's process.
 
     Args:
-        kind: as JAX names them, such as `"cpu"` or `"NVIDIA H100 80GB HBM3"`.
-        count: how many devices the actor has.
-        memory_bytes: memory of one device; 0: it is not known, or it is the host's.
-        cuda: version of the CUDA that JAX's plugin is for, such as `"13.0"`, or `"13"`; empty without GPUs.
-        driver: the newest CUDA that the host's driver supports, in the same form.
-        gpus: the UUIDs of GPUs, or of parts of one (MIG); empty without GPUs.
-        memory_fraction: the part of each GPU's memory that JAX sets aside beforehand; 0: none.
-        nccl: version of the NCCL that programs transfer over, such as `"2.32.3"`; empty with other
-            transports.
+        kind: the devices' name in JAX, such as `"cpu"` or `"NVIDIA H100 80GB HBM3"`.
+        count: the number of devices of the process.
+        memory_bytes: the memory of one device; 0 if it is not known, or if it is the host's memory.
+        cuda: the version of CUDA for which JAX's plugin is made, such as `"13.0"`, or `"13"`; empty without
+            GPUs.
+        driver: the newest CUDA version that the host's driver supports, in the same form.
+        gpus: the UUIDs of the GPUs, or of parts of one (MIG); empty without GPUs.
+        memory_fraction: the fraction of each GPU's memory that JAX reserves when it starts; 0 for none.
+        nccl: the version of the NCCL with which programs transfer arrays, such as `"2.32.3"`; empty with
+            other transports.
         nccl_shares: whether that NCCL accepts two ranks on one GPU.
     """
 
@@ -194,13 +213,14 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Let these peers connect to the process's data plane, and nobody else. The controller sends it to every
-    process before it sends any `Connect`, where other machines can reach the data plane.
+    """A request to let the given peers, and no other process, connect to the process's data plane (its
+    transport for arrays). The controller sends it to every process before it sends any `Connect`, if other
+    machines can connect to the data plane.
 
     Reply: `Done`.
 
     Args:
-        addresses: of the peers' transports.
+        addresses: the addresses of the peers' transports.
     """
 
     request: int
@@ -209,14 +229,14 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Have a process connect its transport to these peers; it leaves itself out. The controller sends it when
-    all processes are ready, and again when some were replaced.
+    """A request to a process to connect its transport to those of its peers. The controller sends it when all
+    processes are ready, and again when some were replaced.
 
     Reply: `Connected`.
 
     Args:
-        epoch: of the tags from here on.
-        addresses: of the peers' transports, by process.
+        epoch: the number of aborts of the mesh so far, to use in the tags of transfers from now on.
+        addresses: the address of each process's transport; the receiver of this request skips its own.
     """
 
     request: int
@@ -229,8 +249,9 @@ class Connected:
     """Reply to `Connect`: the transport is connected.
 
     Args:
-        routes: the ways by which the transport reaches each peer, as UCX names them (`"cuda_ipc"`,
-            `"rc_mlx5"`, `"tcp"`); empty where the transport does not say, or where only host memory travels.
+        routes: for each peer, the mediums by which the transport sends to it, as UCX names them
+            (`"cuda_ipc"`, `"rc_mlx5"`, `"tcp"`); empty if the transport does not say, or if only host memory
+            is sent.
     """
 
     request: int
@@ -239,13 +260,15 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class OfferLinks:
-    """Ask a process for the address of its transport for programs, and for new ids of communicators. The
-    controller sends it before `JoinLinks`, with transport `"nccl"` alone.
+    """A request for the address of a process's NCCL transport, which carries the arrays of programs, and for
+    new ids of NCCL communicators. The controller sends it before `JoinLinks`, and only with transport
+    `"nccl"`.
 
     Reply: `LinksOffered`.
 
     Args:
-        num_ids: how many ids to make: one for each new link of which this process is the `maker`.
+        num_ids: how many ids to make: one for each new link between two devices for which this process makes
+            the id (`transport.nccl.order.NcclLink.maker`).
     """
 
     request: int
@@ -254,7 +277,7 @@ class OfferLinks:
 
 @dataclass(frozen=True, slots=True)
 class LinksOffered:
-    """Reply to `OfferLinks`: the address of the transport for programs, and the new ids."""
+    """Reply to `OfferLinks`: the address of the process's NCCL transport, and the new communicator ids."""
 
     request: int
     address: bytes
@@ -263,14 +286,15 @@ class LinksOffered:
 
 @dataclass(frozen=True, slots=True)
 class JoinLinks:
-    """Have a process connect its transport for programs to new peers, and then make these links, one after
-    the other. The controller sends it when all peers have answered `OfferLinks`.
+    """A request to connect a process's NCCL transport to new peers, and then to make links (NCCL
+    communicators between two devices), one after the other. The controller sends it when all peers have
+    answered `OfferLinks`.
 
-    Reply: `Done`, once a message has passed over each link.
+    Reply: `Done`, after a message has passed over each link.
 
     Args:
-        addresses: of every peer of `links`.
-        links: the new ones, in the order in which they are made.
+        addresses: for each peer in `links`, the address of its NCCL transport.
+        links: the new links, in the order in which they are made.
     """
 
     request: int
@@ -280,12 +304,13 @@ class JoinLinks:
 
 @dataclass(frozen=True, slots=True)
 class JoinLink:
-    """Describes one direction between two processes, from a device to a device (`transport.nccl.plan.Link`).
+    """A description of a link to make: an NCCL communicator for one direction between a device of one process
+    and a device of another (see `transport.nccl.order.NcclLink`).
 
     Args:
-        sender, receiver: the two processes.
-        from_device, to_device: index of the device in each of them.
-        unique_id: id of the communicator, made by the lower of the two processes.
+        sender, receiver: the process that sends and the process that receives.
+        from_device, to_device: the index of the device in the sender and in the receiver.
+        unique_id: the communicator's id, made by the process of the two with the lower number.
     """
 
     sender: ProcessId
@@ -297,9 +322,9 @@ class JoinLink:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Have a process close its transport and end. The controller sends it last.
+    """A request to a process to close its transport and to end. The controller sends it last.
 
-    Reply: `Done`, then end of file.
+    Reply: `Done`, after which the process closes the connection.
     """
 
     request: int
@@ -310,18 +335,18 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Have a process compile the executables that are new to it, and keep a program. The controller sends it
-    before the first `Step` that names the program.
+    """A request to a process to compile the executables that are new to it, and to store a program. The
+    controller sends it before the first `Step` that names the program.
 
     Reply: `Loaded`.
 
     Args:
-        program_id: chosen by the controller; `Step` names it.
-        program: text of the `ActorProgram`.
-        executables: a content key for each executable index that the program uses.
-        blobs: serialized `jax.export.Exported`, by content key; only keys that were not sent to this process
-            before.
-        names: the user's names of the step's arguments, by number, where errors may have to name them.
+        program_id: the program's id, chosen by the controller, by which `Step` names the program.
+        program: the text of the `ActorProgram`.
+        executables: the content key of each executable that the program uses, by the executable's index.
+        blobs: the serialized `jax.export.Exported` of each executable that was not sent to this process
+            before, by content key.
+        names: the user's names of the step's arguments, by number, for those that errors may have to name.
     """
 
     request: int
@@ -337,8 +362,9 @@ class Loaded:
     """Reply to `Load`: the program can run.
 
     Args:
-        compile_s: seconds spent compiling.
-        temp_bytes: size of XLA's temporaries, in bytes, by executable index.
+        compile_s: the seconds spent compiling.
+        temp_bytes: the size of XLA's temporary buffers for each executable, in bytes, by the executable's
+            index.
     """
 
     request: int
@@ -348,25 +374,26 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Have a process run a loaded program once. The controller sends it to every process of the actors that
-    the program runs on.
+    """A request to a process to run a loaded program once. The controller sends it to every process of the
+    actors on which the program runs.
 
     Reply: `StepDone`.
 
     Steps run in the order in which they arrive, one after the other. The controller may send the next step
-    before the last is done, and that step may name the last one's outputs as inputs. A step whose epoch and
-    number were seen before gets the reply that was kept of it. Any other step of the past is refused.
+    before the last one has ended, and the next step may use the last one's outputs as inputs. If a step of
+    the same epoch and id was received before, its reply is sent again; any other step of the past is refused.
 
     Args:
-        epoch: of the tags that its transfers use.
-        step: the id of the run.
-        program_id: of the program to run.
-        inputs: the array for each argument of the step that this actor's program binds (the program's
-            `Input.arg`).
-        outputs: the new array's id for each result that this actor's program makes (`Output.result`).
-        puts: host values to take first.
-        frees: arrays to free first.
-        frees_after: arrays to free when the step is done (host arguments).
+        epoch: the number of aborts of the mesh so far, used in the tags of the step's transfers.
+        step: the id of this run of the program.
+        program_id: the id of the program to run.
+        inputs: the id of the array to use for each argument of the step that this actor's program binds, by
+            the argument's number (`Input.arg`).
+        outputs: the id to give to the array of each result that this actor's program makes, by the result's
+            number (`Output.result`).
+        puts: host values to store before the step.
+        frees: the ids of arrays to free before the step.
+        frees_after: the ids of arrays to free when the step has ended (host arguments).
     """
 
     request: int
@@ -385,8 +412,8 @@ class StepDone:
     """Reply to `Step`: the process has run the last instruction of its program.
 
     Args:
-        step: the id of the run.
-        stats: where the time went.
+        step: the id of this run of the program.
+        stats: the times and the memory use of the run.
     """
 
     request: int
@@ -396,18 +423,19 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Tells where the time of one actor went in one step, in seconds, and what its buffer table held, in
-    bytes.
+    """The times of one actor in one step, in seconds, and its memory use, in bytes.
 
     Args:
-        compute_s: time spent executing tasks.
-        wait_s: time with nothing to execute, because data of another actor or of the controller was missing.
-        total_s: from the start of the step to its last instruction.
-        peak_bytes: most bytes that the buffer table held (without `ActorProgram.uncounted`).
-        live_buffers: number of arrays in the actor's store after the step.
-        stamps: two little-endian float64 for each instruction of the actor's program, in order: when it was
-            begun and when it was done, in seconds of the actor's monotonic clock; NaN where there is no such
-            time. `jaxpp_async.timeline` reads them.
+        compute_s: the time spent executing tasks.
+        wait_s: the time with nothing to execute, because data of another actor or of the controller was
+            missing.
+        total_s: the time from the start of the step to its last instruction.
+        peak_bytes: the largest size of the arrays in the program's buffers at any time, without those in
+            `ActorProgram.uncounted`.
+        live_buffers: the number of arrays in the actor's store after the step.
+        stamps: two little-endian float64 for each instruction of the actor's program, in order: the times
+            when it began and ended, in seconds of the actor's monotonic clock; NaN where there is no such
+            time. `jaxpp_async.timeline` decodes them.
     """
 
     compute_s: float
@@ -423,14 +451,14 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Have a process take host values and then free arrays, outside of a step. The controller sends it for
-    arguments that users put on the mesh, and for arrays that users give up.
+    """A request to a process to store host values and then to free arrays, outside of a step. The controller
+    sends it for arguments that users put on the mesh, and for arrays that users no longer need.
 
-    Reply: `Done`, once the values are there.
+    Reply: `Done`, after the values have arrived.
 
     Args:
-        puts: host values to take.
-        frees: arrays to free.
+        puts: the host values to store.
+        frees: the ids of the arrays to free.
     """
 
     request: int
@@ -440,15 +468,16 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A host value that a process keeps as `array_id`; part of `Store` and of `Step`.
+    """A host value for a process to store as an array; part of `Store` and of `Step`.
 
     Args:
-        array_id: the id under which the value is kept.
-        aval: its shape and type.
-        data: its C-order bytes; None: the bytes come over the data plane.
-        sequence: the value's number on the host channel of the data plane. With an actor of several processes
-            each of the array's `parts` comes by itself, with the numbers from there on, to the process that
-            owns it, which passes it on.
+        array_id: the id under which the array is stored.
+        aval: the array's shape, dtype and sharding.
+        data: the bytes in C order; None if they are sent over the data plane (the transport for arrays).
+        sequence: the number of the transfer on the data plane's host channel, which carries host values. If
+            the actor has several processes, each part of the array (see `layout.array_parts`) is sent by
+            itself, under the numbers from `sequence` on, to the process that owns the part, which passes it
+            on.
     """
 
     array_id: ArrayId
@@ -459,18 +488,19 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Have a process send arrays to the controller, whole (unsharded). The controller sends it when a user
-    asks for values.
+    """A request to a process to send arrays to the controller, whole (unsharded). The controller sends it
+    when a user asks for values.
 
     Reply: `Fetched`.
 
-    With an actor of several processes each one sends the bytes of the `parts` that it owns, one after the
-    other.
+    If an actor has several processes, each of them sends the bytes of the parts of the array that it owns
+    (see `layout.array_parts`), one after the other.
 
     Args:
-        array_ids: the arrays.
-        sequences: array k travels over the data plane with the number `sequences[k]` of the host channel,
-            unless it has at most `INLINE_BYTES`.
+        array_ids: the ids of the arrays.
+        sequences: for each array, the number of its transfer on the host channel of the data plane (the
+            transport for arrays); not used for an array of at most `INLINE_BYTES`, which is part of the
+            reply.
     """
 
     request: int
@@ -483,7 +513,8 @@ class Fetched:
     """Reply to `Fetch`: the arrays.
 
     Args:
-        arrays: one entry an array: (shape, dtype name, bytes or None when the bytes take the data plane).
+        arrays: one entry per array: (shape, dtype name, bytes). The bytes are None if they are sent over the
+            data plane (the transport for arrays).
     """
 
     request: int
@@ -495,17 +526,17 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class BeginSnapshot:
-    """Have a process hold arrays for a save as they are between the steps before and after this request. The
-    controller sends it first in a save.
+    """A request to a process to keep arrays for a save, as they are between the steps before and after this
+    request. The controller sends it first in a save.
 
-    Reply: `Done`, once the steps before have made the arrays. The process holds them until they are written
-    or swept.
+    Reply: `Done`, after the steps before have computed the arrays. The process keeps them until `WriteFile`
+    has written them or `Sweep` ends the save.
 
     Args:
-        folder: where the files of the save go, as the bytes of an absolute path, like every path in these
-            messages: the bytes that the file system has, so that every name that it allows can travel. A
-            folder takes one save at a time.
-        array_ids: the arrays to hold.
+        folder: the folder for the files of the save, as an absolute path. All paths in these messages are
+            bytes, as the file system has them, so that every name that it allows can be sent. Only one save
+            at a time may use a folder.
+        array_ids: the ids of the arrays to keep.
     """
 
     request: int
@@ -515,16 +546,17 @@ class BeginSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class WriteFile:
-    """Have a process write arrays that it holds to one file, make sure that the file is on the disk, and hold
-    these arrays no longer. The controller sends it after `BeginSnapshot`.
+    """A request to a process to write arrays that it keeps for a save to one file, to make sure that the file
+    is on the disk, and to release the arrays. The controller sends it after `BeginSnapshot`.
 
     Reply: `Written`.
 
     Args:
-        folder: of the save.
-        file: name of the file.
-        arrays: for each array: its id, its name in the file, and which of its `parts` it is; -1: all of it.
-        metadata: for the file's header.
+        folder: the folder of the save.
+        file: the name of the file.
+        arrays: for each array, its id, its name in the file, and the number of the part to write (see
+            `layout.array_parts`); -1 for the whole array.
+        metadata: the entries for the file's header.
     """
 
     request: int
@@ -547,14 +579,14 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class CheckFiles:
-    """Have a process check that files which it has written are still there and whole. The controller sends it
-    before a save counts as complete.
+    """A request to a process to check that files which it has written still exist and are complete. The
+    controller sends it before a save counts as complete.
 
     Reply: `Done`.
 
     Args:
-        folder: of the save.
-        files: name and size in bytes of each.
+        folder: the folder of the save.
+        files: the name and the size in bytes of each file.
     """
 
     request: int
@@ -564,14 +596,14 @@ class CheckFiles:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Have a process end the save in this folder, if there is one, and remove files, whole or not. The
-    controller sends it when a save is done or has failed, and when old checkpoints are removed.
+    """A request to a process to end the save in a folder, if there is one, and to remove files, complete or
+    not. The controller sends it when a save is complete or has failed, and when old checkpoints are removed.
 
     Reply: `Done`.
 
     Args:
-        folder: of the save.
-        files: names of files of saves; some may not exist here.
+        folder: the folder of the save.
+        files: the names of the files to remove; some may not exist on this host.
         remove_folder: whether to remove the folder too, if it is empty then.
     """
 
@@ -583,13 +615,13 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """Have a process read arrays of one file, check them, and keep them. The controller sends it while it
-    restores a checkpoint.
+    """A request to a process to read arrays from one file, to check them, and to store them. The controller
+    sends it while it restores a checkpoint.
 
-    Reply: `Done`, once the arrays are on the devices.
+    Reply: `Done`, after the arrays have been placed on the devices.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         parts: the arrays to read.
     """
 
@@ -600,15 +632,14 @@ class ReadFile:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """An array that `ReadFile` reads.
+    """An array for a process to read, as part of a `ReadFile` request.
 
     Args:
-        name: of the array in the file.
-        sha256: of the array's bytes there.
-        array_id: the id under which the process keeps it.
-        aval: its shape and type.
-        pieces: the pieces of which the array is made, in whatever files; empty: the array is whole in one
-            file.
+        name: the array's name in the file.
+        sha256: the SHA-256 of the array's bytes in the file.
+        array_id: the id under which the process stores the array.
+        aval: the array's shape, dtype and sharding.
+        pieces: the pieces that make up the array, in any files; empty if the array is whole in one file.
     """
 
     name: str
@@ -620,14 +651,14 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """A piece of an array that several processes have written.
+    """A piece of an array that several processes have written, and the file to read it from.
 
     Args:
-        path: of the piece's file.
-        name: of the piece in that file.
-        start: index of its first element in the array, one number a dimension.
-        shape: of the piece.
-        sha256: of its bytes.
+        path: the path of the file.
+        name: the name of the piece in the file.
+        start: the index of the piece's first element in the whole array, one number per dimension.
+        shape: the shape of the piece.
+        sha256: the SHA-256 of the piece's bytes.
     """
 
     path: bytes
@@ -642,14 +673,14 @@ class FilePiece:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Have a process drop every step under way, end all transfers, and enter a new epoch. The controller
-    sends it to the other actors when one has failed.
+    """A request to a process to drop every step under way, to end all transfers, and to enter a new epoch.
+    The controller sends it to the other actors when one has failed.
 
     Reply: `Done`.
 
     Args:
-        epoch: the new one.
-        cause: what happened, for the errors of the dropped steps.
+        epoch: the new epoch, which counts the aborts of the whole mesh.
+        cause: a description of the failure, for the errors of the dropped steps.
     """
 
     request: int
@@ -659,8 +690,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class ResetTransport:
-    """Have a process give up its transport and make another one, which no peer has used. The controller sends
-    it after an `Abort`.
+    """A request to a process to close its transport and to make another one, to which no peer has connected
+    yet. The controller sends it after an `Abort`.
 
     Reply: `TransportReset`.
     """
@@ -678,13 +709,14 @@ class TransportReset:
 
 @dataclass(frozen=True, slots=True)
 class TakeReplica:
-    """Have a process copy every array to host memory, as it is between the requests before and after this.
-    The controller sends it every few steps, where lost actors are to be replaced.
+    """A request to a process to copy every array to host memory, as it is between the requests before and
+    after this one. Such a copy is called a replica; the arrays of a lost actor are restored from it. The
+    controller sends this request every few steps, if lost actors are to be replaced.
 
-    Reply: `ReplicaTaken`, once the steps before have made the arrays.
+    Reply: `ReplicaTaken`, after the steps before have computed the arrays.
 
     Args:
-        generation: names the replica; counts up.
+        generation: the number of the replica, which counts up over the mesh's life.
     """
 
     request: int
@@ -693,7 +725,9 @@ class TakeReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTaken:
-    """Reply to `TakeReplica`: the arrays of the replica, in the order in which `SendReplica` sends them."""
+    """Reply to `TakeReplica`: descriptions of the arrays of the replica (a copy for restarts), in the order
+    in which `SendReplica` sends them.
+    """
 
     request: int
     arrays: tuple[ReplicaArray, ...]
@@ -701,8 +735,12 @@ class ReplicaTaken:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaArray:
-    """Describes an array of a replica: its id, its type, and the size in bytes of each of its distinct
-    shards.
+    """A description of one array of a replica (a copy of a process's arrays for restarts).
+
+    Args:
+        array_id: the array's id.
+        aval: the array's shape, dtype and sharding.
+        shard_bytes: the size in bytes of each of the array's distinct shards.
     """
 
     array_id: ArrayId
@@ -712,16 +750,18 @@ class ReplicaArray:
 
 @dataclass(frozen=True, slots=True)
 class SendReplica:
-    """Have a process send a replica to a peer. The controller sends it after `ReplicaTaken`, and to return a
-    replica to a process that was replaced.
+    """A request to a process to send a replica (a copy of a process's arrays for restarts) to a peer. The
+    controller sends it after `ReplicaTaken`, so that a peer has the copy too, and later to return the replica
+    to a process that was replaced.
 
-    Reply: `Done`, once all of the replica has left.
+    Reply: `Done`, after all of the replica has been sent.
 
     Args:
-        epoch: of the tags.
-        generation: of the replica.
-        owner: the process whose arrays they are: the sender itself, or another one whose replica it holds.
-        to: the peer, which was told to `ReceiveReplica`.
+        epoch: the number of aborts of the mesh so far, used in the transfers' tags.
+        generation: the number of the replica.
+        owner: the process whose arrays the replica contains: the sender itself, or a process whose replica
+            the sender keeps.
+        to: the peer, which has been sent a `ReceiveReplica`.
     """
 
     request: int
@@ -733,17 +773,17 @@ class SendReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveReplica:
-    """Have a process receive a replica of `owner`'s arrays from a peer and keep it in host memory. The
-    controller sends it together with the peer's `SendReplica`.
+    """A request to a process to receive a replica (a copy of a process's arrays for restarts) from a peer and
+    to keep it in host memory. The controller sends it together with the peer's `SendReplica`.
 
-    Reply: `Done`, once all of the replica is here.
+    Reply: `Done`, after all of the replica has arrived.
 
     Args:
-        epoch: of the tags.
-        generation: of the replica.
-        owner: the process whose arrays they are.
-        source: the process that sends them.
-        arrays: in the order in which they come.
+        epoch: the number of aborts of the mesh so far, used in the transfers' tags.
+        generation: the number of the replica.
+        owner: the process whose arrays the replica contains.
+        source: the process that sends the replica.
+        arrays: descriptions of the arrays, in the order in which they arrive.
     """
 
     request: int
@@ -756,13 +796,13 @@ class ReceiveReplica:
 
 @dataclass(frozen=True, slots=True)
 class DropReplicas:
-    """Have a process drop all replicas but those of one generation. The controller sends it when every
-    process has the new generation.
+    """A request to a process to delete all replicas (copies of arrays for restarts) except those of one
+    generation. The controller sends it when every process has the new generation.
 
     Reply: `Done`.
 
     Args:
-        generation: the one to keep.
+        generation: the number of the replicas to keep.
     """
 
     request: int
@@ -771,13 +811,13 @@ class DropReplicas:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Have a process forget every array and take back those of a replica, under their ids. The controller
-    sends it after an `Abort`.
+    """A request to a process to drop every array, and to restore those of a replica (a copy made for
+    restarts) under their ids. The controller sends it after an `Abort`.
 
     Reply: `Done`.
 
     Args:
-        generation: of the replica; None: forget the arrays and take back none.
+        generation: the number of the replica; None to drop the arrays and restore none.
     """
 
     request: int
@@ -789,7 +829,8 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Ask a process for numbers about itself. The controller sends it when tests or users ask for them.
+    """A request for numbers that describe a process, such as how many arrays it has. The controller sends it
+    when tests or users ask for them.
 
     Reply: `Inspected`.
     """
@@ -799,7 +840,7 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """Reply to `Inspect`: numbers such as `live_arrays`, `file_descriptors`, `compilations`."""
+    """Reply to `Inspect`: numbers by name, such as `live_arrays`, `file_descriptors`, `compilations`."""
 
     request: int
     numbers: dict[str, int]
@@ -807,7 +848,8 @@ class Inspected:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Ask a process where it is and for what it waits. The controller sends it when a step does not go on.
+    """A request for a process's position in its program, and for the transfers that it waits for. The
+    controller sends it when a step makes no progress, and to read the process's clock.
 
     Reply: `Reported`.
     """
@@ -817,17 +859,18 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """Reply to `Report`: where the process is in its program.
+    """Reply to `Report`: the process's position in its program.
 
     Args:
-        step: the id of the step under way; None: there is none, and the fields that follow say nothing.
-        program_id: of the program that runs.
-        instruction: index of the instruction.
-        at: text of the instruction.
-        running: whether the process executes a task.
-        transfers_done: number of transfers of this step that are complete.
-        transfers: those that are not.
-        now_s: the time that the process's clock shows (`clocks`), in seconds.
+        step: the id of the run of a program that is under way; None if there is none, and then the fields up
+            to `transfers` mean nothing.
+        program_id: the id of the program that runs.
+        instruction: the index of the current instruction.
+        at: the text of the current instruction.
+        running: whether the process is executing a task.
+        transfers_done: the number of transfers of this step that are complete.
+        transfers: the transfers of this step that are not complete.
+        now_s: the time that the process's clock shows, in seconds (see `clocks`).
     """
 
     request: int
@@ -843,16 +886,17 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class OpenTransfer:
-    """A transfer of a step whose data has not come yet, or has not left.
+    """A transfer of a step that is not complete: its data has not arrived, or has not been sent.
 
     Args:
-        kind: `"receive"`, `"send"`, or `"argument"`: a value of the controller (`peer`), without a tag (-1).
-        buffer: the program's slot.
-        peer: the other actor.
-        tag: of the transfer.
-        size_bytes: of the data.
-        posted: whether the transport has been given it; a send of data that does not exist yet has not.
-        needed: whether the actor cannot go on without it.
+        kind: `"receive"`, `"send"`, or `"argument"` for a value that the controller sends.
+        buffer: the number of the program's buffer that the data is read from or written to.
+        peer: the other actor, or the controller's number for an argument.
+        tag: the transfer's tag; -1 for an argument.
+        size_bytes: the size of the data.
+        posted: whether the transport has been given the transfer; a send is not posted before its data
+            exists.
+        needed: whether the actor cannot go on before the transfer is complete.
     """
 
     kind: Literal["receive", "send", "argument"]
@@ -866,12 +910,13 @@ class OpenTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat. The process sends it again and again over a connection of its own, and gets no reply.
+    """A heartbeat, which shows that a process is alive. The process sends it again and again over a
+    connection of its own, and gets no reply.
 
     Args:
-        position: where the actor is, as the fields of `actor_info.Position`; None before its first
-            instruction.
-        clock: names the clock with which the process takes times (`clocks.clock_name`).
+        position: the actor's position in its program, as the fields of `actor_info.Position`; None before its
+            first instruction.
+        clock: the name of the clock with which the process measures time (`clocks.clock_name`).
     """
 
     position: tuple[int, int, int, bool, bool] | None
@@ -880,15 +925,15 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A record for the controller's `logging`. The process sends it when something is logged there, and gets
-    no reply.
+    """A log record for the controller's `logging`. The process sends it when a record is logged in the
+    process, and gets no reply.
 
     Args:
-        level: as in `logging`.
-        logger: name of the logger.
-        message: the text.
-        step: the number of the user's step under way.
-        fields: further attributes of the record.
+        level: the record's level, a number as in `logging`.
+        logger: the name of the logger.
+        message: the record's text.
+        step: the number of the user's step under way, or None.
+        fields: further attributes of the record by name.
     """
 
     level: int
@@ -903,23 +948,23 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Reply to a request that has been carried out and has no other reply."""
+    """Reply to a request that has been carried out, if the request has no other kind of reply."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Reply to a request that has failed. With `request` None the process sends it on its own, because the
-    actor has failed.
+    """Reply to a request that has failed. A process also sends it without a request (`request` is None), when
+    the actor has failed.
 
     Args:
-        request: its number, or None.
-        exception_type: qualified name.
+        request: the number of the failed request, or None.
+        exception_type: the qualified name of the exception's type.
         message: the exception's text.
-        traceback: as text.
-        step: id of the step under way.
-        instruction: text of the instruction under way.
+        traceback: the exception's traceback as text.
+        step: the id of the run of a program that was under way, or None.
+        instruction: the text of the instruction that was under way, or None.
     """
 
     request: int | None

@@ -1,10 +1,10 @@
 """End an actor process when its controller is gone, and define leases and exit codes.
 
-Two independent means are here; a third is the heartbeat connection. `PR_SET_PDEATHSIG` asks the kernel to
-kill this process together with the thread that spawned it. And a thread watches stdin: the controller writes
-a byte every few seconds, so that end of file, or silence for longer than the lease, means that the controller
-is gone. Neither needs the event loop, JAX or the other one. `run_with_parent` offers the first to other
-programs.
+This module has two independent means; the heartbeat connection is a third. First, `PR_SET_PDEATHSIG` asks the
+kernel to kill this process together with the thread that spawned it. Second, a thread reads stdin, to which
+the controller writes a byte every few seconds: end of file, or silence for longer than the lease, means that
+the controller is gone. Neither means needs the event loop, JAX or the other means. `run_with_parent` offers
+the first to other programs.
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ another value.
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The time for which actors and host agents go on without a sign of life from the driver.
+    """The time for which actors and host agents continue without a sign of life from the driver, the process
+    that runs the user's script.
 
     Args:
-        seconds: length of the lease.
+        seconds: the length of the lease.
     """
 
     seconds: float = LEASE_S
 
     @property
     def beat_s(self) -> float:
-        """Seconds between two signs of life that the driver writes to each stdin to renew the lease."""
+        """The number of seconds between two signs of life. The driver writes each sign to the stdin of the
+        processes that it started, which renews their lease.
+        """
         return min(self.seconds / 5, 3.0)
 
     @property
@@ -59,8 +62,10 @@ class Lease:
 
 
 class ExitCode(enum.IntEnum):
-    """The exit codes with which an actor process ends itself; `ActorDiedError` explains them by
-    `EXIT_REASONS`.
+    """The exit codes with which an actor process ends itself. `EXIT_REASONS` has a text for each failure
+    among them, which `ActorDiedError` shows.
+
+    `HOST_LOST` stands for an exit code that is not known, because the connection to the actor's host ended.
     """
 
     OK = 0
@@ -88,15 +93,20 @@ EXIT_REASONS: dict[int, str] = {
 def signal_at_parents_death(signum: signal.Signals) -> None:
     """Ask the kernel to send this process a signal when the thread that spawned it ends.
 
-    Only Linux has this; elsewhere the other means alone must do. The setting survives `exec`.
+    Only Linux offers this; on other systems this does nothing, and the other means must suffice. The setting
+    survives `exec`.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have this process end by a signal when the thread that spawned it ends. If it has ended already, leave
-    at once.
+    """Make the kernel end this process by a signal when the thread that spawned it ends. If the parent
+    process has ended already, end this process immediately.
+
+    Args:
+        parent_pid: the process id of the parent.
+        signum: the signal.
     """
     signal_at_parents_death(signum)
     if os.getppid() != parent_pid:  # the parent died before the call
@@ -104,12 +114,13 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) ->
 
 
 def watch_stdin(descriptor: int, lease_s: float, leave: Callable[[ExitCode, str], None]) -> threading.Thread:
-    """Start the thread that ends this process at end of file or after `lease_s` of silence.
+    """Start a thread that ends this process at end of file on a pipe, or after silence on it for `lease_s`;
+    return the thread.
 
     Args:
         descriptor: the read end of the pipe from the controller.
         lease_s: how long silence may last, in seconds.
-        leave: called to end the process, with the exit code and the last words.
+        leave: called to end the process, with the exit code and a last message to print.
     """
     watcher = threading.Thread(
         target=_watch, args=(descriptor, lease_s, leave), name="jaxpp-async parent watch", daemon=True
@@ -119,11 +130,12 @@ def watch_stdin(descriptor: int, lease_s: float, leave: Callable[[ExitCode, str]
 
 
 def leave(code: ExitCode, said: str = "") -> None:
-    """End this process now: flush what it printed, then leave without waiting for threads of UCX or JAX.
+    """End this process immediately: flush what it has printed, then exit without waiting for threads of UCX
+    or JAX.
 
     Args:
         code: the exit code.
-        said: last words, printed to stderr.
+        said: a last message, printed to stderr; empty for none.
     """
     with contextlib.suppress(RuntimeError):  # no thread can be started any more
         printer = threading.Thread(target=_print, args=(said,), name="jaxpp-async last words", daemon=True)
@@ -139,8 +151,8 @@ def _print(text: str) -> None:
 
 
 def run_with_parent() -> NoReturn:
-    """Run `... -m jaxpp_async.protocol.parent_watch PARENT COMMAND...`: become another program that ends with
-    its parent.
+    """Replace this process by another program that ends together with its parent. This runs as `python -m
+    jaxpp_async.protocol.parent_watch PARENT COMMAND...`, where PARENT is the parent's process id.
 
     Programs such as ssh do not do for themselves what `die_with_parent` does. The program gets SIGTERM, so
     that it can end what it has started.

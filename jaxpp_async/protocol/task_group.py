@@ -1,6 +1,6 @@
-"""Own asyncio tasks and end them together, and limit how long something may take.
+"""Own asyncio tasks and end them together, and limit how long a block of code may take.
 
-Limits count the time in which this process was awake and could have received an answer.
+Limits count only the time for which this process was awake and could have received an answer.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from jaxpp_async.protocol.clocks import TICK_S, SuspendAwareClock
 
 _LOG = logging.getLogger("jaxpp_async")
 
+T = TypeVar("T")
+
 
 class OwnedTasks:
-    """The asyncio tasks of one owner. An error of a task is logged, unless the code that awaits the task
-    raises it.
+    """The asyncio tasks that one owner has started and will end together. An error of a task is logged,
+    unless the code that awaits the task raises it.
     """
 
     def __init__(self) -> None:
@@ -31,12 +33,13 @@ class OwnedTasks:
     def start(
         self, name: str, work: Coroutine[Any, Any, None], *, is_awaited: bool = False
     ) -> asyncio.Task[None]:
-        """Run `work` until its end, or until the owner ends.
+        """Start a task that runs `work` until its end, or until the owner cancels it with `aclose`.
 
         Args:
-            name: of the task.
-            work: the coroutine.
-            is_awaited: the code that awaits the task raises its error, which is not logged then.
+            name: the task's name, for logs.
+            work: the coroutine to run.
+            is_awaited: whether other code awaits the task and so raises its error; the error is not logged
+                then.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
@@ -44,8 +47,8 @@ class OwnedTasks:
         return task
 
     async def aclose(self) -> None:
-        """Cancel all tasks but the one that calls this, and wait for their end. Their errors are logged, not
-        raised.
+        """Cancel all tasks except the one that calls this, and wait until they have ended. Their errors are
+        logged, not raised.
         """
         others = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in others:
@@ -54,7 +57,7 @@ class OwnedTasks:
 
     def _on_done_awaited(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        retrieve(task)  # all that waited may have been cancelled
+        retrieve(task)  # everyone who awaited the task may have been cancelled
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -63,8 +66,8 @@ class OwnedTasks:
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:
-    """Mark a future's exception as seen, so that nobody has to await it; whoever does still gets the
-    exception.
+    """Mark a future's exception as retrieved, so that asyncio does not complain if nobody awaits the future;
+    code that does await it still gets the exception.
     """
     if not future.cancelled():
         future.exception()
@@ -72,11 +75,15 @@ def retrieve(future: asyncio.Future[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def awake_timeout(seconds: float) -> AsyncIterator[None]:
-    """Limit a block like `asyncio.timeout`, in time awake: what came while the loop was blocked is handled
-    before the limit.
+    """Limit how long a `with` block may take, like `asyncio.timeout`, but count only the time for which this
+    process was awake. A message that arrived while the event loop was blocked is therefore handled before the
+    limit ends the block.
+
+    Args:
+        seconds: the limit.
 
     Raises:
-        TimeoutError: the time is over.
+        TimeoutError: the block did not end within the limit.
     """
     loop, clock = asyncio.get_running_loop(), SuspendAwareClock(time.monotonic())
     async with asyncio.timeout(None) as scope:
@@ -94,3 +101,69 @@ async def awake_timeout(seconds: float) -> AsyncIterator[None]:
             yield
         finally:
             timer.cancel()
+
+
+async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) -> dict[int, T]:
+    """Run coroutines concurrently, and return their results by actor or process number.
+
+    The first error cancels the others and is raised.
+
+    Args:
+        coroutines: the coroutines by number of their actor or process.
+        what: a phrase that names the asyncio tasks, for debugging.
+    """
+    loop = asyncio.get_running_loop()
+    tasks = {number: loop.create_task(c, name=f"{what} {number}") for number, c in coroutines.items()}
+    if not tasks:
+        return {}
+    try:
+        done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        return {number: task.result() for number, task in tasks.items()}
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+async def run_bounded(work: Coroutine[Any, Any, None], timeout_s: float, complaint: str) -> None:
+    """Await `work` for at most `timeout_s` seconds, and log any error instead of raising it.
+
+    This is for closing a mesh, which must continue when a part of it fails.
+
+    Args:
+        work: the coroutine.
+        timeout_s: the limit in seconds.
+        complaint: the beginning of the log line in case of an error.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await work
+    except Exception as error:  # closing goes on, and the log says so
+        _LOG.warning("%s: %r", complaint, error)
+
+
+async def wait_uninterrupted(task: asyncio.Task[None], on_cancel: Callable[[], None]) -> None:
+    """Wait until a task of bounded length has ended, even if the caller is cancelled, once or several times.
+
+    A close that stopped half way would leave processes and sockets that nobody owns any more.
+
+    Args:
+        task: the task.
+        on_cancel: called whenever the caller is cancelled, to shorten the rest of the task.
+
+    Raises:
+        CancelledError: the caller was cancelled meanwhile.
+        BaseException: the error of the task, if the caller was not cancelled.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            on_cancel()
+    if cancelled is not None:
+        raise cancelled
+    task.result()

@@ -1,13 +1,13 @@
-"""Decide which task runs where and in which order: one list of `Task`s an actor.
+"""Decide which actor runs which task and in which order; a schedule is one list of `Task`s per actor.
 
-A schedule sees counts of stages, microbatches and actors; it knows neither what a task computes nor how long
-that takes.
+A schedule is computed from the numbers of stages, microbatches and actors. It depends neither on what a task
+computes nor on how long that takes.
 
-    Schedule                what a schedule is, and how to write one (`base`)
+    Schedule                the protocol of schedules, with an example of a user's own (`base`)
     GPipe, Std1F1B, ...     the built-in schedules (`builtin`)
-    schedule_from_csv, ...  a schedule from and to a file (`torch_csv`)
-    resolve, format_grid    a schedule, built-in or the user's own, checked, and drawn as text (`validate`)
-    global_order, simulate  what follows from the lists: one order of all tasks, times, bubbles (`simulate`)
+    schedule_from_csv, ...  reading and writing a schedule as a file (`torch_csv`)
+    resolve, format_grid    checking any schedule, and drawing it as text (`validate`)
+    global_order, simulate  one order of all tasks, simulated times, bubbles and memory (`simulate`)
 """
 
 from jaxpp_async.program.instructions import Task

@@ -1,4 +1,4 @@
-"""Define what a schedule is, and the parts that several built-in schedules share."""
+"""Define the protocol of schedules, and helpers that several built-in schedules share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _T = TypeVar("_T")
 
 @runtime_checkable
 class Schedule(Protocol):
-    """The order in which each actor runs its tasks, as `accumulate_grads` takes it.
+    """A schedule: the order in which each actor runs its tasks, passed by the user to `accumulate_grads`.
 
-    A schedule of your own is one class in a file of yours; nothing has to be registered. For example, this
-    one runs a microbatch at a time and deals the stages to the actors in turn:
+    A user's own schedule is one class in any file; nothing has to be registered. The following example runs
+    one microbatch at a time, with stage s on actor s % num_actors:
 
         from dataclasses import dataclass
         from jaxpp_async.schedules import Schedule, Task
@@ -40,21 +40,22 @@ class Schedule(Protocol):
         accumulate_grads(grads_of, OneAtATime(num_stages=4))(batch)
 
     A frozen dataclass is best: equal schedules then share one traced step. Any object with these two members
-    will do, a subclass or not. `resolve` checks the lists before a step is compiled, and says where a rule of
-    docs/schedules.md is broken; `format_grid` draws them.
+    can be used, whether its class is a subclass of this one or not. `resolve` checks the lists before a step
+    is compiled and names the rule of docs/schedules.md that is broken; `format_grid` draws the lists.
 
     Attributes:
-        num_stages: stages of the loop body: its `pipeline_yield`s plus one.
+        num_stages: the number of stages of the loop body, which is the number of its `pipeline_yield`s plus
+            one.
     """
 
     num_stages: int
 
     def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
-        """Return one list of tasks an actor, in order of execution.
+        """Return one list of tasks per actor, each in order of execution.
 
         Args:
-            num_microbatches: microbatches of one step, at least 1.
-            num_actors: actors of the mesh, at least 1.
+            num_microbatches: the number of microbatches of one step, at least 1.
+            num_actors: the number of actors of the mesh, at least 1.
         """
         ...
 
@@ -68,7 +69,10 @@ _GIVEN_ELSEWHERE = {
 
 
 def _advise_on_options(cls: type[_T]) -> type[_T]:
-    """Let a class and its subclasses say where to give an option of `_GIVEN_ELSEWHERE`."""
+    """Make a class's constructor reject the options in `_GIVEN_ELSEWHERE` with advice where to give them.
+
+    The constructor raises a `TypeError`, also in subclasses that inherit it.
+    """
     init = cls.__init__
 
     @functools.wraps(init)
@@ -85,10 +89,10 @@ def _advise_on_options(cls: type[_T]) -> type[_T]:
 @_advise_on_options
 @dataclass(frozen=True)
 class BuiltIn(Schedule):
-    """A schedule whose counts are checked; a subclass gives the order in `_rows`.
+    """A base class of the built-in schedules, which checks the counts; a subclass gives the order in `_rows`.
 
     Args:
-        num_stages: stages of the loop body, one more than its `pipeline_yield`s.
+        num_stages: the number of stages of the loop body, one more than its `pipeline_yield`s.
 
     Raises:
         ScheduleError: `num_stages` is not a positive int.
@@ -100,12 +104,13 @@ class BuiltIn(Schedule):
         _check_count(f"{type(self).__name__}(num_stages=...)", self.num_stages)
 
     def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
-        """Return one list of tasks an actor, in order of execution; an actor beyond the number of stages has
-        none.
+        """Return one list of tasks per actor, each in order of execution.
+
+        An actor beyond the number of stages gets an empty list.
 
         Args:
-            num_microbatches: microbatches of one step, at least 1.
-            num_actors: actors of the mesh, at least 1.
+            num_microbatches: the number of microbatches of one step, at least 1.
+            num_actors: the number of actors of the mesh, at least 1.
 
         Raises:
             ScheduleError: a count is not a positive int.
@@ -124,16 +129,25 @@ def _check_count(name: str, value: object) -> None:
 
 
 def neighbouring_stages(num_stages: int, num_actors: int) -> list[range]:
-    """Return each actor's stages when stage s is on actor s*A//S."""
+    """Return the range of stages of each actor, when each actor gets a group of neighbouring stages.
+
+    Stage s is on actor s*A//S for S stages and A actors, so the groups are as equal as possible.
+    """
     bounds = [-(-actor * num_stages // num_actors) for actor in range(num_actors + 1)]
     return [range(first, end) for first, end in pairwise(bounds)]
 
 
 def through(stages: range, ty: TaskType, i: int) -> list[Task]:
-    """Return microbatch `i`'s tasks in `stages` that run as one: a backward from the last stage."""
+    """Return the tasks that take microbatch `i` through all stages of a range, one after the other.
+
+    Args:
+        stages: the stages.
+        ty: the type of all the tasks; any type of backward goes from the last stage to the first.
+        i: the microbatch's index.
+    """
     return [Task(i, ty, stage) for stage in (stages if ty == "fwd" else reversed(stages))]
 
 
 def flat(parts: Iterable[list[Task]]) -> list[Task]:
-    """Join lists of tasks into one."""
+    """Join lists of tasks into one list."""
     return [task for part in parts for task in part]

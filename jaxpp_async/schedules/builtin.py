@@ -1,27 +1,29 @@
-"""The schedules that come with the package: with stages in line, with split backwards, and in a V.
+"""Define the built-in schedules: with whole backwards, with split backwards, and with stages placed in a V.
 
-Schedules of whole backwards follow one pattern, but for GPipe and LoopedBFS: warm-up forwards, then one
-forward and one backward in turn, then the backwards left over. They differ in how many forwards warm an actor
-up and in which stage each slot takes.
+Schedules of whole backwards, except for GPipe and LoopedBFS, follow one pattern: an actor runs some warm-up
+forwards, then alternates between one forward and one backward, then runs the remaining backwards. They differ
+in the number of warm-up forwards of each actor and in the order of an actor's stages.
 
-In schedules with split backwards the stage before waits for `bwd_input`; nobody waits for `bwd_weight`, so it
-fills slots that would be idle.
+A schedule with split backwards runs `bwd_input` (the gradient of a stage's input) and `bwd_weight` (the
+gradient of its weights) as separate tasks. The stage before waits for `bwd_input`; no task waits for
+`bwd_weight`, so it fills times in which the actor would be idle.
 
-Microbatches run backward in the order 0, 1, 2, ... in every stage, also where a paper draws it reversed
+Microbatches run backward in the order 0, 1, 2, ... in every stage, also where a paper reverses the order
 (GPipe, LoopedBFS): no bubble and no memory depends on it, and gradients then accumulate in the order of the
 plain loop.
 
-In V-shaped schedules each actor holds an early and a late part of the model. With S = 2A stages, stage s and
-stage S-1-s are on one actor: the model goes down the actors and comes back up, like a V. The first actor has
-the first and the last stage. Any S: the model is cut into 2A parts of neighbouring stages, stage s in part
-c = s*2A//S, and parts c and 2A-1-c share actor min(c, 2A-1-c). Several stages in a part run as one longer
-stage. With fewer than 2A stages some parts are empty and the order is that of 2A stages without them. With
-S <= A every stage has an actor to itself, nothing folds, and placement and order are `ZeroBubbleH1`'s.
+In V-shaped schedules each actor has an early and a late part of the model. With S = 2A stages, stage s and
+stage S-1-s are on one actor: a microbatch passes the actors from first to last and then back, like a V. The
+first actor has the first and the last stage. For any other S the model is split into 2A parts of neighbouring
+stages, stage s in part c = s*2A//S, and parts c and 2A-1-c share actor min(c, 2A-1-c). Several stages in a
+part run as one longer stage. With fewer than 2A stages some parts are empty, and the order is that of 2A
+stages without the empty ones. With S <= A every stage has an actor to itself, and both placement and order
+are `ZeroBubbleH1`'s.
 
-Notation below: S stages, A actors, M microbatches. Bubble fractions are for forwards, whole backwards and
-both halves of a split backward of one unit of time each; in V-shaped schedules a whole backward takes two.
-Activations are counted in (stage, microbatch) pairs whose forward is done and whose backward (for a split one
-its `bwd_weight`) is not; in V-shaped schedules in (part, microbatch) pairs, each half as large as a stage of
+Notation below: S stages, A actors, M microbatches. Bubble fractions assume that forwards, whole backwards and
+both halves of a split backward take one unit of time each; in V-shaped schedules a whole backward takes two.
+Activations are counted in (stage, microbatch) pairs whose forward has run and whose backward (for a split one
+its `bwd_weight`) has not; in V-shaped schedules in (part, microbatch) pairs, each half as large as a stage of
 `Std1F1B`.
 """
 
@@ -39,12 +41,14 @@ from jaxpp_async.schedules.base import BuiltIn, flat, neighbouring_stages, throu
 
 
 class GPipe(BuiltIn):
-    """Run all forwards, then all backwards. Stage s is on actor s*A//S.
+    """A schedule that runs all forwards, then all backwards. Stage s is on actor s*A//S (S stages, A actors).
 
-    Several stages on one actor run one after the other for each microbatch, as one longer stage would: only
-    the group's ends talk to other actors, so nothing finer is faster.
+    Several stages on one actor run one after the other for each microbatch, as one longer stage would. A
+    finer order would not be faster, since only the group's first and last stage communicate with other
+    actors.
 
-    Bubble fraction (A divides S): (A-1)/(M+A-1). Activations on an actor with k stages: k*M.
+    Bubble fraction (A divides S, M microbatches): (A-1)/(M+A-1). Peak activations, in (stage, microbatch)
+    pairs, on an actor with k stages: k*M.
 
     Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019,
     arXiv:1811.06965, figure 2.
@@ -59,12 +63,14 @@ class GPipe(BuiltIn):
 
 
 class Std1F1B(BuiltIn):
-    """Run one forward and one backward in turn (PipeDream-Flush).
+    """A schedule that alternates between one forward and one backward after a warm-up (PipeDream-Flush).
 
-    Stage s is on actor s*A//S; several on one actor run as one longer stage (see `GPipe`).
+    Stage s is on actor s*A//S (S stages, A actors); several stages on one actor run as one longer stage (see
+    `GPipe`). It is the schedule with the least memory and the fewest transfers.
 
-    Bubble fraction (A divides S): (A-1)/(M+A-1), as GPipe. Activations on actor a with k stages: k*min(M,
-    A-a), however large M is. With S = A stage s holds min(M, S-s).
+    Bubble fraction (A divides S, M microbatches): (A-1)/(M+A-1), the same as GPipe's. Peak activations, in
+    (stage, microbatch) pairs, on actor a with k stages: k*min(M, A-a), however large M is. With S = A, stage
+    s has at most min(M, S-s) of them.
 
     Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021, arXiv:2006.09503, section
     3.2; Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
@@ -76,11 +82,13 @@ class Std1F1B(BuiltIn):
 
 
 class Eager1F1B(BuiltIn):
-    """Run 1F1B with forwards further ahead: two warm-up forwards for each actor behind, for `Std1F1B`'s one.
+    """A schedule like `Std1F1B` with twice the warm-up forwards, which hides slow transfers.
 
-    An activation then arrives one slot before it is needed, which hides the transfer. Placed as `Std1F1B`.
+    An actor runs two warm-up forwards, instead of one, for each actor with later stages. An activation then
+    arrives one task earlier than it is needed. Stage s is on actor s*A//S (S stages, A actors).
 
-    Bubble fraction (A divides S): (A-1)/(M+A-1). Activations on actor a with k stages: k*min(M, 2*(A-a)-1).
+    Bubble fraction (A divides S, M microbatches): (A-1)/(M+A-1). Peak activations, in (stage, microbatch)
+    pairs, on actor a with k stages: k*min(M, 2*(A-a)-1).
 
     Source: Zhuang et al., On Optimizing the Communication of Model Parallelism, 2022, arXiv:2211.05322,
     section 4 (eager-1F1B), as in Alpa's overlap-friendly schedule: 2*(A-a)-1 forwards before the first
@@ -96,7 +104,7 @@ def _one_forward_one_backward(
 ) -> list[list[Task]]:
     groups = neighbouring_stages(num_stages, num_actors)
     rows = []
-    # With more actors than stages some groups are empty: only those with stages lie behind one another.
+    # With more actors than stages some groups are empty; only actors with stages are counted.
     num_behind = sum(1 for stages in groups if stages)
     for stages in groups:
         num_behind -= 1 if stages else 0
@@ -110,7 +118,12 @@ def _one_forward_one_backward(
 def _alternate(
     forwards: Sequence[list[Task]], backwards: Sequence[list[Task]], *, num_warmup: int
 ) -> list[Task]:
-    """Order `num_warmup` forwards, then a forward and a backward in turn, then the backwards left over."""
+    """Return one actor's tasks: warm-up forwards, then a forward and a backward in turn, then backwards.
+
+    Args:
+        forwards, backwards: groups of tasks; each group counts as one forward or backward.
+        num_warmup: the number of warm-up forwards.
+    """
     num_warmup = min(num_warmup, len(forwards))
     order = flat(forwards[:num_warmup])
     for position, backward in enumerate(backwards):
@@ -120,24 +133,29 @@ def _alternate(
     return order
 
 
-# ---------------------------------------------------------------- stages that lie A apart on one actor
+# ---------------------------------------------------------------- every A-th stage on one actor
 
 
 class Interleaved1F1B(BuiltIn):
-    """1F1B in which each actor holds v = S/A stages that lie A apart: stage s is on actor s % A. A microbatch
-    passes every actor v times, and the bubble shrinks by v at the price of v times the transfers.
+    """A 1F1B schedule that gives each actor several distant stages: stage s is on actor s % A.
 
-    Microbatches go in groups: an actor runs a whole group through one of its stages, then through its next.
-    Where A divides M, a group has A microbatches and the order is Megatron's. Otherwise:
+    With S stages and A actors, a microbatch passes every actor v = S/A times, so the bubble is v times
+    smaller than that of `Std1F1B` and there are v times as many transfers.
 
-    - M > A: M//A groups, as equal as can be, none smaller than A. No bubble is added; larger groups hold more
-      activations.
-    - M < A: one group of M.
-    - S not a multiple of A: the order of the next larger multiple without the stages that do not exist.
-    - S <= A: the order of `Std1F1B`.
+    The microbatches are divided into groups: an actor runs a whole group through one of its stages, then
+    through its next one. Where A divides the number M of microbatches, a group has A microbatches and the
+    order is that of Megatron. Otherwise:
 
-    Bubble fraction (A divides S, M >= A): (A-1)/(v*M+A-1). Activations on actor a (A divides S, v > 1, g the
-    size of the largest group): min(v*M, (v-1)*g + 2*(A-1-a) + 1), each of a stage of 1/v the size.
+    - M > A: there are M//A groups of nearly equal size, none smaller than A. No bubble is added; larger
+      groups need more activations.
+    - M < A: all M microbatches are one group.
+    - S not a multiple of A: the order is that of the next larger multiple, without the stages that do
+      not exist.
+    - S <= A: the order is that of `Std1F1B`.
+
+    Bubble fraction (A divides S, M >= A): (A-1)/(v*M+A-1). Peak activations, in (stage, microbatch) pairs, on
+    actor a (A divides S, v > 1, g the size of the largest group): min(v*M, (v-1)*g + 2*(A-1-a) + 1), each of
+    a stage of 1/v the size.
 
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
     2021, arXiv:2104.04473, section 2.2.2 and figure 4; warm-up counts as in Megatron-LM's
@@ -155,10 +173,17 @@ class Interleaved1F1B(BuiltIn):
         return rows + [[] for _ in range(num_actors - num_used)]
 
     def _row(self, actor: int, num_actors: int, num_loops: int, num_microbatches: int) -> list[Task]:
-        """Order one actor's tasks for groups of one size and whole loops, less the tasks that do not exist.
+        """Return one actor's tasks in order.
 
-        The rest of a valid order is valid: dependencies join tasks of one microbatch, and the stages left out
-        are the last.
+        The order is first made for groups of equal size and for a multiple of `num_actors` stages; the tasks
+        that do not exist are then left out. The rest of a valid order is valid: dependencies are between
+        tasks of one microbatch, and the stages that are left out are the last ones.
+
+        Args:
+            actor: the actor.
+            num_actors: the number of actors that have stages.
+            num_loops: how many times a microbatch passes each actor.
+            num_microbatches: the number of microbatches.
         """
         group_size, groups = _groups(num_microbatches, num_actors)
         stages = [loop * num_actors + actor for loop in range(num_loops)]
@@ -178,7 +203,11 @@ class Interleaved1F1B(BuiltIn):
 
 
 def _groups(num_microbatches: int, num_actors: int) -> tuple[int, list[range]]:
-    """Return the size of the largest group of `Interleaved1F1B`, and the microbatches of each group."""
+    """Divide the microbatches into the groups that `Interleaved1F1B` runs through one stage after another.
+
+    Returns:
+        The size of the largest group, and the microbatches of each group.
+    """
     num_groups = max(1, num_microbatches // num_actors)
     bounds = [-(-group * num_microbatches // num_groups) for group in range(num_groups + 1)]
     groups = [range(first, end) for first, end in pairwise(bounds)]
@@ -186,12 +215,13 @@ def _groups(num_microbatches: int, num_actors: int) -> tuple[int, list[range]]:
 
 
 class LoopedBFS(BuiltIn):
-    """Run all microbatches through one of an actor's stages before the next stage (breadth-first).
+    """A schedule that runs all microbatches through one of an actor's stages before its next (breadth-first).
 
-    Stage s is on actor s % A. Each stage's weights are used, and its gradient is finished, in one go.
+    Stage s is on actor s % A (S stages, A actors). All uses of a stage's weights follow one another, and its
+    gradient is finished early, which suits sharded data parallelism.
 
-    Bubble fraction (A divides S, v = S/A, M >= A): (A-1)/(v*M+A-1). Activations on an actor with k stages:
-    k*M.
+    Bubble fraction (A divides S, v = S/A, M microbatches, M >= A): (A-1)/(v*M+A-1). Peak activations, in
+    (stage, microbatch) pairs, on an actor with k stages: k*M.
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, 2022, arXiv:2211.05953, section 4.
     """
@@ -212,13 +242,15 @@ class LoopedBFS(BuiltIn):
 
 
 class ZeroBubbleH1(BuiltIn):
-    """Run 1F1B with each weight gradient put off by one microbatch for each actor ahead. Also called ZB1P.
+    """A schedule like `Std1F1B` with split backwards, whose weight gradients fill idle time (also ZB1P).
 
-    Input gradients reach the first actor sooner, and weight gradients fill the end. Stage s is on actor
-    s*A//S; several on one actor run as one longer stage (see `GPipe`).
+    Each weight gradient is delayed by one microbatch for each actor with earlier stages. Input gradients
+    arrive at the first actor sooner, and weight gradients fill the idle time at the end of the step. Stage s
+    is on actor s*A//S (S stages, A actors); several on one actor run as one longer stage (see `GPipe`).
 
-    Bubble fraction (A divides S, M >= A): (A-1)/(3M+A-1), a third of 1F1B's. Activations on every actor with
-    k stages: k*min(M, A), as on 1F1B's first actor.
+    Bubble fraction (A divides S, M microbatches, M >= A): (A-1)/(3M+A-1), a third of 1F1B's. Peak
+    activations, in (stage, microbatch) pairs, on every actor with k stages: k*min(M, A), as on 1F1B's first
+    actor.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241, section 2.1 and figure 3
     (top).
@@ -229,16 +261,18 @@ class ZeroBubbleH1(BuiltIn):
 
 
 class ZeroBubbleH2(BuiltIn):
-    """Run `ZeroBubbleH1` with twice the warm-up forwards and twice the delay. Also called ZB2P.
+    """A schedule like `ZeroBubbleH1` with twice the warm-up forwards and twice the delay (also called ZB2P).
 
-    From M = 2A-1 on no actor idles between its first and its last task. Placed as `ZeroBubbleH1`.
+    With at least 2A-1 microbatches (A actors) no actor idles between its first and its last task. Stages are
+    placed as in `ZeroBubbleH1`.
 
-    Actor a still begins and ends a units after the first. So the bubble fraction of one step by itself is
-    (A-1)/(3M+A-1), as H1's; it vanishes where steps follow each other without all actors waiting for one
-    another (a global gradient norm makes them wait). From M = A to 2A-1 an actor idles up to 2A-1-M units
-    between its tasks; with M <= A it is never faster than H1.
+    Actor a begins and ends its tasks a units of time (of one forward each) after actor 0. So the bubble
+    fraction of one step by itself is (A-1)/(3M+A-1) for M microbatches, as H1's. This bubble vanishes where
+    steps follow each other without all actors waiting for one another; a global gradient norm makes them
+    wait. For M from A to 2A-1 an actor idles up to 2A-1-M units between its tasks; with M <= A the schedule
+    is never faster than H1.
 
-    Activations on every actor with k stages: k*min(M, 2A-1).
+    Peak activations, in (stage, microbatch) pairs, on every actor with k stages: k*min(M, 2A-1).
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241, section 2.2 and figure 3
     (bottom).
@@ -251,12 +285,12 @@ class ZeroBubbleH2(BuiltIn):
 def _one_forward_two_halves(
     num_stages: int, num_microbatches: int, num_actors: int, *, per_hop: int
 ) -> list[list[Task]]:
-    """Order the tasks of 1F1B with split backwards on every actor.
+    """Return each actor's tasks for 1F1B with backwards that are split into input and weight gradients.
 
-    An actor runs `per_hop` warm-up forwards for each actor behind it. Then it runs in turn a forward, an
-    input gradient, and a weight gradient that is `per_hop` microbatches late for each actor ahead of it.
-    Warm-up and delay add up to the same on every actor: each holds at most `per_hop * (A-1) + 1`
-    microbatches.
+    An actor runs `per_hop` warm-up forwards for each actor with later stages. Then it runs in turn a forward,
+    an input gradient, and a weight gradient that is `per_hop` microbatches late for each actor with earlier
+    stages. Warm-up and delay add up to the same number on each of the A actors: each keeps the activations of
+    at most `per_hop * (A-1) + 1` microbatches.
     """
     groups = neighbouring_stages(num_stages, num_actors)
     used = [actor for actor, stages in enumerate(groups) if stages]
@@ -268,9 +302,16 @@ def _one_forward_two_halves(
 
 
 def _split_row(stages: range, num_microbatches: int, num_warmup: int, delay: int) -> list[Task]:
-    """Order one actor's tasks.
+    """Return one actor's tasks for 1F1B with backwards that are split into input and weight gradients.
 
-    Input gradient i runs behind forward i + `num_warmup` and ahead of weight gradient i - `delay`.
+    Input gradient i runs after forward i + `num_warmup` and before weight gradient i - `delay`, where i is
+    the index of a microbatch.
+
+    Args:
+        stages: the actor's stages, which run as one longer stage.
+        num_microbatches: the number of microbatches.
+        num_warmup: how many microbatches forwards are ahead of input gradients.
+        delay: how many microbatches weight gradients are behind input gradients.
     """
     row: list[Task] = []
     for i in range(-num_warmup, num_microbatches + delay):
@@ -285,10 +326,11 @@ def _split_row(stages: range, num_microbatches: int, num_warmup: int, delay: int
 
 # ---------------------------------------------------------------- V-shaped schedules
 #
-# An actor's order is a sequence of phases, each some letters repeated: `f` a forward, `b` a whole backward,
-# `i` and `w` its halves, of the next microbatch that has not had it; small in the part on the way down,
-# capital on the way up. `*` is the oldest `w` or `W` that is due. Microbatches thus stand in order in every
-# stage.
+# An actor's order is a sequence of phases; a phase is a text of letters and how often it is repeated. A
+# letter is one task: `f` a forward, `b` a whole backward, `i` and `w` its halves `bwd_input` and
+# `bwd_weight`. Small letters are tasks of the actor's early part of the model, capital letters of its late
+# part. A letter stands for the first microbatch that has not run this kind of task in this part, so
+# microbatches run in order in every stage. `*` is the oldest `w` or `W` whose `i` or `I` has run.
 
 _Phases: TypeAlias = list[tuple[str, int]]
 """(letters, how often)."""
@@ -297,7 +339,10 @@ _LETTERS: dict[str, TaskType] = {"f": "fwd", "b": "bwd", "i": "bwd_input", "w": 
 
 
 class _VShaped(BuiltIn):
-    """A schedule that folds the model into a V; a subclass gives each actor's phases."""
+    """A base class of schedules that place stages in a V: an actor has an early and a late part of the model.
+
+    A subclass gives each actor's order as a sequence of phases in `_phases`.
+    """
 
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
         if self.num_stages <= num_actors:
@@ -318,15 +363,15 @@ class _VShaped(BuiltIn):
 
 
 class ZeroBubbleV(_VShaped):
-    """Run each microbatch for the same time on every actor, down and up a V: no actor idles between its
-    tasks.
+    """A V-shaped schedule with split backwards in which no actor idles between its tasks.
 
-    The activations are those of 1F1B's first actor. Stages are placed in a V (see the module's first lines).
+    Each actor has an early and a late part of the model (see the module's first lines), and each microbatch
+    spends the same time on every actor. Activations take as much memory as on the first actor of 1F1B.
 
-    Bubble fraction (S = 2A, M >= 2A-1): (A-1)/(6M+A-1), all of it before an actor's first task and after its
-    last; none in between. Activations on every actor: min(2M, 2A) parts, as much as A stages of 1F1B. With
-    fewer microbatches it takes the order of 2A-1 of them without those that do not exist, and is never slower
-    than `ZeroBubbleH1`.
+    Bubble fraction (S = 2A stages on A actors, M >= 2A-1 microbatches): (A-1)/(6M+A-1), all of it before an
+    actor's first task and after its last. Peak activations, in (part of the model, microbatch) pairs, on
+    every actor: min(2M, 2A), as much memory as A stages of 1F1B. With fewer microbatches the order is that of
+    2A-1 microbatches without those that do not exist; the schedule is never slower than `ZeroBubbleH1`.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241, section 6 and figure 8; Qi et
     al., Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362 (V-ZB); the same order as
@@ -336,12 +381,12 @@ class ZeroBubbleV(_VShaped):
     def _phases(self, actor: int, num_microbatches: int, num_actors: int) -> _Phases:
         behind, count = num_actors - actor, max(num_microbatches, 2 * num_actors - 1)
         return [
-            ("f", 2 * behind - 1),  # until the first microbatch comes back up
+            ("f", 2 * behind - 1),  # until the first microbatch comes back from the last actor
             ("Ff", actor),
-            ("FIW", behind),  # until its gradient has gone up and come down
+            ("FIW", behind),  # until its gradient has passed the other actors and come back
             ("fiwFIW", count - 2 * num_actors + actor + 1),
             ("iwFIW", behind - 1),
-            ("iI", actor),  # gradients first: others wait for them
+            ("iI", actor),  # input gradients come first, since other actors wait for them
             ("iw", behind),
             ("W", actor),
             ("w", actor),
@@ -349,18 +394,22 @@ class ZeroBubbleV(_VShaped):
 
 
 class DualPipeV(_VShaped):
-    """Run a forward of one direction and a whole backward of the other side by side, in a V.
+    """A V-shaped schedule that pairs a forward of one direction of the V with a whole backward of the other.
 
-    This is DeepSeek's DualPipe cut in half: what one task of a pair communicates can overlap what the other
-    computes. Stages are placed in a V (see the module's first lines). Backwards are split only near both
-    ends.
+    This is DeepSeek's DualPipe cut in half: the communication of one task of a pair can overlap the
+    computation of the other. Each actor has an early and a late part of the model (see the module's first
+    lines). Backwards are split into input and weight gradients only near the start and the end of the step.
 
-    The paper runs such a pair as one block. Here it is just two tasks one after the other, forward first:
-    transfers overlap computation under any schedule, and each of the two hands its result on when it ends.
+    The paper runs such a pair as one block. This schedule runs it as two tasks one after the other, forward
+    first: transfers overlap computation under any schedule, and each of the two tasks sends its result on as
+    soon as it ends.
 
-    Bubble fraction (S = 2A, M >= 2A): (A-1)/(6M+A-1). With pairs as blocks of F&B = F+B the step takes twice
-    as much more than 6M, the published (A-1)(F&B+B-3W) = 2(A-1) units. Activations on every actor: 2A+1
-    parts. For M < 2A it is not defined; the order is then `ZeroBubbleV`'s.
+    Bubble fraction (S = 2A stages on A actors, M >= 2A microbatches): (A-1)/(6M+A-1), since each actor has 6M
+    units of work and the step takes 6M+A-1 units. A unit is the time of a forward, an input gradient or a
+    weight gradient. With pairs run as blocks the step would take 6M+2(A-1) units: the paper gives the excess
+    as (A-1)(F&B+B-3W), with 3 units for a block F&B, 2 units for a whole backward B and one unit for a weight
+    gradient W. Peak activations, in (part of the model, microbatch) pairs, on every actor: 2A+1. The schedule
+    is not defined for M < 2A; the order is then `ZeroBubbleV`'s.
 
     Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, arXiv:2412.19437, section 3.2.1 (DualPipe); Qi et
     al. (Sea AI Lab), DualPipe could be better without the Dual, 2025 ("cut-in-half"); the same order as the
@@ -378,15 +427,24 @@ class DualPipeV(_VShaped):
             ("IWF", behind),
             ("fBFb", num_microbatches - num_actors - behind),  # pairs f B and F b
             ("BFb", behind),
-            (whole, 1),  # no forward is left; these still run whole
-            (split[: ahead + 1], 1),  # then gradients first, others wait for them
+            (whole, 1),  # no forward is left; these backwards still run whole
+            (split[: ahead + 1], 1),  # input gradients come first, since other actors wait for them
             ("*i", behind),
             ("*", ahead + 1),
         ]
 
 
 def _spell(phases: _Phases, down: range, up: range, num_microbatches: int) -> list[Task]:
-    """Return the tasks that `phases` spell, less those of microbatches that do not exist."""
+    """Return the tasks that an actor's phases stand for, leaving out microbatches that do not exist.
+
+    Args:
+        phases: (letters, number of repetitions), where each letter is one task: `f` a forward, `b` a whole
+            backward, `i` and `w` its halves, in capitals for the late part of the model, and `*` the oldest
+            `w` or `W` that may run.
+        down: the stages of the actor's early part of the model.
+        up: the stages of the actor's late part of the model.
+        num_microbatches: the number of microbatches.
+    """
     row: list[Task] = []
     counts: Counter[str] = Counter()
     due: list[str] = []

@@ -1,6 +1,7 @@
-"""Run lists of tasks without computing anything: dependencies, times, deadlocks, one order of all tasks.
+"""Simulate schedules without computing anything: dependencies, times, deadlocks, and one order of all tasks.
 
-`Rows` below are one sequence of tasks an actor, as `resolve` returns them. Transfers take no time here.
+`Rows` below are one sequence of tasks per actor, as `resolve` returns them. Transfers take no time in the
+simulation.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ UNIT: Mapping[TaskType, float] = MappingProxyType({"fwd": 1, "bwd": 1, "bwd_inpu
 
 
 def dependencies(task: Task, num_stages: int, split: Collection[tuple[int, int]] = ()) -> tuple[Task, ...]:
-    """Return the tasks that must be done before `task` starts, within its microbatch.
+    """Return the tasks that must have ended before `task` starts; all are of the same microbatch.
 
     Args:
         task: any task of the schedule.
-        num_stages: stages of the loop body.
-        split: (stage, microbatch) of every backward that is split into `bwd_input` and `bwd_weight`; see
-            `split_backwards`.
+        num_stages: the number of stages of the loop body.
+        split: the (stage, microbatch) of every backward that is split into `bwd_input` and `bwd_weight`, as
+            `split_backwards` returns them.
     """
     i, stage = task.i, task.stage
     if task.ty == "fwd":
@@ -44,43 +45,53 @@ def dependencies(task: Task, num_stages: int, split: Collection[tuple[int, int]]
 
 
 def split_backwards(tasks: Rows) -> frozenset[tuple[int, int]]:
-    """Find (stage, microbatch) of every backward in `tasks` that is split."""
+    """Return the (stage, microbatch) of every backward in `tasks` that is split in two halves."""
     return frozenset((task.stage, task.i) for row in tasks for task in row if task.ty == "bwd_input")
 
 
 def stage_actors(tasks: Rows) -> tuple[ActorId, ...]:
-    """Return the actor of each stage."""
+    """Return the actor that runs each stage, by stage index."""
     actors = {task.stage: actor for actor, row in enumerate(tasks) for task in row}
     return tuple(actors[stage] for stage in range(len(actors)))
 
 
 def num_stages_of(tasks: Rows) -> int:
-    """Return one more than the largest stage index in `tasks`; 0 where there is no task."""
+    """Return the number of stages in `tasks`: the largest stage index plus one, or 0 if there is no task."""
     return 1 + max((task.stage for row in tasks for task in row), default=-1)
 
 
-# ---------------------------------------------------------------- running a schedule in thought
+# ---------------------------------------------------------------- simulation
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleTiming:
-    """The times of all tasks, `starts[actor][step]` and `ends[actor][step]`, in the unit of the durations."""
+    """The simulated start and end of each task of a schedule.
+
+    Attributes:
+        starts: `starts[actor][step]` is the start of the task at position `step` of the actor's list, in the
+            unit of the durations that `simulate` was given.
+        ends: the ends of the tasks, with the same indices.
+    """
 
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
 
     @property
     def makespan(self) -> float:
-        """The end of the last task."""
+        """The simulated time at which the last task ends; 0 without tasks."""
         return max((row[-1] for row in self.ends if row), default=0)
 
 
 def simulate(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
-    """Run every actor's list in order, each task as soon as its actor is free and its dependencies are done.
+    """Simulate a schedule and return the start and end of each task.
+
+    Every actor runs its list in order, each task as soon as the actor is free and the task's dependencies
+    have ended.
 
     Args:
-        tasks: one sequence of tasks an actor.
-        durations: time by task type, or of each task. Transfers take none.
+        tasks: one sequence of tasks per actor.
+        durations: the time of each type of task, or a function from a task to its time. Transfers take no
+            time.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -93,7 +104,11 @@ def simulate(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
 
 
 def run_ahead(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
-    """Run the lists as `simulate` does; of a schedule that deadlocks, return the times of what runs."""
+    """Simulate a schedule as `simulate` does, but do not raise an error if it deadlocks.
+
+    Returns:
+        The times of the tasks that run before the deadlock; of all tasks if there is none.
+    """
     duration = durations if callable(durations) else lambda task: durations[task.ty]
     rows = _number_tasks(tasks)
     starts: list[list[float]] = [[] for _ in tasks]
@@ -129,10 +144,10 @@ _CODES: Mapping[TaskType, int] = MappingProxyType({ty: code for code, ty in enum
 
 
 def _number_tasks(tasks: Rows) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """Return for each entry a number for its task and the numbers of its `dependencies`.
+    """Return, for each task of each actor, a number that stands for it and the numbers of its `dependencies`.
 
-    Large schedules have ten thousand tasks, and a number is found in a dict in a tenth of the time that a
-    task takes.
+    Numbers make the simulation fast: large schedules have ten thousand tasks, and looking up a number in a
+    dict takes a tenth of the time that looking up a `Task` takes.
     """
     num_stages = num_stages_of(tasks)
     next_stage = 4 * (1 + max((task.i for row in tasks for task in row), default=0))
@@ -157,10 +172,16 @@ def _number_tasks(tasks: Rows) -> list[list[tuple[int, tuple[int, ...]]]]:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleWait:
-    """An actor that cannot go on: its task `task` at `step` of its list needs `need`.
+    """A task that an actor of a deadlocked schedule can never start, and the task that it waits for.
 
-    `need_actor` and `need_step` say where `need` is in the lists, None where it is nowhere; `head` is the
-    task at which `need_actor` waits.
+    Attributes:
+        actor: the actor that waits.
+        step: the position of `task` in the actor's list.
+        task: the task that cannot start.
+        need: the task that has to end first.
+        need_actor: the actor whose list contains `need`; None if no list does.
+        need_step: the position of `need` in that list; None if no list contains it.
+        head: the task that `need_actor` itself cannot start.
     """
 
     actor: ActorId
@@ -180,7 +201,16 @@ class ScheduleWait:
 
 
 def find_deadlock(tasks: Rows, timeline: ScheduleTiming) -> tuple[ScheduleWait, ...]:
-    """Find the cycle of actors that wait for one another; () if `timeline` (from `run_ahead`) is complete."""
+    """Find the tasks that wait for one another in a cycle in a schedule that deadlocks.
+
+    Args:
+        tasks: one sequence of tasks per actor.
+        timeline: the result of `run_ahead` for `tasks`.
+
+    Returns:
+        One entry per actor of the cycle; a single entry for a task that waits for one that no list contains;
+        () if all tasks run.
+    """
     heads = {actor: len(ends) for actor, ends in enumerate(timeline.ends) if len(ends) < len(tasks[actor])}
     if not heads:
         return ()
@@ -205,9 +235,10 @@ def find_deadlock(tasks: Rows, timeline: ScheduleTiming) -> tuple[ScheduleWait, 
 
 
 def global_order(tasks: Rows) -> list[tuple[ActorId, Task]]:
-    """Put all tasks in one topological order: by simulated start in unit time, then by actor.
+    """Return all tasks with their actors in one topological order.
 
-    Restricted to one actor the order is that actor's list.
+    The order is by simulated start, with one unit of time per task, then by actor. The tasks of one actor are
+    in the order of its list.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -217,13 +248,17 @@ def global_order(tasks: Rows) -> list[tuple[ActorId, Task]]:
     return [(actor, tasks[actor][step]) for _, actor, step in sorted(slots)]
 
 
-# ---------------------------------------------------------------- figures
+# ---------------------------------------------------------------- bubbles and memory
 
 
 def bubble_fraction(tasks: Rows, durations: Durations = UNIT) -> float:
-    """Return the share of the actors' time, from first task to last, in which they run nothing.
+    """Return the share of the actors' time, from the first task to the last, in which they run nothing.
 
-    Actors without a task count as idle throughout.
+    An actor without a task counts as idle for the whole time.
+
+    Args:
+        tasks: one sequence of tasks per actor.
+        durations: the time of each type of task, or a function from a task to its time.
     """
     timeline = simulate(tasks, durations)
     busy = sum(
@@ -239,7 +274,11 @@ def idle_times(tasks: Rows, durations: Durations = UNIT) -> tuple[float, ...]:
     """Return for each actor how long it runs nothing between its own first and last task.
 
     Papers call a schedule without such time zero bubble: where no actor waits for all others at the end of a
-    step, the next step can begin on an actor as soon as it is done with this one.
+    step, an actor can begin the next step as soon as its last task of this step has ended.
+
+    Args:
+        tasks: one sequence of tasks per actor.
+        durations: the time of each type of task, or a function from a task to its time.
     """
     timeline = simulate(tasks, durations)
     return tuple(
@@ -249,10 +288,10 @@ def idle_times(tasks: Rows, durations: Durations = UNIT) -> tuple[float, ...]:
 
 
 def peak_activations(tasks: Rows) -> tuple[int, ...]:
-    """Return for each actor the most activations that it holds.
+    """Return for each actor the largest number of activations that it keeps at one time.
 
-    An activation is a (stage, microbatch) pair whose forward the actor has run and whose backward it has not
-    finished (`bwd`, or for a split backward `bwd_weight`).
+    An activation is counted per (stage, microbatch) pair whose forward the actor has run and whose backward
+    it has not finished (`bwd`, or for a split backward `bwd_weight`).
     """
     change = {"fwd": 1, "bwd": -1, "bwd_input": 0, "bwd_weight": -1}
     peaks = []

@@ -1,10 +1,11 @@
 """Read and write schedules as the compute-only CSV of torch.distributed.pipelining.
 
-A line is an actor, a cell a task: stage, kind, microbatch, as in `2F0`. Kinds are F forward, B whole
-backward, I its input's half, W its weights' half. Empty cells are idle slots and mean nothing.
-`(0F8;7B4)OVERLAP_F_B`, a pair of DualPipeV, stands for its tasks one after the other. The letters of older
-PyTorch (BW a whole backward, B its input's half) are understood too: a file with W or BW and without I can
-only have those. An error names file, row, column and cell.
+Each line is an actor and each cell a task, written as stage, kind and microbatch, such as `2F0`. The kinds
+are F for a forward, B for a whole backward, I for the half of a backward that computes the input's gradient,
+and W for the half that computes the weights' gradient. Empty cells are idle times and are ignored.
+`(0F8;7B4)OVERLAP_F_B`, a pair of DualPipeV, stands for its two tasks one after the other. The letters of
+older PyTorch (BW for a whole backward, B for the input's half) are read too: a file that contains W or BW but
+no I uses these letters. An error names file, row, column and cell.
 
 Source: torch/distributed/pipelining/schedules.py, `_Action` and `_PipelineScheduleRuntime._load_csv`.
 """
@@ -34,11 +35,11 @@ COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d
 
 @dataclass(frozen=True)
 class CsvSchedule:
-    """A schedule of a file, for one number of microbatches and of actors, as `schedule_from_csv` returns it.
+    """A schedule read from a file by `schedule_from_csv`, valid for one number of microbatches and of actors.
 
     Args:
         rows: the tasks of each actor.
-        path: the file they come from, for errors.
+        path: the file that they were read from, for errors.
     """
 
     rows: tuple[tuple[Task, ...], ...] = field(repr=False)
@@ -46,25 +47,25 @@ class CsvSchedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the loop body that the file is for."""
+        """The number of stages of the loop body that the file is for."""
         return num_stages_of(self.rows)
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of the step that the file is for."""
+        """The number of microbatches of the step that the file is for."""
         return 1 + max(task.i for row in self.rows for task in row)
 
     @property
     def num_actors(self) -> int:
-        """Actors of the mesh that the file is for: its lines."""
+        """The number of actors of the mesh that the file is for, which is its number of lines."""
         return len(self.rows)
 
     def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
-        """Return the file's tasks.
+        """Return the file's tasks: one list per actor, in order of execution.
 
         Args:
-            num_microbatches: microbatches of the step.
-            num_actors: actors of the mesh.
+            num_microbatches: the number of microbatches of the step.
+            num_actors: the number of actors of the mesh.
 
         Raises:
             ScheduleError: the file is for another number of microbatches or actors.
@@ -82,15 +83,16 @@ class CsvSchedule:
 
 
 def schedule_from_csv(path: str | os.PathLike[str]) -> CsvSchedule:
-    """Read a schedule from torch.distributed.pipelining's compute-only CSV (see the module's first lines).
+    """Read a schedule from a file in torch.distributed.pipelining's compute-only CSV format.
 
-    The order itself is checked where the schedule is used, as any other's.
+    The module's first lines describe the format. Whether the order of tasks is valid is checked only where
+    the schedule is used, as for any other schedule.
 
     Args:
-        path: a UTF-8 file; empty lines at its end do not count, others are actors without a task.
+        path: a UTF-8 file. Empty lines at its end are ignored; other empty lines are actors without a task.
 
     Raises:
-        ScheduleError: a cell is not a task, or a task stands twice; the message names file, row and column
+        ScheduleError: a cell is not a task, or a task occurs twice; the message names file, row and column
             (from 1) and cell.
         OSError: the file cannot be read.
     """
@@ -105,16 +107,16 @@ def schedule_from_csv(path: str | os.PathLike[str]) -> CsvSchedule:
 def schedule_to_csv(
     schedule: Any, path: str | os.PathLike[str], num_microbatches: int, num_actors: int
 ) -> None:
-    """Write a schedule as torch.distributed.pipelining's compute-only CSV.
+    """Write a schedule to a file in torch.distributed.pipelining's compute-only CSV format.
 
-    A line is an actor, a column a time slot when every task takes one unit of time and a transfer none; a
-    cell is empty where the actor idles.
+    Each line is an actor. Each column is a unit of time in a simulation where every task takes one unit and a
+    transfer takes none; a cell is empty where the actor idles.
 
     Args:
-        schedule: as `accumulate_grads` takes it.
-        path: the file to write; what was there is replaced.
-        num_microbatches: microbatches of the step.
-        num_actors: actors of the mesh.
+        schedule: a schedule in any form that `accumulate_grads` accepts.
+        path: the file to write; an existing file is replaced.
+        num_microbatches: the number of microbatches of the step.
+        num_actors: the number of actors of the mesh.
 
     Raises:
         ScheduleError: the schedule is not valid.
@@ -131,7 +133,10 @@ def schedule_to_csv(
 
 
 def _num_stages(schedule: Any) -> int:
-    """Return the number of stages that `schedule` itself gives; `resolve` says whether that makes sense."""
+    """Return the number of stages that `schedule` declares, or that its tasks have if it is a list.
+
+    The number is not checked; `resolve` does that later.
+    """
     if not isinstance(schedule, list | tuple):
         return getattr(schedule, "num_stages", 1)
     tasks = (
@@ -144,7 +149,7 @@ def _num_stages(schedule: Any) -> int:
 
 
 def format_csv(rows: Rows) -> str:
-    """Format `rows`, which must be valid, as the text of a file."""
+    """Return the CSV text of `rows`, which must be a valid schedule."""
     starts = simulate(rows).starts
     num_slots = 1 + max(int(row[-1]) for row in starts if row)
     text = io.StringIO()
@@ -159,7 +164,7 @@ def format_csv(rows: Rows) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A cell that has a task; row and column count from 1, as spreadsheets do."""
+    """The position and text of a cell, for errors; row and column count from 1, as in spreadsheets."""
 
     file: str
     row: int
@@ -173,14 +178,14 @@ class _Cell:
 
 
 def parse_csv(text: str, name: str) -> tuple[tuple[Task, ...], ...]:
-    """Read the tasks of each actor from the text of a file.
+    """Return the tasks of each actor from the CSV text of a schedule.
 
     Args:
-        text: the text.
+        text: the content of the file.
         name: the file's name, for errors.
 
     Raises:
-        ScheduleError: as `schedule_from_csv`.
+        ScheduleError: a cell is not a task, a task occurs twice, or there is no task.
     """
     lines = _lines(text, name)
     symbols = [list(_symbols(line, name, row)) for row, line in enumerate(lines, 1)]
@@ -212,13 +217,19 @@ def _lines(text: str, name: str) -> list[list[str]]:
         lines = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:
         raise ScheduleError(f"{name}: it is not a CSV file ({error}); write a line an actor") from None
-    while lines and not lines[-1]:  # an actor without a task that we wrote has cells, if only ""
+    while lines and not lines[-1]:  # `format_csv` writes "" for an actor without a task, which is not empty
         lines.pop()
     return lines
 
 
 def _symbols(line: list[str], name: str, row: int) -> Iterator[tuple[_Cell, int, str, int]]:
-    """Yield (cell, stage, letter, microbatch) of each task in a line."""
+    """Yield (cell, stage, letter, microbatch) of each task in a line.
+
+    Args:
+        line: the text of each cell.
+        name: the file's name, for errors.
+        row: the line's number, from 1.
+    """
     for column, entry in enumerate(line, 1):
         text = entry.strip()
         pair = PAIR.fullmatch(text)

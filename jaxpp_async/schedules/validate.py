@@ -1,12 +1,12 @@
 """Check the schedule that a user passed, and draw schedules as text.
 
-`resolve` returns valid, frozen lists of tasks, or raises a `ScheduleError` that says where, what is wrong and
-what to do next, and shows the entry. A schedule is never repaired.
+`resolve` returns valid, frozen lists of tasks, or raises a `ScheduleError` that shows the wrong entry and
+says where it is, what is wrong and what to do next. A schedule is never repaired.
 
-A grid has a row an actor and a column a time slot or step, and where it is part of an error it is never
-larger than a screen. A cell is stage, letter and microbatch, as torch.distributed.pipelining writes them:
-`2F0` is fwd(stage 2, mb 0), `B` a bwd, `I` a bwd_input, `W` a bwd_weight, `?` an unknown type. A marked cell
-stands in brackets. Wrong schedules are drawn too.
+Schedules are drawn as a grid with a row per actor and a column per unit of time or position in the lists; a
+grid in an error is never larger than a screen. A cell is stage, letter and microbatch, as
+torch.distributed.pipelining writes them: `2F0` is fwd(stage 2, mb 0), `B` is a bwd, `I` a bwd_input, `W` a
+bwd_weight, `?` an unknown type. A marked cell is in brackets. Wrong schedules can be drawn too.
 """
 
 from __future__ import annotations
@@ -52,19 +52,22 @@ def resolve(
     forward_only: bool = False,
     markers: Sequence[str] = (),
 ) -> tuple[tuple[Task, ...], ...]:
-    """Return the tasks of each actor, in order of execution, all checked.
+    """Check a schedule and return the tasks of each actor, in order of execution.
 
     Args:
-        schedule: an object with `num_stages` and `tasks`, or one list (or tuple) of tasks an actor.
-        num_stages: stages of the loop body.
-        num_microbatches: microbatches of the step.
-        num_actors: actors of the mesh.
-        where: the user's source line, such as `"train.py:41"`; errors begin with it.
-        forward_only: the loop takes no gradient: a schedule without any backward is complete.
-        markers: where each stage ends, as text, for the error of a wrong number of stages.
+        schedule: an object with `num_stages` and `tasks`, or a list (or tuple) with one list of tasks per
+            actor.
+        num_stages: the number of stages of the loop body.
+        num_microbatches: the number of microbatches of the step.
+        num_actors: the number of actors of the mesh.
+        where: the user's source line, such as `"train.py:41"`, with which errors begin.
+        forward_only: whether the loop computes no gradient, so that a schedule without any backward is
+            complete.
+        markers: for each stage but the last, the source line where it ends, for the error about a wrong
+            number of stages.
 
     Returns:
-        One tuple of tasks an actor. In it every task stands once, a stage's tasks are on one actor, and
+        One tuple of tasks per actor. Every task occurs once, all tasks of a stage are on one actor, and
         running the lists in order never deadlocks.
 
     Raises:
@@ -89,12 +92,21 @@ def resolve(
     return rows
 
 
-# ---------------------------------------------------------------- how errors read
+# ---------------------------------------------------------------- errors
 
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """The schedule that is checked and the sizes that it must have, for errors; `fail` and `stages` raise."""
+    """The context of one check of a schedule: its name, the sizes it must have, and how to raise errors.
+
+    Attributes:
+        where: the user's source line, with which errors begin; may be empty.
+        name: the text by which errors refer to the schedule.
+        num_stages: the number of stages of the loop body.
+        num_microbatches: the number of microbatches of the step.
+        num_actors: the number of actors of the mesh.
+        markers: for each stage but the last, the source line where it ends.
+    """
 
     where: str
     name: str
@@ -105,7 +117,7 @@ class _Check:
 
     @property
     def prefix(self) -> str:
-        """The begin of every error: the user's line, where it is known."""
+        """The beginning of every error: the user's source line, or nothing if it is not known."""
         return f"{self.where}: " if self.where else ""
 
     def fail(
@@ -117,15 +129,15 @@ class _Check:
         near: Collection[Place] = (),
         details: str = "",
     ) -> NoReturn:
-        """Raise a `ScheduleError`.
+        """Raise a `ScheduleError` about the schedule, with a drawing of its lists if they are given.
 
         Args:
-            what: what is wrong.
-            then: what to do next.
-            rows: the lists to show behind the text, if any.
-            marks: entries of `rows` that are shown in brackets.
-            near: other entries that must be shown.
-            details: more lines of text.
+            what: the part of the message that says what is wrong.
+            then: the part of the message that says what to do next.
+            rows: the lists to draw after the message, or None.
+            marks: (actor, position) of the entries of `rows` to show in brackets.
+            near: (actor, position) of other entries that must be visible.
+            details: further lines of the message.
         """
         grid = "" if rows is None else "\n" + format_steps(rows, marks, near)
         raise ScheduleError(f"{self.prefix}{self.name}: {what}; {then}{details}{grid}")
@@ -133,11 +145,11 @@ class _Check:
     def stages(
         self, count: int, rows: Sequence[Sequence[Any]] | None = None, marks: Collection[Place] = ()
     ) -> None:
-        """Fail unless `count`, the schedule's number of stages, is the loop body's.
+        """Raise a `ScheduleError` unless the schedule has as many stages as the loop body.
 
         Args:
             count: the schedule's number of stages.
-            rows, marks: as `fail` takes them.
+            rows, marks: the lists to draw and the entries to mark, as for `fail`.
         """
         expected = self.num_stages
         if count != expected:
@@ -153,9 +165,12 @@ class _Check:
 
 
 def _list_markers(markers: Sequence[str]) -> str:
-    """List the stage boundaries, those of one line together.
+    """Return lines for an error that list where the stages end, each source line once.
 
-    A call in the body is one, whichever forward it belongs to.
+    Every call of `pipeline_yield` in the loop's body ends a stage, whichever forward pass it belongs to.
+
+    Args:
+        markers: for each stage but the last, the source line where it ends.
     """
     if not markers:
         return ""
@@ -164,7 +179,7 @@ def _list_markers(markers: Sequence[str]) -> str:
 
 
 def plural(count: int, noun: str, ending: str = "s") -> str:
-    """Write a count with its noun, which takes the ending unless the count is 1."""
+    """Return a count and its noun as text; the ending is added to the noun unless the count is 1."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
 
 
@@ -174,7 +189,8 @@ def _describe_schedule(schedule: Any) -> str:
     if isinstance(schedule, type):
         return schedule.__name__
     text = repr(schedule)
-    # The default repr is an address: the class says more. So does it of an object with pages of fields.
+    # A default repr shows only an address, and an object with many fields has a repr of pages: the class's
+    # name says more in both cases.
     return text if len(text) <= 60 and not text.startswith("<") else type(schedule).__name__
 
 
@@ -182,7 +198,11 @@ def _describe_schedule(schedule: Any) -> str:
 
 
 def _read_entries(check: _Check, schedule: Any) -> Sequence[Sequence[Any]]:
-    """Return the schedule's lists, of which only the nesting has been checked."""
+    """Return the lists of a schedule, checking that it is a list of lists but not the entries of these.
+
+    Raises:
+        ScheduleError: the object is no schedule, or one of its elements is not a list or tuple.
+    """
     if not isinstance(schedule, list | tuple):
         schedule = _call_schedule(check, schedule)
     for actor, row in enumerate(schedule):
@@ -194,7 +214,12 @@ def _read_entries(check: _Check, schedule: Any) -> Sequence[Sequence[Any]]:
 
 
 def _call_schedule(check: _Check, schedule: Any) -> Sequence[Any]:
-    """Return the result of `schedule.tasks`."""
+    """Return the result of `schedule.tasks` for the step's numbers of microbatches and actors.
+
+    Raises:
+        ScheduleError: the object is no schedule, has another number of stages than the loop body, or its
+            `tasks` fails or does not return a list.
+    """
     if isinstance(schedule, type):
         check.fail(
             "this is a class, not a schedule",
@@ -208,10 +233,10 @@ def _call_schedule(check: _Check, schedule: Any) -> Sequence[Any]:
     call = f"tasks(num_microbatches={check.num_microbatches}, num_actors={check.num_actors})"
     try:
         tasks = schedule.tasks(check.num_microbatches, check.num_actors)
-    except ScheduleError as error:  # from a schedule of ours, which says what it is
+    except ScheduleError as error:  # raised by a built-in schedule, whose message names the schedule
         raise ScheduleError(f"{check.prefix}{error}") from error
     except Exception as error:
-        # the user's code: whatever it raises becomes the cause of an error that says where
+        # The user's code may raise anything, which becomes the cause of an error that names the source line.
         raise ScheduleError(
             f"{check.prefix}{check.name}: {call} raised {type(error).__name__}: {error}"
         ) from error
@@ -221,7 +246,13 @@ def _call_schedule(check: _Check, schedule: Any) -> Sequence[Any]:
 
 
 def _read_tasks(check: _Check, entries: Sequence[Sequence[Any]]) -> tuple[tuple[Task, ...], ...]:
-    """Return the same lists as plain tasks with plain ints. Microbatch and stage may be out of range."""
+    """Check that all entries are tasks, and return the lists as tuples of plain tasks with plain ints.
+
+    Microbatches and stages are not checked to be in range.
+
+    Raises:
+        ScheduleError: an entry is not a task of a known type with integers.
+    """
     for actor, step, entry in _placed(entries):
         problem = None if _is_plain(entry) else _find_problem(entry)
         if problem:
@@ -230,7 +261,7 @@ def _read_tasks(check: _Check, entries: Sequence[Sequence[Any]]) -> tuple[tuple[
 
 
 def _is_plain(entry: Any) -> bool:
-    """Say whether `entry` is a task of plain ints: nearly always, and quickly found."""
+    """Return whether `entry` is a task with plain ints; nearly all entries are, and this check is fast."""
     if type(entry) is not Task or type(entry.ty) is not str:
         return False
     return type(entry.i) is type(entry.stage) is int and entry.ty in TASK_TYPES
@@ -241,7 +272,7 @@ def _as_plain(task: Task) -> Task:
 
 
 def _find_problem(entry: Any) -> tuple[str, str] | None:
-    """Find what is wrong with one entry by itself, and what to do."""
+    """Return what is wrong with one entry and what to do about it, as two texts; None if nothing is wrong."""
     if not isinstance(entry, Task):
         return f"{_describe(entry)} is not a Task", "make every entry Task(i, ty, stage)"
     if not isinstance(entry.ty, str) or entry.ty not in TASK_TYPES:
@@ -259,12 +290,12 @@ def _find_problem(entry: Any) -> tuple[str, str] | None:
 
 
 def _as_int(value: Any) -> int | None:
-    """Return `value` as a plain int (numpy ints count), or None."""
+    """Return `value` as a plain int (numpy ints are accepted); None if it is not an integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     try:
         return value.__index__()
-    except TypeError:  # numpy arrays have the method and refuse
+    except TypeError:  # numpy arrays have `__index__`, but raise unless they are integer scalars
         return None
 
 
@@ -276,12 +307,15 @@ def _describe(value: Any) -> str:
 
 
 def _placed(rows: Sequence[Sequence[_T]]) -> Iterator[tuple[int, int, _T]]:
-    """Yield every entry behind its actor and its position in the actor's list."""
+    """Yield (actor, position in the actor's list, entry) for every entry."""
     return ((actor, step, entry) for actor, row in enumerate(rows) for step, entry in enumerate(row))
 
 
 def _check_num_stages(check: _Check, rows: Rows) -> None:
-    """Check that a list has tasks of as many stages as the loop body, and mark the first one beyond."""
+    """Raise a `ScheduleError` unless a schedule given as lists has as many stages as the loop body.
+
+    The error marks the first task of a stage that the loop body does not have.
+    """
     beyond = next(
         ((actor, step) for actor, step, task in _placed(rows) if task.stage >= check.num_stages), None
     )
@@ -289,7 +323,7 @@ def _check_num_stages(check: _Check, rows: Rows) -> None:
 
 
 def _check_entries(check: _Check, rows: Rows) -> None:
-    """Check that stages and microbatches are in range."""
+    """Raise a `ScheduleError` if the stage or the microbatch of a task is out of range."""
     for actor, step, task in _placed(rows):
         for value, count, noun in (
             (task.stage, check.num_stages, "stages of the loop body"),
@@ -305,7 +339,7 @@ def _check_entries(check: _Check, rows: Rows) -> None:
 
 
 def _check_once(check: _Check, rows: Rows) -> dict[Task, Place]:
-    """Check that no task is there twice, and return where each is."""
+    """Raise a `ScheduleError` if a task occurs twice; otherwise return the (actor, position) of each task."""
     places: dict[Task, Place] = {}
     for actor, step, task in _placed(rows):
         first = places.setdefault(task, (actor, step))
@@ -321,7 +355,7 @@ def _check_once(check: _Check, rows: Rows) -> dict[Task, Place]:
 
 
 def _check_stage_actors(check: _Check, rows: Rows) -> None:
-    """Check that all tasks of a stage are on one actor."""
+    """Raise a `ScheduleError` if the tasks of one stage are on several actors."""
     first: dict[int, tuple[Place, Task]] = {}
     for actor, step, task in _placed(rows):
         place, other = first.setdefault(task.stage, ((actor, step), task))
@@ -336,7 +370,11 @@ def _check_stage_actors(check: _Check, rows: Rows) -> None:
 
 
 def _check_complete(check: _Check, rows: Rows, places: dict[Task, Place], forward_only: bool) -> None:
-    """Check that every stage and microbatch has its forward and a whole or a split backward, not both."""
+    """Raise a `ScheduleError` unless every stage has all its tasks for every microbatch.
+
+    These are its forward and either a whole or a split backward, not both. No backward is needed if
+    `forward_only` is true and the schedule has none at all.
+    """
     no_backward = forward_only and all(task.ty == "fwd" for task in places)
     complete = [{"fwd"}] if no_backward else [{"fwd", "bwd"}, {"fwd", "bwd_input", "bwd_weight"}]
     there: dict[tuple[int, int], set[str]] = {
@@ -383,7 +421,7 @@ def _check_complete(check: _Check, rows: Rows, places: dict[Task, Place], forwar
 
 
 def _check_order(check: _Check, rows: Rows, places: dict[Task, Place]) -> None:
-    """Check that running the lists in order comes to an end."""
+    """Raise a `ScheduleError` if running the lists in order would deadlock."""
     timeline = run_ahead(rows)
     if any(len(ends) < len(row) for ends, row in zip(timeline.ends, rows, strict=True)):
         _check_lists(check, rows, places)
@@ -391,7 +429,7 @@ def _check_order(check: _Check, rows: Rows, places: dict[Task, Place]) -> None:
 
 
 def _check_lists(check: _Check, rows: Rows, places: dict[Task, Place]) -> None:
-    """Check that no task stands before one that it depends on in the same list."""
+    """Raise a `ScheduleError` if a task comes before a task of the same list that it depends on."""
     split = split_backwards(rows)
     for task, (actor, step) in places.items():
         for need in dependencies(task, check.num_stages, split):
@@ -431,18 +469,20 @@ MAX_ROWS, MAX_COLUMNS, MAX_CELL = 8, 14, 12
 
 
 def format_task(task: Task) -> str:
-    """Format a task: `"fwd(stage 1, mb 3)"`."""
+    """Return a task as text, such as `"fwd(stage 1, mb 3)"`."""
     return str(task)
 
 
 def format_grid(tasks: Rows) -> str:
-    """Draw the whole schedule as it runs when every task takes one unit of time and a transfer none.
+    """Return a text drawing of the whole schedule over time.
+
+    In the drawing every task takes one unit of time and a transfer takes none.
 
     Args:
-        tasks: one sequence of tasks an actor.
+        tasks: one sequence of tasks per actor.
 
     Returns:
-        A line of times, then a line an actor; `.` where it idles.
+        A line of times, then a line per actor with `.` where it idles.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -459,14 +499,15 @@ def format_grid(tasks: Rows) -> str:
 def format_steps(
     rows: Sequence[Sequence[Any]], marks: Collection[Place], near: Collection[Place] = ()
 ) -> str:
-    """Draw the lists as they stand, a column a step, with some entries marked, for an error.
+    """Return a text drawing of lists of tasks for an error, with some entries marked.
 
-    Where there is more than fits, the actors and steps nearest to the marks are shown.
+    There is a row per actor and a column per position in its list. If the lists are too large, only the
+    actors and positions nearest to the marks are drawn.
 
     Args:
-        rows: one sequence an actor; entries may be anything.
-        marks: places of the bad entries.
-        near: other places to show.
+        rows: one sequence per actor; entries may be of any type.
+        marks: (actor, position) of the wrong entries.
+        near: (actor, position) of other entries that must be visible.
     """
     num_steps = max((len(row) for row in rows), default=0)
     shown_rows = _nearest(len(rows), [actor for actor, _ in [*marks, *near]], MAX_ROWS)
@@ -495,14 +536,24 @@ def _cell(entry: Any) -> str:
 
 
 def _nearest(count: int, centres: Sequence[int], limit: int) -> list[int]:
-    """Choose at most `limit` of range(count), in order: those nearest to `centres`, or the first ones."""
+    """Choose which of `count` rows or columns of a drawing to show: at most `limit`, in order.
+
+    The ones nearest to `centres` are chosen, or the first ones if there are no centres.
+    """
     if count <= limit:
         return list(range(count))
     return sorted(sorted(range(count), key=lambda x: min((abs(x - c) for c in centres), default=x))[:limit])
 
 
 def _table(corner: str, cells: Sequence[Sequence[str]], rows: Sequence[int], columns: Sequence[int]) -> str:
-    """Align the cells; `..` stands for rows and columns left out between two shown."""
+    """Return the cells as aligned text; `..` stands for rows and columns that are left out between two shown.
+
+    Args:
+        corner: the heading of the first column.
+        cells: the text of every cell.
+        rows: the rows to show.
+        columns: the columns to show.
+    """
     body = [
         [row[column] if column < len(row) else "" for column in columns] for row in (cells[r] for r in rows)
     ]

@@ -1,14 +1,14 @@
-"""Run a user's steps on a mesh, and keep the arrays that they take and make. The modules in reading order:
+"""Compile and run a user's steps on a mesh, and manage their arrays. The modules in reading order:
 
-mesh_options      the options of `RemoteMesh`, checked and turned into what the controller takes
+mesh_options      checks the options of `RemoteMesh` and turns them into options of controller and launcher
 awaiting          coroutines that remind the user to await them
-remote_array      `RemoteArray`: the user's handle of an array that lies on actors
-argument_binding  the leaves of a call: their types, and the arrays that the actors are told of
+remote_array      `RemoteArray`: the user's handle of an array whose buffers are on actors
+argument_binding  finds the types of a call's leaves, and the array ids that the call sends to each actor
 step              `DistributedStep` and `CompiledStep`: a user's function, and its compiled forms
-host_transfers    values put on actors and fetched from them
-array_moves       arrays carried to where a step takes them
-step_runner       `StepRunner`: steps compiled, loaded and run
+host_transfers    puts values on actors and fetches values from them
+array_moves       moves arrays to the actors on which a step uses them
+step_runner       `StepRunner`: compiles, loads and runs steps
 step_future       a step that has been sent: its future, arrays, recording and prints
-abandoned_steps   steps that run on without their caller, reported when another step waits behind them
+abandoned_steps   reports a step that runs on without its caller while another step waits behind it
 report            `CompileReport`: what a compiled step does and costs, and notes in the log
 """

@@ -1,7 +1,8 @@
 """Report a step that runs on without its caller once another step has waited long behind it.
 
-A step that was sent runs to its end in front of the next one, and nobody awaits it after its caller was
-cancelled: without a report its length looks like the length of the next step. Nothing here changes what runs.
+A step that was sent runs to its end before the next one, also when its caller was cancelled and nobody awaits
+it. Without a report its duration would look like part of the next step's. This module only reports; it
+changes nothing about what runs.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ PATIENCE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class StepQueueEntry:
-    """One step, from when it begins to wait for admission until it has ended.
+    """The record of one step, kept from when the step begins to wait for admission until it has ended.
 
-    As a context manager the entry surrounds the code that sends the step: an error there removes the entry.
+    As a context manager the entry surrounds the code that sends the step, and an error in that code removes
+    the entry from the queue.
 
     Attributes:
-        loop: the mesh's event loop; a caller may leave where none runs, when its coroutine is closed or
-            collected.
-        handle: the step's handle, once the step was sent.
-        waiter: the step behind this one whose wait is timed.
-        is_reported: that wait, or an earlier one, was reported.
+        steps: the queue that the entry is in.
+        name: the step's name.
+        loop: the mesh's event loop, stored because a caller's coroutine may be closed or garbage-collected
+            where no loop runs.
+        handle: the step's handle; None until the step is sent.
+        waiter: the later step whose wait for this one is being timed; None if there is none.
+        timer: the timer of that wait.
+        is_reported: whether a wait for this step has been reported already.
     """
 
     steps: AbandonedSteps
@@ -46,14 +51,18 @@ class StepQueueEntry:
             self.steps.remove(self)
 
     def sent(self, handle: StepHandle) -> None:
-        """Note that the step is under way, and remove the entry when the step ends."""
+        """Record that the step was sent, and have the entry removed when the step ends."""
         self.handle = handle
         handle.when_done(lambda: self.steps.remove(self))
 
     def time_wait_of(self, waiter: StepQueueEntry | None) -> None:
-        """Time how long `waiter`, and no other step, waits behind this step.
+        """Start a timer that reports that `waiter` has waited `PATIENCE_S` seconds for this step to end.
 
-        The time begins now, unless the wait of `waiter` is timed already.
+        The timer replaces the one of any other waiter. Nothing changes if the wait of `waiter` is timed
+        already, or if a wait for this step has been reported.
+
+        Args:
+            waiter: the entry of the waiting step; None only stops the timer.
         """
         if waiter is self.waiter or self.is_reported:
             return
@@ -70,11 +79,13 @@ class StepQueueEntry:
 
 
 class AbandonedSteps:
-    """The steps of one mesh in their order, and which of them run on without their caller.
+    """The queue of one mesh's unfinished steps, which reports an abandoned step that delays another step.
+
+    A step is abandoned when its caller has been cancelled after the step was sent.
 
     Args:
-        report: called at most once for each abandoned step, with its handle and the name of the step that
-            waits.
+        report: called at most once for each abandoned step, with the handle of that step and the name of the
+            step that waits for it.
     """
 
     def __init__(self, report: Callable[[StepHandle, str], None]):
@@ -83,26 +94,26 @@ class AbandonedSteps:
         self._abandoned: set[StepQueueEntry] = set()
 
     def begin(self, name: str) -> StepQueueEntry:
-        """Enter a step that is about to be sent, or to wait for that, behind all that have begun."""
+        """Append a step, which is about to be sent or to wait for admission, and return its entry."""
         entry = StepQueueEntry(self, name)
         self._queue[entry] = None
         self._time_waits()
         return entry
 
     def mark_abandoned(self, handle: StepHandle) -> None:
-        """Note that the caller of a step has gone."""
+        """Record that the caller of a step, which was sent already, no longer awaits it."""
         self._abandoned.update(entry for entry in self._queue if entry.handle is handle)
         self._time_waits()
 
     def remove(self, entry: StepQueueEntry) -> None:
-        """Forget a step that has ended, or will not be sent."""
+        """Remove from the queue a step that has ended, or that will not be sent."""
         entry.time_wait_of(None)
         self._queue.pop(entry, None)
         self._abandoned.discard(entry)
         self._time_waits()
 
     def _time_waits(self) -> None:
-        """Time the first wait behind each abandoned step."""
+        """For each abandoned step, time the wait of the next step in the queue that is not abandoned."""
         if not self._abandoned:
             return
         waiter: StepQueueEntry | None = None

@@ -1,8 +1,8 @@
-"""Bind the leaves of a call to a compiled step's arguments, and convert leaves to their travelling form.
+"""Bind the leaves of a call to a compiled step's arguments, and convert leaves to the form that is sent.
 
-Everything that follows from the compiled step alone is prepared once, as a `Binding`; a call whose arrays lie
-where the step takes them goes over its leaves once. The leaf functions give each leaf its type, and host
-values as they travel and as users get them back.
+Everything that depends on the compiled step alone is prepared once, as a `Binding`; a call whose arrays are
+all on the actors where the step uses them needs one pass over its leaves. The functions for leaves find the
+type of a leaf, and convert host values to the form in which they are sent and back to what users get.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ HERE: ArrayId = -1
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An argument or result leaf of a compiled step.
+    """One argument leaf or result leaf of a compiled step: its name, its type and its actors.
 
     Args:
-        actors: the actors on which the step takes or makes the leaf; none: the array stays where it is.
-        any_sharding: the array may be sharded otherwise than `type` says.
-        replaced_on: for an argument that the step takes nowhere: the actors that make the result which
-            continues it.
+        name: the leaf's name, such as `"state['w']"`.
+        type: the leaf's type and sharding.
+        actors: the actors on which the step uses the argument or makes the result; empty if the step does not
+            use the argument, which then stays where it is.
+        any_sharding: whether the array may have another sharding than `type` says.
+        replaced_on: for an argument that the step does not use, the actors that make the result which
+            continues it (its new value); otherwise empty.
     """
 
     name: str
@@ -51,20 +54,20 @@ class Slot:
 
     @property
     def home(self) -> tuple[ActorId, ...]:
-        """The actors on which to make an array for this slot; none, if the step has no use for it."""
+        """The actors on which to make an array for this leaf; empty if the step has no use for it."""
         return self.actors or self.replaced_on
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of one step as its actors are told of them.
+    """The arguments of one call of a step, in the form in which the controller sends them to the actors.
 
     Args:
-        array_ids: for each actor that takes any, the array of each argument.
-        puts: host values that go to each actor with the step.
-        frees_after: arrays of each actor that live for this step only.
-        settling: arrays that wait in this process, the actors to which they go with the step, and their types
-            from then on.
+        array_ids: for each actor that uses any argument, the array ids of its arguments, by position.
+        puts: for each actor, the host values that are sent to it together with the step.
+        frees_after: for each actor, the ids of arrays that it frees after this step.
+        settling: the `RemoteArray`s whose values are still in this process and are sent with the step; for
+            each, the actors to which it is sent, and its type from then on.
     """
 
     array_ids: dict[ActorId, dict[int, ArrayId]]
@@ -73,20 +76,21 @@ class Arguments:
     settling: list[tuple[RemoteArray, tuple[ActorId, ...], ValueType]] = field(default_factory=list)
 
     def settle(self) -> None:
-        """Relocate the arrays that waited in this process; called once the step was sent, until then they
-        wait.
+        """Record that the arrays whose values were sent with the step are on actors from now on.
+
+        Call this once the step has been sent. If it could not be sent, the values stay in this process.
         """
         for array, home, settled_type in self.settling:
             array.relocate(home, value_type=settled_type)
 
 
 class Binding:
-    """The part of binding arguments and results that a compiled step fixes before it is called.
+    """The mapping of one compiled step's arguments and results to its actors, prepared once for all calls.
 
     Args:
-        inputs: the step's argument leaves, then its hidden arguments.
+        inputs: the step's argument leaves, then its hidden arguments (captured arrays, microbatch indices).
         outputs: the step's result leaves.
-        num_arguments: how many of the inputs are argument leaves.
+        num_arguments: the number of inputs that are argument leaves.
         donated: positions of the argument leaves whose buffers the step reuses.
     """
 
@@ -107,13 +111,15 @@ class Binding:
         self._taken, self._made = _by_actor(inputs), _by_actor(outputs)
 
     def ids(self, owner: Owner, leaves: Sequence[Any]) -> list[ArrayId] | None:
-        """Return the array of each argument leaf, with `HERE` for host values.
+        """Return the array id of each argument leaf, with `HERE` for host values.
 
         Args:
-            owner: the mesh to which the arrays have to belong.
+            owner: the mesh to which the arrays must belong.
+            leaves: the argument leaves of the call.
 
         Returns:
-            The ids; None if an array has to be moved first, or the leaves have an error.
+            One id per leaf; None if an array must be moved first, if the call needs `bind_with_care`, or if
+            a leaf is invalid.
         """
         found: list[ArrayId] = []
         remote: set[ArrayId] = set()
@@ -137,11 +143,13 @@ class Binding:
         hidden: Sequence[RemoteArray],
         new_id: Callable[[], ArrayId],
     ) -> Arguments:
-        """Bind the arguments of a call for which `ids` has returned the arrays.
+        """Return the arguments to send to each actor, given the array ids that the method `ids` returned.
 
         Args:
-            hidden: the hidden arguments.
-            new_id: returns the id of a new array.
+            leaves: the argument leaves of the call.
+            ids: the array ids; this method adds those of host values and hidden arguments to the list.
+            hidden: the arrays of the hidden arguments (captured arrays, microbatch indices).
+            new_id: returns an unused array id.
 
         Raises:
             ArrayError: a host value is not what the step was compiled for.
@@ -158,10 +166,16 @@ class Binding:
     def bind_with_care(
         self, leaves: Sequence[Any], hidden: Sequence[RemoteArray], new_id: Callable[[], ArrayId]
     ) -> Arguments:
-        """Bind a call in which one array is several arguments, or waits in this process for its first use.
+        """Return the arguments to send, for any valid call whose arrays have been moved to their actors.
 
-        Such an array goes on waiting until `Arguments.settle`: another argument may yet turn out to be
-        unreadable.
+        Unlike `bind`, this method handles one array that is passed as several arguments, and an array of
+        `mesh.put` whose value is still in this process. The handle of such an array changes only in
+        `Arguments.settle`, because binding another argument may still fail.
+
+        Args:
+            leaves: the argument leaves of the call.
+            hidden: the arrays of the hidden arguments (captured arrays, microbatch indices).
+            new_id: returns an unused array id.
         """
         # An array that waits in this process may be several arguments, on different actors.
         homes: dict[ArrayId, set[ActorId]] = {}
@@ -183,21 +197,29 @@ class Binding:
         return bound
 
     def results(self, arrays: Sequence[RemoteArray]) -> dict[ActorId, dict[int, ArrayId]]:
-        """Return, for each actor, the ids of the results that it makes."""
+        """Return, for each actor, the array ids of the results that it makes, by result position."""
         ids = [array.array_id for array in arrays]
         return {actor: {result: ids[result] for result in results} for actor, results in self._made}
 
     def _send_along(
         self, arg: int, array_id: ArrayId, leaf: Any, home: tuple[ActorId, ...], bound: Arguments
     ) -> None:
-        """Have a value that is in this process go to the actors in `home` with the step."""
+        """Add an argument whose value is in this process to the values that are sent with the step.
+
+        Args:
+            arg: the argument's position.
+            array_id: the id under which the actors store the value.
+            leaf: the argument.
+            home: the actors to which the value is sent.
+            bound: the arguments of the call; the value is added to them.
+        """
         slot = self._inputs[arg]
         if is_remote(leaf):
             host = leaf.host
             assert host is not None
             bound.settling.append((leaf, home, replace(slot.type, weak=leaf.weak_type)))
         else:
-            # Most often the value has the travelling form already: to check that costs less than to convert.
+            # Most often the value is in the form to send already; checking that costs less than converting.
             is_ready = (
                 type(leaf) is np.ndarray and leaf.dtype == self._dtypes[arg] and leaf.flags.c_contiguous
             )
@@ -211,7 +233,13 @@ class Binding:
             bound.puts.setdefault(actor, []).append(value)
 
     def waiting(self, arg: int, leaf: Any) -> tuple[ValueType, np.ndarray]:
-        """Return the type and a copy of an argument that the step hands back and that is in this process.
+        """Return the type and value of an argument in this process that the step returns unchanged.
+
+        A host value of the user's is copied, since the user may change it afterwards.
+
+        Args:
+            arg: the argument's position.
+            leaf: the argument.
 
         Raises:
             ArrayError: the value is not what the step was compiled for.
@@ -238,7 +266,7 @@ class Binding:
 
 
 def _by_actor(slots: Sequence[Slot]) -> tuple[tuple[ActorId, tuple[int, ...]], ...]:
-    """Return the positions of the slots of each actor that has any."""
+    """Return, for each actor that any slot names, the positions of the slots that name it."""
     found: dict[ActorId, list[int]] = {}
     for k, slot in enumerate(slots):
         for actor in slot.actors:
@@ -256,7 +284,8 @@ def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype with which a step is traced for this leaf.
 
     Raises:
-        TypeError: JAX cannot compute with the leaf; the text goes behind the leaf's name.
+        TypeError: JAX cannot compute with the leaf. The message lacks a subject: callers put the leaf's name
+            before it.
     """
     if isinstance(leaf, RemoteArray):
         if leaf.value_type.key_impl is None and private_api.canonical_dtype(leaf.dtype) != leaf.dtype:
@@ -281,7 +310,7 @@ def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def leaf_type(leaf: Any) -> LeafType:
-    """Return the leaf's part of a step's signature.
+    """Return the shape, dtype and weak type of a leaf, which are its part of a call's signature.
 
     Raises:
         TypeError: as `shape_struct`.
@@ -291,9 +320,12 @@ def leaf_type(leaf: Any) -> LeafType:
 
 
 def kind(leaf: Any) -> Any:
-    """Return a value that determines the leaf's type and costs less to get than the type.
+    """Return a value by which the types of two leaves can be compared, cheaper to compute than the type.
 
-    Leaves of equal kinds have equal types, but not the other way round. None: the type has to be asked for.
+    Leaves of equal kinds have equal types, but leaves of equal types may have different kinds.
+
+    Returns:
+        The kind; None if a leaf has no such value, and only `leaf_type` can tell its type.
     """
     cls = type(leaf)
     if cls is RemoteArray:
@@ -311,7 +343,7 @@ _SCALARS = frozenset((bool, int, float, complex))
 
 
 def travelling_type(leaf: Any) -> ValueType:
-    """Return the leaf's type as it travels.
+    """Return the type with which a leaf is sent to actors: for PRNG keys, that of their `uint32` data.
 
     Raises:
         TypeError: as `shape_struct`.
@@ -321,7 +353,7 @@ def travelling_type(leaf: Any) -> ValueType:
 
 
 def host_array(leaf: Any) -> np.ndarray:
-    """Convert a host value to the form in which it travels: C order, JAX's dtype, keys as their data.
+    """Convert a host value to the form in which it is sent: C order, JAX's dtype, PRNG keys as their data.
 
     Returns:
         The array. It may share memory with `leaf`.
@@ -336,7 +368,7 @@ def host_array(leaf: Any) -> np.ndarray:
 
 
 def as_user_sees(array: np.ndarray, value_type: ValueType) -> Any:
-    """Convert a value that has travelled to what the user gets: a numpy array, or a JAX key array."""
+    """Convert an array that actors have sent to what the user gets: a numpy array, or a JAX key array."""
     if value_type.key_impl is None:
         return array
     return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=value_type.key_impl)

@@ -1,7 +1,7 @@
-"""Carry arrays to where a step needs them, and load the programs of moves and steps on the actors.
+"""Move arrays to the actors on which a step needs them, and load programs on the actors.
 
-An array is carried by a small program that runs before the step: the actors send to each other. `Mover`
-builds each kind of program once; `Moved` and the functions at the end tell the user what was carried.
+An array is moved by a small program that runs before the step, in which the actors send to each other.
+`Mover` builds each kind of program once; `Moved` and the functions that take it tell the user what was moved.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _LOG = logging.getLogger("jaxpp_async")
 
 
 class Mover:
-    """Carries the arrays of one mesh between its actors; loads the program of each kind of move once.
+    """The part of a mesh that moves and copies its arrays; it loads the program of each kind of move once.
 
     Args:
         controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
-        values: the mesh's arrays.
+        values: the part of the mesh that makes and frees its arrays.
         num_actors: number of actors.
         target: the devices of one actor.
     """
@@ -57,13 +57,18 @@ class Mover:
         self._programs: dict[Move | Copied, int] = {}
 
     async def bring(self, leaves: Sequence[Any], slots: Sequence[Slot], name: str) -> tuple[Moved, ...]:
-        """Bring arrays that lie elsewhere to where a step needs them, from actor to actor.
+        """Move arrays of a call to the actors that need them, and change shardings that do not suit its step.
 
         Args:
+            leaves: the leaves of the call; leaves that are not on actors are ignored.
+            slots: for each leaf, the actors and the sharding that the step needs.
             name: name of the step's function.
 
+        Returns:
+            One entry per argument that was moved or resharded.
+
         Raises:
-            ActorError: an actor or the mesh failed; a note says which argument was on its way.
+            ActorError: an actor or the mesh failed; a note says which argument was being moved.
         """
         moved = []
         for leaf, slot in zip(leaves, slots, strict=False):
@@ -98,10 +103,12 @@ class Mover:
         await handle
 
     async def copy(self, arrays: Sequence[tuple[str, RemoteArray]]) -> list[RemoteArray]:
-        """Copy arrays, each where it lies. The copies may be used at once.
+        """Start to copy arrays, each on the actors that hold it, and return the handles of the copies.
+
+        The handles may be passed to a step immediately.
 
         Args:
-            arrays: the name of each array, for errors, and the array.
+            arrays: the arrays, each with its name for errors.
         """
         what = tuple((replace(leaf.value_type, weak=False), leaf.actors) for _, leaf in arrays)
         if what not in self._programs:
@@ -121,7 +128,13 @@ class Mover:
         return copies
 
     async def _reshard(self, leaf: RemoteArray, slot: Slot, to: tuple[ActorId, ...]) -> None:
-        """Give an array another sharding: its handle then stands for the new copies, the old are freed."""
+        """Change an array's sharding: its handle then refers to new buffers, and the old buffers are freed.
+
+        Args:
+            leaf: the array.
+            slot: the step's slot for the array, which has the array's name and its new sharding.
+            to: the actors that are to have the array.
+        """
         move = Move(replace(leaf.value_type, weak=False), leaf.actors[0], to, slot.type.aval.spec)
         _LOG.info("resharding %s from %s to %s", slot.name, leaf.spec, slot.type.aval.spec)
         new_id = self._controller().new_array_id()
@@ -155,13 +168,15 @@ async def load_programs(
     executables: Sequence[Emitted],
     names: Mapping[int, str] = {},
 ) -> tuple[int, dict[ActorId, Loaded]]:
-    """Load programs on the actors that have a part in them.
+    """Load the programs of one step or move on the actors that have instructions to run.
 
     Args:
-        names: names of a step's arguments by number, where errors on actors may have to name them.
+        programs: one program per actor.
+        executables: the executables that the programs run, by the index that their instructions use.
+        names: names of a step's arguments by position, if errors on actors may have to name arguments.
 
     Returns:
-        The id to run the programs by, and the reply of each of these actors.
+        The id by which the controller runs the programs, and the reply of each actor that loaded one.
     """
     program_id = controller.new_program_id()
     parts = {p.actor: p for p in programs if p.instructions}
@@ -178,7 +193,10 @@ async def load_programs(
 
 @dataclass(frozen=True)
 class Move:
-    """A move of an array of `type` from `source` to the actors in `to`, which are to hold it with `spec`."""
+    """A kind of move: an array of `type` is sent from actor `source` to the actors in `to`.
+
+    The actors in `to` then hold the array with the sharding `spec`. Equal moves share one loaded program.
+    """
 
     type: ValueType
     source: ActorId
@@ -188,13 +206,14 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """An argument that was carried to other actors before a step, or given another sharding there.
+    """The record of an argument that was moved to other actors before a step, or given another sharding.
 
     Args:
         name: name of the argument, such as `"state['w']"`.
         size_bytes: size of one copy.
-        from_actor, to: one copy went from `from_actor` to each of `to`.
-        resharded: the argument had another sharding before.
+        from_actor: the actor that sent the argument.
+        to: the actors that each received one copy.
+        resharded: whether the argument had another sharding before.
     """
 
     name: str
@@ -209,15 +228,17 @@ WARN_BYTES = 1 << 20
 
 
 def carried_bytes(moved: Sequence[Moved]) -> int:
-    """Count the bytes that went from one actor to another."""
+    """Return how many bytes these moves sent between different actors, counting every copy."""
     return sum(m.size_bytes * len({*m.to} - {m.from_actor}) for m in moved)
 
 
 def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -> str:
-    """Compose the warning of moves that a user may not expect, and may not want at every call.
+    """Return the text of a warning about moves that a user may not expect, or not want at every call.
 
     Args:
-        why: returns, for an argument's name, why the step takes it where it takes it.
+        moved: all moves before one step.
+        step_name: name of the step.
+        why: returns, for an argument's name, the reason why the step uses it on the actors that it does.
     """
     carried = [m for m in moved if carried_bytes([m])]
     largest = max(carried, key=lambda m: m.size_bytes)
@@ -235,7 +256,7 @@ def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -
 
 
 def summary(moved: Sequence[Moved], step_name: str) -> str:
-    """Describe everything that was moved for a step in one line."""
+    """Return one line of text, for the log, about everything that was moved for a step."""
     total = sum(m.size_bytes * len(m.to) for m in moved)
     count = "1 array" if len(moved) == 1 else f"{len(moved)} arrays"
     return f"moved {count}, {total} bytes, before step {step_name!r}, which keeps them elsewhere"
@@ -247,8 +268,8 @@ def build(
     """Build the programs of one move, which send the array as it is and change its sharding on arrival.
 
     Returns:
-        The programs, one an actor (empty where the actor has no part), and the executable that reshards, if
-        any.
+        The programs, one per actor (empty for an actor that has no part in the move), and the executables
+        that they run: one that reshards, or none if the sharding stays.
     """
     there = replace(move.type.aval, spec=move.spec)
     values = [Value(move.type.aval, "moved", "temp")]
@@ -274,7 +295,10 @@ Copied: TypeAlias = tuple[tuple[ValueType, tuple[ActorId, ...]], ...]
 
 
 def build_copies(copied: Copied, num_actors: int) -> tuple[ActorProgram, ...]:
-    """Build programs that copy each array on every actor that holds it: the caller keeps the originals."""
+    """Build programs, one per actor, that copy each array on every actor that holds it.
+
+    The originals stay, because the caller of a step keeps them.
+    """
     values = [Value(value_type.aval, f"copied[{k}]", "input") for k, (value_type, _) in enumerate(copied)]
     inputs = [GraphInput(k, k, actors) for k, (_, actors) in enumerate(copied)]
     outputs = [GraphOutput(k, k, actors) for k, (_, actors) in enumerate(copied)]

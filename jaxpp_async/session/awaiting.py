@@ -15,11 +15,12 @@ _T = TypeVar("_T")
 
 
 class UnawaitedCoroutine:
-    """A coroutine whose errors say to await it. It wraps one, since Python's own type cannot be subclassed.
+    """A wrapper of a coroutine that, when used in place of the result, raises an error that says to await it.
 
     An `UnawaitedCoroutine` works wherever a coroutine does: `await`, `asyncio.create_task`, `gather`,
-    `wait_for`, `TaskGroup`, `asyncio.run`, `inspect.iscoroutine`. Its methods are the coroutine's own, so
-    that a task that runs it costs nothing more.
+    `wait_for`, `TaskGroup`, `asyncio.run`, `inspect.iscoroutine`. It is a wrapper because Python's own
+    coroutine type cannot be subclassed. Its methods are the wrapped coroutine's own, so a task that runs it
+    costs nothing more.
     """
 
     __slots__ = ("__weakref__", "_coroutine", "close", "send", "throw")
@@ -30,7 +31,7 @@ class UnawaitedCoroutine:
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody sets it
-        """Python's own coroutine type, for `isinstance`, and so for `inspect.iscoroutine` and libraries."""
+        """Python's own coroutine type, so that `isinstance` and `inspect.iscoroutine` accept this object."""
         return CoroutineType
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -40,7 +41,10 @@ class UnawaitedCoroutine:
         return repr(self._coroutine)
 
     def __getitem__(self, key: object) -> NoReturn:
-        """Raise the error for indexing; unpacking calls this too, since there is no `__iter__`."""
+        """Raise an error that tells the user to await the coroutine before indexing or unpacking its result.
+
+        Unpacking calls this method too, since there is no `__iter__`.
+        """
         with HiddenFrames():
             raise deliberate(TypeError(f"{self._advice()} (`a, b = await ...`)"))
 
@@ -62,7 +66,10 @@ class UnawaitedCoroutine:
 def says_to_await(
     method: Callable[_P, CoroutineType[Any, Any, _T]],
 ) -> Callable[_P, CoroutineType[Any, Any, _T]]:
-    """Make a method return `UnawaitedCoroutine`s."""
+    """Decorate an async method so that a user who forgets to await it gets an error that says so.
+
+    The decorated method returns an `UnawaitedCoroutine`, which raises that error.
+    """
 
     @functools.wraps(method)
     def call(*args: _P.args, **options: _P.kwargs) -> CoroutineType[Any, Any, _T]:

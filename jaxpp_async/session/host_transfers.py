@@ -1,6 +1,6 @@
 """Put host values on actors, fetch arrays from them, and free arrays.
 
-Users own the handles, actors own the buffers: `RemoteValues` connects the two.
+Users have handles, and actors have the buffers; `RemoteValues` connects the two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxpp_async.session.step import DistributedStep
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place where a leaf is to lie."""
+    """The actors and the sharding that an array of `mesh.put` is to have, with a name for errors."""
 
     name: str
     spec: tuple[SpecEntry, ...]
@@ -35,7 +35,7 @@ class _Place:
 
 
 class RemoteValues:
-    """Makes, fills, fetches and frees the `RemoteArray`s of one mesh; implements `remote_array.Owner`.
+    """The part of a mesh that makes, fills, fetches and frees its arrays; implements `remote_array.Owner`.
 
     Args:
         controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
@@ -46,20 +46,23 @@ class RemoteValues:
         self._controller, self._target = controller, target
 
     def new_array(self, value_type: ValueType, actors: Iterable[ActorId]) -> RemoteArray:
-        """Make the handle of an array that a program or a put is about to make on `actors`."""
+        """Return the handle of a new array, whose buffers a program or `fill` will then make on `actors`."""
         return RemoteArray(self, self._controller().new_array_id(), value_type, tuple(actors))
 
     def new_arrays(self, slots: Sequence[Slot]) -> list[RemoteArray]:
-        """Make the handles of a step's results."""
+        """Return new handles for the results of a step, one per slot (result leaf)."""
         new_id = self._controller().new_array_id
         return [RemoteArray(self, new_id(), slot.type, slot.actors) for slot in slots]
 
     def waiting(self, value_type: ValueType, host: np.ndarray) -> RemoteArray:
-        """Make the handle of an array that stays in this process until its first use."""
+        """Return the handle of a new array whose value, `host`, stays in this process until its first use."""
         return RemoteArray(self, self._controller().new_array_id(), value_type, (), host=host)
 
     async def fill(self, pairs: Sequence[tuple[RemoteArray, np.ndarray]]) -> None:
         """Send host values to the actors of new arrays.
+
+        Args:
+            pairs: each array with its value.
 
         Raises:
             ActorError: an actor or the mesh failed.
@@ -71,7 +74,7 @@ class RemoteValues:
         await self._controller().put(by_actor)
 
     async def put(self, tree: Any, like: Any = None) -> Any:
-        """See `RemoteMesh.put`."""
+        """Put the host values of a tree on actors, and return the tree of arrays; see `RemoteMesh.put`."""
         self._controller()
         values, treedef = jax.tree.flatten(tree)
         types = [argument_binding.travelling_type(x) for x in values]
@@ -91,7 +94,10 @@ class RemoteValues:
         return jax.tree.unflatten(treedef, arrays)
 
     async def fetch(self, tree: Any) -> Any:
-        """See `RemoteMesh.fetch`."""
+        """Fetch the values of the `RemoteArray`s in a tree, and return the tree with these values in it.
+
+        See `RemoteMesh.fetch`.
+        """
         values, treedef = jax.tree.flatten(tree)
         remote: dict[int, RemoteArray] = {}
         for k, leaf in enumerate(values):
@@ -111,12 +117,12 @@ class RemoteValues:
         return jax.tree.unflatten(treedef, values)
 
     def release(self, array: RemoteArray) -> None:
-        """See `remote_array.Owner`; any thread may call this."""
+        """Free an array on its actors with the next message to them; any thread may call this."""
         for actor in array.actors:
             self._controller().free(actor, array.array_id)
 
     def sharding_of(self, aval: Aval) -> NamedSharding:
-        """Return the sharding of `aval` over one actor's devices."""
+        """Return the sharding of an array of this aval over one actor's devices."""
         mesh = self._target.mesh or AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
         return NamedSharding(mesh, PartitionSpec(*aval.spec))
 
@@ -128,7 +134,15 @@ class RemoteValues:
 
 
 def _places(like: Any, count: int) -> list[_Place]:
-    """Return the place of each of `count` leaves."""
+    """Return the actors and the sharding that each leaf of a `mesh.put` is to have.
+
+    Args:
+        like: the argument of `mesh.put`: `(step, argnum)` or a tree of `RemoteArray`s.
+        count: number of leaves that are put.
+
+    Raises:
+        ArrayError: `like` is something else, or has another number of leaves.
+    """
     if isinstance(like, tuple) and len(like) == 2 and isinstance(like[0], DistributedStep):
         slots = like[0].latest("mesh.put(like=(step, argnum))").argument_slots(like[1])
         places = [_Place(s.name, s.type.aval.spec, s.home) for s in slots]
@@ -143,7 +157,11 @@ def _places(like: Any, count: int) -> list[_Place]:
 
 
 def _own_copy(leaf: Any) -> np.ndarray:
-    """Copy a host value, which the user may change afterwards."""
+    """Return a copy of a host value, because the user may change the original afterwards.
+
+    Raises:
+        ArrayError: the leaf is an array whose value is on actors.
+    """
     if not is_remote(leaf):
         return argument_binding.host_array(leaf).copy()
     if leaf.host is None:

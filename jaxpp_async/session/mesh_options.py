@@ -1,6 +1,6 @@
-"""Check the options that a user passes to `RemoteMesh`, and turn them into what the controller takes.
+"""Check the options that a user passes to `RemoteMesh`, and convert them for the controller and launcher.
 
-Nothing is started here.
+The functions of this module start nothing.
 """
 
 from __future__ import annotations
@@ -38,10 +38,15 @@ R = TypeVar("R")
 
 
 def count_of(name: str, value: Any, *, least: int) -> int:
-    """Check an option that counts something.
+    """Check that an option's value is a whole number of at least `least`, and return it.
+
+    Args:
+        name: the option's name, for the error.
+        value: the value that the user gave.
+        least: the smallest number allowed.
 
     Raises:
-        MeshError: the value is no whole number of at least `least`.
+        MeshError: the value is something else.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise MeshError(f"{name} is {value!r}; give a whole number of at least {least}")
@@ -49,10 +54,16 @@ def count_of(name: str, value: Any, *, least: int) -> int:
 
 
 def seconds(name: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
-    """Check an option that is a time in seconds.
+    """Check that an option's value is a time in seconds, and return it as a float.
+
+    Args:
+        name: the option's name, for the error.
+        value: the value that the user gave.
+        least: the shortest time allowed.
+        most: the longest time allowed.
 
     Raises:
-        MeshError: the value is no positive number, or not between `least` and `most`.
+        MeshError: the value is not a positive number, or not between `least` and `most`.
     """
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise MeshError(f"{name} is {value!r}; give a positive number of seconds")
@@ -62,10 +73,10 @@ def seconds(name: str, value: Any, *, least: float = 0.0, most: float = math.inf
 
 
 def only_known(fn: Callable[P, R]) -> Callable[P, R]:
-    """Wrap `fn` so that an option which it does not have is answered with the most similar one that it has.
+    """Decorate `fn` so that an unknown keyword argument raises an error that suggests a similar known one.
 
     Raises:
-        TypeError: the call has an unknown option, as Python itself would raise it.
+        TypeError: raised by the decorated function for an unknown keyword argument, as by Python itself.
     """
     known = [name for name in inspect.signature(fn).parameters if name != "self"]
     name = fn.__qualname__.removesuffix(".__init__")
@@ -84,7 +95,7 @@ def only_known(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def actor_count(num_actors: Any) -> int:
-    """Return the number of actors, given as an int or a tuple of one."""
+    """Check the option `num_actors`, an int or a tuple of one int, and return the number of actors."""
     count = num_actors[0] if isinstance(num_actors, tuple) and len(num_actors) == 1 else num_actors
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise MeshError(f"num_actors is an int of at least 1 or a tuple of one such int; got {num_actors!r}")
@@ -92,7 +103,12 @@ def actor_count(num_actors: Any) -> int:
 
 
 def axes(spmd_mesh: Any) -> dict[str, int]:
-    """Return the axes of an actor's devices: name to size."""
+    """Check the option `spmd_mesh`, and return the mesh axes of each actor's devices: axis name to size.
+
+    Args:
+        spmd_mesh: a mapping of axis name to size, or a sequence of up to two sizes, of the axes `"data"` and
+            `"model"`.
+    """
     names = ("data", "model")
     if not isinstance(spmd_mesh, Mapping | tuple | list):
         raise MeshError(
@@ -112,7 +128,12 @@ def axes(spmd_mesh: Any) -> dict[str, int]:
 
 
 def axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the type of each axis, `"auto"` or `"explicit"`."""
+    """Check the option `axis_types`, and return the type of each mesh axis: `"auto"` or `"explicit"`.
+
+    Args:
+        given: the option: a mapping of axis name to type, or a sequence of types; other axes are `"auto"`.
+        mesh_axes: axis name to size.
+    """
     by_name = dict(given) if isinstance(given, Mapping) else dict(zip(mesh_axes, given, strict=False))
     for name, kind in by_name.items():
         if name not in mesh_axes:
@@ -123,10 +144,11 @@ def axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dict[str, Any]:
-    """Check the rules from logical axis names to mesh axes.
+    """Check the option `axis_rules`, which maps logical axis names to mesh axes, and return a copy of it.
 
     Raises:
-        ShardingError: a rule names an axis that the mesh does not have.
+        ShardingError: a rule names an axis that the mesh does not have, or is neither an axis nor a tuple of
+            axes nor None.
     """
     for name, entry in rules.items():
         if not (entry is None or isinstance(entry, str | tuple | list)):
@@ -145,14 +167,16 @@ def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dic
 def make_launcher(
     launcher: Any, num_actors: int = 1, processes_per_actor: int | None = None, **options: Any
 ) -> tuple[Any, bool, int]:
-    """Make the launcher of the actors.
+    """Make the launcher, which starts the actors' processes, from a mesh's options.
 
     Args:
-        processes_per_actor: the number that the user asked for; None: as many as it takes.
-        options: the options of `LaunchOptions`, and `spmd_mesh`.
+        launcher: the user's choice of launcher.
+        num_actors: number of actors.
+        processes_per_actor: the number of processes that the user asked for; None: as few as the hosts allow.
+        options: the other options of `LaunchOptions`, and `spmd_mesh`.
 
     Returns:
-        The launcher, whether its actors live in this process, and of how many processes each actor is.
+        The launcher, whether its actors live in this process, and the number of processes of each actor.
     """
     sizes = options.pop("spmd_mesh", {}).values()
     if processes_per_actor is not None:
@@ -163,13 +187,17 @@ def make_launcher(
 
 
 def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int) -> str:
-    """Choose the data plane.
+    """Choose the transport, by which actors send arrays to each other, and return its name.
 
-    Returns:
-        The name of the transport.
+    Args:
+        given: the transport that the user asked for; None: the launcher's first.
+        launcher: the launcher of the actors.
+        inline: whether the actors live in this process.
+        platform: the actors' platform, `"cpu"` or `"cuda"`.
+        num_actors: number of actors, for the error.
 
     Raises:
-        MeshError: the launcher's actors do not have the transport, or have no GPU, which it needs.
+        MeshError: the launcher's actors cannot use the transport, or lack the GPUs that it needs.
     """
     allowed = tuple(launcher.transports)
     chosen = given or allowed[0]
@@ -187,11 +215,12 @@ def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, 
 
 
 def platform(given: str | None) -> str:
-    """Choose the actors' platform: the one asked for, else what this machine has.
+    """Choose the actors' platform, `"cpu"` or `"cuda"`: the one that the user asked for, or else a default.
 
-    This machine has `"cuda"` if it has GPUs and a JAX for them. The hosts are not asked: a driver without a
-    GPU has to name the platform (`refuse_idle_devices`). `jax_platforms` (or `JAX_PLATFORMS`) decides for
-    this process, and then for its actors too. JAX is not started.
+    The default is the platform that `jax_platforms` (or `JAX_PLATFORMS`) gives this process; if that is not
+    set, it is `"cuda"` if this machine has GPUs and a JAX for them. The actors' hosts are not asked, so a
+    user whose controller runs on a machine without GPUs has to name the platform (see `refuse_idle_devices`).
+    This function does not initialize JAX.
     """
     if given not in (None, "cpu", "cuda"):
         raise MeshError(f"platform is {given!r}; it is 'cpu' or, for GPUs, 'cuda'")
@@ -204,12 +233,13 @@ def platform(given: str | None) -> str:
 
 
 def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: Any) -> None:
-    """Refuse `devices=` where the actors would run on CPUs and the user has not said so.
+    """Raise an error if a user who named GPUs with `devices=` would get actors that run on CPUs.
 
     Args:
-        given: the platform that the user asked for.
+        given: the platform that the user asked for. If it is not None, nothing is checked.
         chosen: the platform that was chosen.
-        devices: the devices of the whole mesh; hosts may name theirs.
+        launcher: the launcher, whose hosts may have `devices=` of their own.
+        devices: the option `devices=` of the mesh.
 
     Raises:
         MeshError: GPUs are named, and the actors would run on CPUs.
@@ -227,7 +257,14 @@ def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: 
 
 
 def spare_gpus(platform: str, *, inline: bool) -> None:
-    """Leave the memory of this machine's GPUs to the actors on them."""
+    """Have this process's JAX leave GPU memory to actors on this machine; log a warning if it is too late.
+
+    Nothing is done for actors on CPUs, or for inline actors, which share this process's JAX.
+
+    Args:
+        platform: the actors' platform, `"cpu"` or `"cuda"`.
+        inline: whether the actors live in this process.
+    """
     if platform == "cuda" and not inline and not jax_config.spare_gpus():
         _LOG.warning(
             "JAX in this process has taken most of a GPU's memory already; actors on the same GPU may find "
@@ -237,10 +274,13 @@ def spare_gpus(platform: str, *, inline: bool) -> None:
 
 
 async def prepare(launcher: Any, config: ActorConfig, *, same_python: bool) -> None:
-    """Check what has to be right before the controller listens and processes start.
+    """Check that actors on GPUs have a JAX for them, and prepare a remote launcher, before processes start.
 
     Args:
-        same_python: the actors run this process's interpreter on this machine, and so have its packages.
+        launcher: the launcher of the actors.
+        config: the configuration of the actors.
+        same_python: whether the actors run this process's interpreter on this machine, and so have its
+            packages.
 
     Raises:
         InstallError: the actors run on GPUs, and there is no JAX for them.
@@ -265,11 +305,14 @@ def actor_config(
     inline: bool,
     processes_per_actor: int = 1,
 ) -> ActorConfig:
-    """Make the configuration that every actor gets.
+    """Check a mesh's options for its actors, and return the configuration that every actor gets.
+
+    The parameters are those of `RemoteMesh`, as checked by the other functions of this module; `inline` says
+    whether the actors live in this process.
 
     Raises:
-        MeshError: `setup` names no function, `env` has no strings or sets what the mesh sets, or this process
-            has too few devices for inline actors.
+        MeshError: `setup` does not name a function, `env` contains something other than strings or a variable
+            that the mesh sets, or this process has too few devices for inline actors.
     """
     if setup is not None and ":" not in setup:
         raise MeshError(f"setup is {setup!r}; name a function as 'module:function'")
@@ -317,7 +360,14 @@ def _check_local_devices(spmd_mesh: Mapping[str, int], platform: str) -> None:
 def target(
     spmd_mesh: Mapping[str, int], kinds: Sequence[str], rules: Mapping[str, Any], platform: str
 ) -> Target:
-    """Make the devices that the compiler lowers for. A mesh of one device needs no shardings at all."""
+    """Return the description of one actor's devices for which the compiler lowers executables.
+
+    Args:
+        spmd_mesh: axis name to size; empty: one device, for which no shardings are needed.
+        kinds: the type of each axis, `"auto"` or `"explicit"`.
+        rules: logical axis names to mesh axes.
+        platform: `"cpu"` or `"cuda"`.
+    """
     mesh = None
     if spmd_mesh:
         mesh = AbstractMesh(

@@ -1,4 +1,4 @@
-"""Offer `RemoteArray`, the user's handle of an array that lies on actors and is here only once fetched."""
+"""Define `RemoteArray`, the user's handle of an array on actors, whose value has to be fetched from them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from jaxpp_async.session.awaiting import says_to_await
 
 
 class Owner(Protocol):
-    """The part of a mesh that an array needs."""
+    """The interface of the part of a mesh through which its arrays are fetched and freed."""
 
     async def fetch(self, tree: Any) -> Any: ...
 
     def release(self, array: RemoteArray) -> None:
-        """Free the array on its actors with the next message there; any thread."""
+        """Free the array on its actors with the next message to them; any thread may call this."""
         ...
 
     def sharding_of(self, aval: Aval) -> jax.sharding.NamedSharding: ...
@@ -34,7 +34,11 @@ LIVE, DONATED, DELETED, FAILED = "live", "donated", "deleted", "failed"
 
 
 def _not_here(what: str) -> Any:
-    """Make a method that raises, for an operation that needs the value in this process."""
+    """Return a method that raises an error because its operation needs the array's value in this process.
+
+    Args:
+        what: the operation, for the error.
+    """
 
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
         with HiddenFrames():
@@ -59,14 +63,15 @@ class RemoteArray:
     """An array on one or more actors of a mesh; each of them holds all of it, sharded over its devices.
 
     `mesh.run`, `mesh.put` and `step.init` make such arrays. `await array` fetches the value as numpy (a PRNG
-    key as a JAX key array). When the last reference to the handle goes, the buffers are freed with the next
-    message to the actors.
+    key as a JAX key array). When the last reference to this handle is gone, the buffers are freed with the
+    next message to the actors.
 
     Attributes:
         shape: global shape.
         dtype: dtype as JAX has it; key arrays have a key dtype.
-        actors: ids of the actors that hold the array; empty while it waits on the controller for its first
-            use.
+        actors: ids of the actors that hold the array; empty while its value is still in the controller's
+            process, before the first step that uses it.
+        weak_type: whether the array is weakly typed.
     """
 
     __slots__ = ("_actors", "_host", "_id", "_owner", "_state", "_type", "_why", "weak_type")
@@ -117,7 +122,7 @@ class RemoteArray:
 
     @property
     def sharding(self) -> jax.sharding.NamedSharding:
-        """The sharding over one actor's devices."""
+        """The sharding of the array over the devices of each actor that holds it."""
         return self._owner.sharding_of(self._type.aval)
 
     @property
@@ -126,21 +131,24 @@ class RemoteArray:
 
     @property
     def array_id(self) -> int:
-        """The id under which the actors have the array (for the mesh)."""
+        """The id by which the actors know the array; only the mesh uses it."""
         return self._id
 
     @property
     def value_type(self) -> ValueType:
-        """The type and sharding of the array as it travels (for the mesh)."""
+        """The type and sharding with which the array is sent between processes; only the mesh uses it."""
         return self._type
 
     @property
     def host(self) -> np.ndarray | None:
-        """The value while it waits on the controller for its first use, else None (for the mesh)."""
+        """The value while it is in the controller's process, before its first use; None after that.
+
+        Only the mesh uses this.
+        """
         return self._host
 
     def is_deleted(self) -> bool:
-        """Whether the array was donated to a step, deleted, or lost to a failure."""
+        """Return whether the array was donated to a step, deleted, or lost to a failure."""
         return self._state != LIVE
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -149,7 +157,7 @@ class RemoteArray:
 
     @says_to_await
     async def delete(self) -> None:
-        """Free the array's buffers. Deleting twice does nothing."""
+        """Free the array's buffers on its actors. Deleting an array twice does nothing."""
         if self._state == LIVE:
             self.retire(DELETED, "it was deleted")
             self._owner.release(self)
@@ -157,34 +165,43 @@ class RemoteArray:
     def relocate(
         self, actors: tuple[ActorId, ...], *, array_id: int | None = None, value_type: ValueType | None = None
     ) -> None:
-        """Let the handle stand for an array on `actors`, no longer one on the controller (for the mesh).
+        """Record that the array's buffers are now on `actors`, and drop its value in this process, if any.
+
+        Only the mesh calls this.
 
         Args:
-            array_id: the array's new id there; None: as before.
-            value_type: its new type, which may differ in sharding; None: as before.
+            actors: the actors that hold the array from now on.
+            array_id: the array's new id on these actors; None: as before.
+            value_type: the array's new type, which may differ in sharding; None: as before.
         """
         self._actors, self._host = actors, None
         self._id = self._id if array_id is None else array_id
         self._type = value_type or self._type
 
     def take_over(self, result: RemoteArray) -> None:
-        """Let the handle stand for `result`, whose own handle nobody has (for the mesh).
+        """Make this handle refer to the array of the handle `result`, and make `result` unusable.
 
-        The handle `result` becomes unusable.
+        Only the mesh calls this, for the results of a step whose caller never got them.
         """
         for name in self.__slots__:
             setattr(self, name, getattr(result, name))
         result.retire(DELETED, "an argument of its step stands for it")
 
     def retire(self, state: str, why: str) -> None:
-        """Mark the array unusable (for the mesh)."""
+        """Mark the array unusable. Only the mesh calls this.
+
+        Args:
+            state: `DONATED`, `DELETED` or `FAILED`.
+            why: the reason, for later errors.
+        """
         self._state, self._why, self._host = state, why, None
 
     def check_usable(self, name: str, owner: Owner) -> None:
-        """Check that the array may be used on `owner` now (for the mesh).
+        """Check that the array belongs to the mesh `owner` and may still be used. Only the mesh calls this.
 
         Args:
-            name: the name by which the user knows the array.
+            name: the name by which the user knows the array, for the error.
+            owner: the part of the mesh that owns its arrays.
 
         Raises:
             ArrayError: the array belongs to another mesh, or was donated, deleted or lost.
@@ -200,11 +217,13 @@ class RemoteArray:
     def id_at(
         self, owner: Owner, actors: tuple[ActorId, ...], spec: tuple[SpecEntry, ...] | None
     ) -> int | None:
-        """Return the id if the array may be used on `owner` now and lies on all of `actors`, else None (for
-        the mesh).
+        """Return the array's id if a step can use it as it is, without a move; else None.
+
+        Only the mesh calls this.
 
         Args:
-            actors: the actors on which the array must lie; there may be none.
+            owner: the part of a mesh that must own the array.
+            actors: the actors that must hold the array; there may be none.
             spec: the sharding that the array must have; None: any.
         """
         if self._state != LIVE or self._owner is not owner or (self._host is not None and actors):
@@ -213,7 +232,7 @@ class RemoteArray:
             return None
         return self._id if spec is None or self._type.aval.spec == spec else None
 
-    # Without these there would be a wrong answer (`if loss`) or an error that says nothing of actors.
+    # Without these methods Python would answer wrongly (`if loss`), or its error would not mention actors.
     __bool__, __int__, __float__, __complex__, __index__ = map(
         _not_here, ("bool()", "int()", "float()", "complex()", "use as an index")
     )
@@ -229,11 +248,11 @@ class RemoteArray:
     __mod__ = __rmod__ = _not_here("`%`")
     __pow__ = __rpow__ = _not_here("`**`")
     __neg__, __pos__, __abs__, __round__ = map(_not_here, ("`-`", "`+`", "abs()", "round()"))
-    # A second handle of the same buffers: the first of the two that went would free them.
+    # A copy would be a second handle of the same buffers, and the first to be collected would free them.
     __copy__, __deepcopy__, __reduce_ex__ = map(_not_here, ("copy.copy()", "copy.deepcopy()", "pickling"))
 
     def __eq__(self, other: object) -> bool:
-        """Whether `other` is the same handle; values are not here to be compared."""
+        """Return whether `other` is the same handle; raise an error if `other` is a value to compare with."""
         if self is other or other is None or isinstance(other, RemoteArray | str):
             return self is other
         return _not_here("`==`")(self)
@@ -242,13 +261,11 @@ class RemoteArray:
 
     @property
     def __jax_array__(self) -> Any:
-        """Raise the error for a function of JAX that needs the value.
-
-        JAX takes an object with this attribute for an array.
+        """An attribute that always raises an error, by which JAX asks an object for its value as an array.
 
         Raises:
             ArrayError: JAX is about to compute with the array. (JAX would take a TypeError for "no array".)
-            AttributeError: anybody else asks.
+            AttributeError: other code asks whether the attribute exists.
         """
         if private_api.takes_a_value(sys._getframe(1)):
             raise ArrayError(_needs_value("a function of JAX", self))
@@ -275,5 +292,5 @@ class RemoteArray:
 
 
 def is_remote(leaf: Any) -> TypeGuard[RemoteArray]:
-    """Whether a leaf of a user's tree is a `RemoteArray`."""
+    """Return whether a leaf of a user's tree is a `RemoteArray`."""
     return isinstance(leaf, RemoteArray)

@@ -1,8 +1,8 @@
 """Report what a compiled step does and costs, and why, as numbers that print as text.
 
-`make` computes a `CompileReport` from the compiler's result (docs/placement.md reads one line by line), and
-`report_notes` logs what a user should know about a step that was compiled without an error. Nothing is
-measured.
+`make` computes a `CompileReport` from the compiler's result (docs/placement.md explains one line by line),
+and `report_notes` logs what a user should know about a step that was compiled without an error. All numbers
+follow from the compiled programs; no step is run to measure anything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,15 @@ _NOTES = {
 
 @dataclass(frozen=True)
 class CompileReport:
-    """The report of a compiled step; see `CompiledStep.report`."""
+    """The report of what a compiled step does and costs, which prints as text; see `CompiledStep.report`.
+
+    Attributes:
+        actors: the tasks, bytes and memory of each actor.
+        transfers: the arrays that are sent between actors.
+        inputs: the actors that hold each argument.
+        outputs: the actors that hold each result.
+        notes: explanations of kinds of tasks, and names of stages.
+    """
 
     actors: tuple[ActorLine, ...]
     transfers: tuple[TransferLine, ...]
@@ -47,7 +55,7 @@ class CompileReport:
             parts += ["transfers in one step", _transfer_table(self.transfers), ""]
         else:
             parts += ["no transfers between actors", ""]
-        asked = [p for p in self.inputs if not p.name.startswith(_INDICES)]  # the others are ours and tiny
+        asked = [p for p in self.inputs if not p.name.startswith(_INDICES)]  # indices are tiny
         for title, places in (("arguments", asked), ("results", self.outputs)):
             parts += [title, _place_table(places), ""]
         return "\n".join(parts[:-1])
@@ -55,15 +63,18 @@ class CompileReport:
 
 @dataclass(frozen=True, slots=True)
 class TransferLine:
-    """Arrays of one kind that cross from one actor to another in a step.
+    """One line of a report: the arrays of one kind that are sent from one actor to another in a step.
 
     Args:
         what: type of the arrays, and what makes them: a task, or an operation with the user's line.
+        from_actor: the actor that sends the arrays.
+        to_actor: the actor that receives the arrays.
         size_bytes: size of one array.
         count: number of arrays in one step.
-        when: `"in the loop"`, or the part of the step outside, `"before the loop"` or `"after the loop"`.
+        when: the part of the step in which they are sent: `"in the loop"`, `"before the loop"` or `"after
+            the loop"`.
         per_microbatch: how many of `count` each microbatch sends; 0 outside the loops.
-        why: who needs the arrays there.
+        why: what needs the arrays on the receiving actor.
     """
 
     what: str
@@ -77,20 +88,26 @@ class TransferLine:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes in one step."""
+        """The size in bytes of all these arrays together in one step."""
         return self.size_bytes * self.count
 
 
 @dataclass(frozen=True, slots=True)
 class ActorLine:
-    """One actor's part of a step.
+    """One line of a report: one actor's tasks, transfers, memory and compile time in a step.
 
     Args:
-        tasks: number of executions by kind, such as `{"fwd": 8, "bwd": 8}`.
-        sent_bytes, received_bytes: bytes in one step; host values are not counted.
+        actor: the actor's id.
+        tasks: number of executions by kind of task, such as `{"fwd": 8, "bwd": 8}`.
+        sent_bytes: bytes that the actor sends to other actors in one step.
+        received_bytes: bytes that the actor receives from other actors in one step; values from the
+            controller are not counted.
         peak_bytes: most bytes that the actor's buffer table holds (see `docs/memory.md`); known before
             anything runs.
-        temp_bytes: XLA's own largest temporary; known after compiling.
+        peak_at: the task or the buffer at which that peak is reached.
+        temp_bytes: bytes of the temporaries of the executable that needs most for them, as XLA says after
+            compiling.
+        compile_s: seconds that the actor took to compile.
         argument_bytes: bytes of the arguments that the actor holds when the step starts.
     """
 
@@ -107,12 +124,14 @@ class ActorLine:
 
 @dataclass(frozen=True, slots=True)
 class PlaceLine:
-    """The place where one argument or result leaf lives.
+    """One line of a report: the actors that hold one argument leaf or result leaf.
 
     Args:
-        actors: the actors that hold it, each all of it.
-        size_bytes: bytes on each of them.
-        why: who uses the leaf there, or what put it there.
+        name: the leaf's name, such as `"state['w']"`.
+        type: the leaf's dtype, shape and sharding, as text.
+        actors: the actors that hold the leaf, each of them all of it.
+        size_bytes: bytes of the leaf on each of these actors.
+        why: the reason why these actors hold the leaf, such as the tasks that use it.
     """
 
     name: str
@@ -130,7 +149,13 @@ def make(
     temp_bytes: Mapping[ActorId, Mapping[int, int]],
     compile_s: Mapping[ActorId, float],
 ) -> CompileReport:
-    """Make the report of a compiled step."""
+    """Return the report of a compiled step.
+
+    Args:
+        compiled: the compiler's result.
+        temp_bytes: for each actor, the bytes of XLA's temporaries by executable.
+        compile_s: for each actor, the seconds that compiling took.
+    """
     explainer = Explainer(compiled.traced, compiled.placed, compiled.continues)
     actors = tuple(
         _actor_line(compiled, a, temp_bytes.get(a, {}), compile_s.get(a, 0.0))
@@ -147,7 +172,7 @@ def make(
 
 
 def why_taken(compiled: Compiled, name: str) -> str:
-    """Return why a step takes an argument where it takes it."""
+    """Return the reason, as text, why a step uses the argument called `name` on the actors that it does."""
     graph = compiled.placed.graph
     found = next(i for i in graph.inputs if graph.values[i.value].label == name)
     return Explainer(compiled.traced, compiled.placed, compiled.continues).why_input(
@@ -156,7 +181,7 @@ def why_taken(compiled: Compiled, name: str) -> str:
 
 
 def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:
-    """Return the names that the user gave to `pipeline_yield`s, a line a loop."""
+    """Return one line of text per loop that has named stages, with the names from its `pipeline_yield`s."""
     lines = []
     for loop in compiled.placed.loops.values():
         named = [f"{k} at {name!r}" for k, name in enumerate(loop.staged.stage_names) if name]
@@ -185,7 +210,14 @@ def _actor_line(
 
 
 def _peak_at(program: ActorProgram, index: int) -> str:
-    """Name the task at which the peak is reached, or the buffer that arrives then and the task it is for."""
+    """Return the name of the task that an actor runs when its memory use is at its peak.
+
+    If the peak is reached when a buffer arrives, return that buffer and the first task that reads it.
+
+    Args:
+        program: the actor's program.
+        index: the index of the instruction at which the peak is reached.
+    """
     if not program.instructions:
         return "none"
     at = program.instructions[index]
@@ -200,9 +232,9 @@ def _peak_at(program: ActorProgram, index: int) -> str:
 
 
 def _transfers(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[TransferLine, ...]:
-    """Group the transfers by what they carry, over all microbatches.
+    """Return one report line per kind of transfer between two actors, counted over all microbatches.
 
-    The transfers of the loops come first, then the largest.
+    Transfers in the loops come first, and larger totals before smaller ones.
     """
     values = compiled.placed.graph.values
     counts = Counter(
@@ -229,7 +261,10 @@ def _type(value: Value) -> str:
 
 
 def _inputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[PlaceLine, ...]:
-    """List arguments and captured arrays; the microbatch indices, which stay on the actors, are one line."""
+    """Return one report line per argument and captured array, and one for all microbatch indices together.
+
+    The microbatch indices stay on the actors between steps.
+    """
     graph, count = compiled.placed.graph, compiled.placed.num_indices
     lines = []
     inputs = sorted(graph.inputs, key=lambda i: i.arg)
@@ -268,7 +303,11 @@ def _outputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[Pl
 
 
 def _table(columns: Sequence[tuple[str, str, Sequence[object]]]) -> str:
-    """Align columns, each of a title, `"<"` or `">"` for flush left or right, and one value a row."""
+    """Return a table as text with aligned columns.
+
+    Args:
+        columns: for each column its title, `"<"` or `">"` for flush left or right, and one value per row.
+    """
     aligned = []
     for title, side, values in columns:
         cells = [title, *map(str, values)]
@@ -329,14 +368,16 @@ def _place_table(places: Sequence[PlaceLine]) -> str:
 
 
 def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled) -> None:
-    """Log and warn of what a user should know about a step that was compiled without an error.
+    """Log, and warn about, what a user should know about a step that was compiled without an error.
 
     The log names the microbatches of each loop, and actors that have nothing to do; a Python warning names
-    donated arguments whose memory no result can take over.
+    donated arguments whose memory no result can reuse.
 
     Args:
         name: name of the step.
-        line: `file:line` of `mesh.distributed`, where the warning points.
+        line: `file:line` of the call of `mesh.distributed`, to which the warning points.
+        request: the compiler's input.
+        compiled: the compiler's result.
     """
     loops = [scheduled.staged.loop for scheduled in compiled.placed.loops.values()]
     for loop in loops:
@@ -375,5 +416,5 @@ def _listed(texts: Sequence[str], most: int = 8) -> str:
 
 
 def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:
-    """Return the actors that run nothing."""
+    """Return the actors whose programs run no task."""
     return [p.actor for p in programs if not runs(p.instructions)]

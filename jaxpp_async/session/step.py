@@ -1,7 +1,7 @@
 """Bind a user's function to a mesh: its options, the signature of its calls, and its compiled forms.
 
-`DistributedStep` is the object that `mesh.distributed` returns; `CompiledStep` is one compiled form of it. A
-step asks the compiler and the mesh through its `Runner` and runs nothing by itself.
+`DistributedStep` is the object that `mesh.distributed` returns; `CompiledStep` is one compiled form of it.
+Compiling and running are done by the step's `Runner`, a part of the mesh.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ from jaxpp_async.session.remote_array import RemoteArray
 class CompiledStep:
     """One compiled form of a step, loaded on every actor.
 
-    There is one for each set of shapes, dtypes, static values and shardings.
+    A step has one form for each set of shapes, dtypes, static values and shardings that it was called with.
 
     Attributes:
         compiled: the compiler's result.
-        program_id: the id under which the actors have the programs.
+        program_id: the id by which the controller runs the programs that the actors have loaded.
         inputs: the argument leaves, then the hidden arguments (captured arrays, microbatch indices).
         outputs: the result leaves, then the values that the step's prints show.
-        donated: the argument leaves whose buffers the step reuses; for each the result leaf that continues
-            it, or None.
-        binding: what a call needs and what follows from the fields above alone.
-        handed_back: result leaf to the argument leaf that the caller gets back as it, wherever that lies.
-        compile_s: seconds that compiling took, by actor.
-        temp_bytes: bytes of XLA's temporaries of each executable, by actor.
+        donated: the positions of the argument leaves whose buffers the step reuses; for each, the position of
+            the result leaf that continues it (its new value), or None.
+        binding: the mapping of arguments and results to actors, which every call uses.
+        handed_back: for each result leaf that is an argument which the step does not use, the position of
+            that argument leaf; the caller gets the same array back, on whichever actors it is.
+        compile_s: for each actor, the seconds that compiling took.
+        temp_bytes: for each actor, the bytes of XLA's temporaries by executable.
         hidden_values: host values of the hidden arguments.
-        hidden: the hidden arguments on the actors; empty until the first run.
+        hidden: the arrays of the hidden arguments on the actors; empty until the first run.
     """
 
     compiled: Compiled
@@ -76,24 +77,24 @@ class CompiledStep:
 
     @property
     def passes(self) -> Mapping[str, str]:
-        """Name of each compiler pass to the text after it, in the order the passes ran."""
+        """The program as text after each compiler pass, by the pass's name, in the order the passes ran."""
         return self.compiled.passes
 
     def as_text(self) -> str:
-        """Return each actor's instruction stream as text."""
+        """Return the instruction streams of all actors as one text."""
         return "\n\n".join(format_program(p) for p in self.compiled.programs)
 
     def report(self) -> report.CompileReport:
-        """Report what the step does and costs: tasks, transfers, bytes, peaks, placements. Prints as text."""
+        """Return a report of the step's tasks, transfers, memory and placements, which prints as text."""
         return report.make(self.compiled, self.temp_bytes, self.compile_s)
 
     def argument_slots(self, argnum: int) -> list[Slot]:
-        """Return the slots of one argument's leaves."""
+        """Return a slot (name, type and actors) for each leaf of the argument at position `argnum`."""
         return [s for s, arg in zip(self.inputs, self.compiled.traced.arg_of, strict=False) if arg == argnum]
 
 
 class Runner(Protocol):
-    """The part of a mesh that a step needs."""
+    """The interface of the part of a mesh through which its steps are compiled and run."""
 
     @property
     def num_actors(self) -> int: ...
@@ -102,24 +103,28 @@ class Runner(Protocol):
     def target(self) -> Target: ...
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
-        """See `RemoteMesh.run`."""
+        """Run a step on the mesh and return its results; see `RemoteMesh.run`."""
         ...
 
     async def compile(self, step: DistributedStep, args: Sequence[Any]) -> CompiledStep:
-        """See `DistributedStep.compile`."""
+        """Compile a step for these arguments without running it; see `DistributedStep.compile`."""
         ...
 
     async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
-        """See `DistributedStep.init`."""
+        """Make argument `argnum` of a step on the actors by running `fn`; see `DistributedStep.init`."""
         ...
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The options that make a function a step: the arguments of `RemoteMesh.distributed`.
+    """The options of a step, which the user passes to `RemoteMesh.distributed`.
 
     Args:
-        schedule: replaces the schedule in the function; None keeps that one.
+        in_shardings: a tree prefix of the arguments' shardings over one actor's devices; None: inferred.
+        out_shardings: the same for the results.
+        donate_argnums: positions of the arguments whose buffers the step may reuse.
+        static_argnums: positions of the hashable arguments that are part of the program.
+        schedule: the schedule to use in place of the one in the function; None keeps that one.
     """
 
     in_shardings: Any
@@ -131,7 +136,15 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """The properties of a call's arguments on which its compiled form depends."""
+    """The properties of one call by which `DistributedStep.recall` finds the compiled form of a later call.
+
+    Args:
+        treedef: the tree structure of the dynamic (not static) arguments.
+        static: the static arguments.
+        static_hash: the hash of `static`.
+        config: the settings of JAX on which tracing depends.
+        kinds: for each leaf, a value that determines its type (see `argument_binding.kind`).
+    """
 
     treedef: Any
     static: tuple[Any, ...]
@@ -145,7 +158,7 @@ _CALLS_KEPT = 4
 
 
 class DistributedStep:
-    """A step function bound to a mesh; `mesh.distributed` makes one.
+    """A user's step function bound to a mesh, as `mesh.distributed` returns it.
 
     `await step(*args)` is the same as `await mesh.run(step, *args)`.
     """
@@ -170,7 +183,8 @@ class DistributedStep:
         self.__name__ = getattr(fn, "__name__", "step")
         named = _signature(fn)
         self._names = tuple(named.parameters) if named else ()  # without names, positions serve as names
-        # A wrapper may take more than what it wraps, and `jax.jit` around one says what the innermost takes.
+        # A wrapper's own signature is checked, since it may take more arguments than the wrapped function.
+        # `jax.jit` around a wrapper has the signature of the innermost function, so then nothing is checked.
         inner = getattr(fn, "__wrapped__", None)
         self._parameters = None if hasattr(inner, "__wrapped__") else _signature(fn, follow_wrapped=False)
 
@@ -187,10 +201,10 @@ class DistributedStep:
             return await self.runner.run(self, args)
 
     def with_schedule(self, schedule: Any) -> DistributedStep:
-        """Return the same step under another schedule with as many stages.
+        """Return the same step under another schedule, which must have as many stages.
 
-        No task is compiled again; a form of a task that this schedule is the first to need (half a backward,
-        the last stage's forward and backward in one) is compiled once.
+        Tasks that are compiled already are not compiled again. A variant of a task that this schedule is the
+        first to need (half a backward, or the last stage's forward and backward in one) is compiled once.
         """
         options = replace(self._options, schedule=schedule)
         return DistributedStep(self.runner, self.fn, options, line=self.line, exports=self._exports)
@@ -200,10 +214,11 @@ class DistributedStep:
         """Trace the step and compile it on every actor, without running it.
 
         Args:
-            args: as for a run; a `jax.ShapeDtypeStruct` may stand for an array.
+            args: the arguments of a call; each array may be a `jax.ShapeDtypeStruct` instead.
 
         Raises:
-            UnsupportedError, StageError, ScheduleError, ShardingError: before any actor is asked.
+            UnsupportedError, StageError, ScheduleError, ShardingError: the step cannot be compiled. The error
+                is raised before anything is sent to an actor.
         """
         with HiddenFrames():
             return await self.runner.compile(self, args)
@@ -212,10 +227,10 @@ class DistributedStep:
     async def init(self, argnum: int, fn: Callable, *args: Any) -> Any:
         """Make argument `argnum` of this step by running `fn(*args)` on the actors.
 
-        Each actor makes only its own leaves.
+        Each actor makes only the leaves that the step keeps on it.
 
-        The step must have been compiled: `await step.compile(jax.eval_shape(fn, *args), batch)` decides where
-        each leaf lives. The numbers equal those of `jax.jit(fn)(*args)`.
+        The step must have been compiled: `await step.compile(jax.eval_shape(fn, *args), batch)` decides which
+        actors keep each leaf. The numbers equal those of `jax.jit(fn)(*args)`.
 
         Returns:
             The tree that `fn` returns, of `RemoteArray`s.
@@ -224,25 +239,28 @@ class DistributedStep:
             return await self.runner.init(self, argnum, fn, args)
 
     def find(self, signature: Any) -> CompiledStep | None:
-        """Return the compiled form for this signature, or None if there is none yet.
+        """Return the compiled form for a call's signature, or None if there is none yet.
 
         A form that is found becomes the one that `latest` returns.
+
+        Args:
+            signature: the return value of the method `signature`.
         """
         found = self._compiled.get(signature)
         self._latest = found or self._latest
         return found
 
     def keep(self, signature: Any, compiled: CompiledStep) -> None:
-        """Keep a compiled form for `find` and `latest`."""
+        """Store a compiled form, so that `find` and `latest` return it for later calls."""
         self._compiled[signature] = self._latest = compiled
         # From the second step on a state may have lost the weak types that it began with.
         self._compiled[_settled(signature, compiled.compiled.settled)] = compiled
 
     def latest(self, what: str) -> CompiledStep:
-        """Return the compiled form that was made or found last.
+        """Return the compiled form that was most recently made or found.
 
         Args:
-            what: the call that needs it, for the error.
+            what: the user's call that needs the form, for the error.
 
         Raises:
             MeshError: the step has not been compiled.
@@ -255,14 +273,14 @@ class DistributedStep:
         return self._latest
 
     def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | CallSignature | None]:
-        """Flatten the dynamic arguments, and find the compiled form of an earlier call just like this one.
+        """Flatten the dynamic arguments, and find the compiled form that an earlier, equal call used.
 
-        This is a fast path in front of `signature`, which has to be asked when no form is found. As `find`,
-        this method changes what `latest` returns.
+        This is a fast path: if it finds no form, ask `signature` and `find`, which also know older calls. A
+        form that is found becomes the one that `latest` returns.
 
         Returns:
-            The leaves, and the compiled form; in its place the call's signature, for `remember`, or None if
-            the call cannot be remembered.
+            The leaves, and one of: the compiled form; the call's `CallSignature`, to be passed to `remember`
+            once the step is compiled; None if the call cannot be remembered.
         """
         leaves, treedef = jax.tree.flatten(self._dynamic(args))
         kinds, config = [kind(leaf) for leaf in leaves], jax_config.trace_settings()
@@ -277,7 +295,7 @@ class DistributedStep:
                 and call.treedef == treedef
                 and call.config == config
                 and call.static_hash
-                == static_hash  # as in a dict: values with an odd `==` are not compared in vain
+                == static_hash  # checked first, as in a dict, since a user's `==` may be slow or odd
                 and call.static == static
             ):
                 self._latest = compiled
@@ -288,23 +306,31 @@ class DistributedStep:
         return leaves, None if None in kinds else CallSignature(treedef, static, static_hash, config, kinds)
 
     def remember(self, call: CallSignature, compiled: CompiledStep) -> None:
-        """Remember a call as `recall` saw it, with its compiled form."""
+        """Store the compiled form of a call, so that `recall` finds it when an equal call comes.
+
+        Args:
+            call: the signature that `recall` returned for the call.
+            compiled: the compiled form.
+        """
         self._calls.appendleft((call, compiled))
 
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Of a sequence with one entry an argument, return the entries of traced arguments."""
+        """Return the entries of the traced arguments, from a sequence with one entry per argument."""
         static = self._options.static_argnums
         return tuple(a for i, a in enumerate(args) if i not in static) if static else tuple(args)
 
     def _static(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Of a sequence with one entry an argument, return the entries of static arguments."""
+        """Return the entries of the static arguments, from a sequence with one entry per argument."""
         return tuple(args[i] for i in self._options.static_argnums if i < len(args))
 
     def signature(self, args: Sequence[Any]) -> Any:
-        """Return a hashable value of everything that a compiled form depends on.
+        """Return a hashable value of everything in a call that its compiled form depends on.
+
+        That is the tree structure and the types of the traced arguments, the static arguments, JAX's settings
+        and, on explicit mesh axes, the shardings of arrays.
 
         Raises:
-            TypeError: an argument is missing, cannot be hashed, or is nothing that JAX computes with.
+            TypeError: an argument is missing, a static one cannot be hashed, or JAX cannot compute with one.
             ValueError: the options name an argument that the call does not have.
         """
         self._check_count(args)
@@ -320,7 +346,10 @@ class DistributedStep:
         return treedef, types, static, config
 
     def _given_specs(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shardings that arrays bring along: on explicit axes they are part of what is traced."""
+        """Return, for each leaf, the sharding that it has as a `RemoteArray`, or None if it is no such array.
+
+        On explicit mesh axes these shardings are part of what is traced; without such axes, return `()`.
+        """
         if not logical_axes.has_explicit_axes(self.runner.target.mesh):
             return ()
         return tuple(leaf.spec if isinstance(leaf, RemoteArray) else None for leaf in leaves)
@@ -341,7 +370,11 @@ class DistributedStep:
         return self._names[argnum] if argnum < len(self._names) else f"arg{argnum}"
 
     def _name_bad_leaf(self, dynamic: Sequence[Any]) -> None:
-        """Raise a TypeError that names the leaf which is no array."""
+        """Raise a TypeError that names the first leaf with which JAX cannot compute.
+
+        Args:
+            dynamic: the arguments that are not static.
+        """
         count = len(dynamic) + len(self._options.static_argnums)
         argnums = self._dynamic(range(count))
         for path, leaf in jax.tree_util.tree_flatten_with_path(tuple(dynamic))[0]:
@@ -373,7 +406,7 @@ class DistributedStep:
                 )
 
     def request(self, args: Sequence[Any]) -> StepRequest:
-        """Make the compiler's input for these arguments."""
+        """Return the compiler's input for a call with these arguments."""
         static = self._options.static_argnums
         shapes = [a if i in static else jax.tree.map(shape_struct, a) for i, a in enumerate(args)]
         runner, options = self.runner, self._options
@@ -404,9 +437,10 @@ class DistributedStep:
         )
 
     def _in_specs(self, dynamic: tuple[Any, ...], argnums: Sequence[int]) -> list:
-        """Return the user's sharding, or None, of each leaf of the dynamic arguments.
+        """Return, for each leaf of the dynamic arguments, the sharding that the user gave it, or None.
 
         Args:
+            dynamic: the shapes of the dynamic (not static) arguments.
             argnums: the position of each dynamic argument in the call.
         """
         prefix = self._options.in_shardings
@@ -419,11 +453,15 @@ class DistributedStep:
         return self._specs(prefix, dynamic, names, shapes, "in_shardings")
 
     def _microbatches_whole(self, traced: Traced, given: list) -> list:
-        """Return `given` if it splits no batch along its microbatches.
+        """Check that the user's shardings split no batch along its microbatches, and return them.
+
+        Args:
+            traced: the traced step.
+            given: for each argument leaf, the user's sharding or None.
 
         Raises:
-            ShardingError: it does: microbatches run one after the other, so splitting them over devices gains
-                nothing.
+            ShardingError: a sharding splits the dimension of the microbatches. They run one after the other,
+                so splitting them over devices gains nothing.
         """
         spec_of = dict(zip(traced.flat.inputs, zip(traced.arg_names, given, strict=True), strict=False))
         loops = [op for op in traced.flat.ops if isinstance(op, Loop)]
@@ -442,7 +480,16 @@ class DistributedStep:
         return given
 
     def _typed(self, shapes: Sequence[Any], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-        """Put shardings into the types of the arguments' leaves: the user's, or those of the arrays."""
+        """Return the shapes of the arguments with a sharding in the type of each leaf.
+
+        The sharding is the user's if there is one, else that of the argument if it is a `RemoteArray`, else
+        replication.
+
+        Args:
+            shapes: the arguments, with a `jax.ShapeDtypeStruct` for each leaf.
+            args: the arguments themselves.
+            given: for each leaf, the user's sharding or None.
+        """
         mesh, specs = self.runner.target.mesh, iter(given)
 
         def leaf(struct: Any, value: Any) -> Any:
@@ -465,7 +512,7 @@ class DistributedStep:
 
 
 def _signature(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signature | None:
-    """Return a function's signature, or None for builtins and the like, which have none."""
+    """Return a function's signature, or None if it has none, which is so for some builtins."""
     try:
         return inspect.signature(fn, follow_wrapped=follow_wrapped)
     except (TypeError, ValueError):
@@ -473,14 +520,18 @@ def _signature(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signatur
 
 
 def _settled(signature: Any, settled: frozenset[int]) -> Any:
-    """Return the signature as it is when these leaves are not weakly typed."""
+    """Return the signature of an otherwise equal call in which the leaves `settled` are not weakly typed."""
     treedef, types, static, config = signature
     strong = tuple((s, d, weak and k not in settled) for k, (s, d, weak) in enumerate(types))
     return treedef, strong, static, config
 
 
 def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
-    """Make the input slots (arguments, captured arrays, microbatch indices) and result slots of a step."""
+    """Return the input slots and the result slots of a compiled step.
+
+    A slot has the name, type and actors of a leaf. The inputs are the arguments, captured arrays and
+    microbatch indices, in this order.
+    """
     graph, types, ids = compiled.placed.graph, compiled.traced.types, compiled.placed.value_ids
     inputs = {
         i.arg: Slot(
@@ -509,13 +560,16 @@ def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
 
 
 def handed_back(compiled: Compiled) -> dict[int, int]:
-    """Map each result leaf that is an unused argument to that argument's leaf."""
+    """Return the position of the argument for each result that is an argument which no task uses.
+
+    The caller gets such an argument back as it is.
+    """
     leaf_of = {v: arg for arg, v in enumerate(compiled.traced.flat.inputs)}
     return {result: leaf_of[v] for result, v in compiled.placed.placement.handed_back.items()}
 
 
 def hidden_values(compiled: Compiled) -> tuple[Any, ...]:
-    """Return the host values of the hidden arguments."""
+    """Return the host values of the arrays that a step captures, and of its microbatch indices."""
     return (
         *(c.value for c in compiled.traced.captured),
         *(np.asarray(i, np.int32) for i in range(compiled.placed.num_indices)),

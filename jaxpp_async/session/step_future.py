@@ -1,8 +1,8 @@
-"""Hold a step that has been sent: its future, its arrays, the recording for its timeline, and its prints.
+"""Keep track of a step that has been sent: its future, its arrays, its timeline's data, and its prints.
 
-`StepFuture` is for the user. `StepArrays` marks the arrays that the step uses up and makes, when it is sent,
-fails or loses its caller. `Recording` makes the timeline, also after the future is gone. `Printer` calls the
-host code of `jax.debug.print` and `jax.debug.callback`.
+`StepFuture` is for the user. `StepArrays` updates the handles of the arrays that the step consumes and makes,
+when it is sent, when it fails and when its caller is cancelled. `Recording` makes the timeline, also after
+the future is gone. `Printer` calls the host code of `jax.debug.print` and `jax.debug.callback`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from jaxpp_async.timeline import Recorded, Timeline, make_timeline
 
 
 class StepFuture:
-    """A step that has been started; `mesh.submit` returns one.
+    """A future of a step that has been started, as `mesh.submit` returns it.
 
-    Awaiting it waits until every actor has finished the step, and raises the step's error.
+    To await it is to wait until every actor has finished the step; the await raises the step's error.
 
     Attributes:
-        outputs: the step's result tree of `RemoteArray`s, valid at once: they may be passed to the next step.
-        moves: the arguments that lay on other actors and were carried to where the step needs them.
+        outputs: the step's result tree of `RemoteArray`s. They may be passed to the next step immediately.
+        moves: the arguments that were moved to other actors or resharded before the step.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class StepFuture:
         return f"<StepFuture: {self._recording.title}, {state}>"
 
     def done(self) -> bool:
-        """Whether the step has finished and printed what it prints, or failed."""
+        """Return whether the step has failed, or has finished and called the host code of its prints."""
         return self._handle.done and (self._printing is None or self._printing.done())
 
     @property
     def stats(self) -> list[StepStats]:
-        """Where the time of each actor went in this step and what its buffers held, in actor order.
+        """The statistics of each actor for this step (times and bytes of buffers), in order of the actors.
 
         Raises:
             MeshError: the step has not finished, or failed or was aborted.
@@ -84,10 +84,10 @@ class StepFuture:
         return self._recording.stats()
 
     def timeline(self) -> Timeline:
-        """Return what each actor did in this step, instruction by instruction. See docs/timeline.md.
+        """Return what each actor did in this step and when, instruction by instruction; see docs/timeline.md.
 
-        The timeline stays as it was when the step ended, also after restarts and when the mesh is closed. A
-        step that a restart ran again has the timeline of the run that counted, from when it was sent again.
+        The timeline remains available after restarts and after the mesh is closed. If a restart ran the step
+        again, its timeline is that of the last execution, from when the step was sent again.
 
         Raises:
             MeshError: the step has not finished, or failed or was aborted.
@@ -95,20 +95,20 @@ class StepFuture:
         return self._recording.timeline()
 
     async def wait_sent(self) -> None:
-        """Wait until the step's host arguments have left this process: you may change them again then."""
+        """Wait until the step's host arguments have left this process, so that they may be changed again."""
         await self._handle.wait_sent()
 
 
 class Recording:
-    """The record from which the timeline and the statistics of one step are made once somebody asks for them.
+    """The record of one step from which its timeline and statistics are made when they are asked for.
 
-    A step that nobody asks about costs a few references here.
+    Until then a recording costs a few references.
 
     Args:
         name: the step function's name.
-        handle: knows what the actors answered, and when.
+        handle: the step's handle, which has the actors' replies and the times at which they came.
         programs: the programs that the actors ran.
-        controller: knows which processes the actors are, and their clocks.
+        controller: the mesh's controller, asked for the actors' processes and clocks when the step has ended.
     """
 
     __slots__ = ("_controller", "_processes", "handle", "name", "programs")
@@ -127,7 +127,7 @@ class Recording:
         return f"{step_text(self.handle.step)} ({self.name!r})"
 
     def stats(self) -> list[StepStats]:
-        """Return the statistics of each actor, in the order of the actors.
+        """Return the statistics of each actor for this step, in the order of the actors.
 
         Raises:
             MeshError: the step has not finished, or failed.
@@ -136,7 +136,7 @@ class Recording:
         return [stats[actor] for actor in sorted(stats)]
 
     def timeline(self) -> Timeline:
-        """Return what each actor did, and when.
+        """Return what each actor did in this step, and when.
 
         Raises:
             MeshError: the step has not finished, or failed.
@@ -155,9 +155,9 @@ class Recording:
         return self.handle.result()
 
     def _keep_processes(self) -> None:
-        """Note who ran the step, now that it has ended.
+        """Store, when the step has ended, the processes that ran it and their clocks.
 
-        After a restart its actors may be other processes, with other clocks.
+        After a later restart the actors may be other processes, with other clocks.
         """
         controller, self._controller = self._controller, None
         if controller is None or self.handle.error is not None:
@@ -183,14 +183,14 @@ class Recording:
 
 
 class StepArrays:
-    """The donated arguments and the results of one step that has been sent.
+    """An object that updates the handles of a sent step's donated arguments and results as the step goes on.
 
-    From when the step is sent until it has ended, this object decides what each of these handles stands for:
-    while the caller waits, after the caller has gone, and when the step fails.
+    Donated arguments are unusable from when the step is sent. If the step fails, its results are unusable
+    too; if its caller is cancelled, each donated argument refers to the result that is its new value.
 
     Args:
         name: the step function's name.
-        compiled: knows which result continues which argument.
+        compiled: the compiled step, which says which result is the new value of each donated argument.
         leaves: the argument leaves of the call.
         results: the handles of the step's results.
 
@@ -207,7 +207,11 @@ class StepArrays:
             array.retire(DONATED, f"it was donated to step {name!r}; use the step's result instead")
 
     def fail(self, why: str) -> None:
-        """Mark the donated arguments and the results unusable, because the step has failed."""
+        """Mark the donated arguments and the results unusable, because the step has failed.
+
+        Args:
+            why: the first line of the step's error, for later errors about these arrays.
+        """
         for k, array in enumerate(self._results):
             # No program touches an argument that is handed back, so it outlives the failure.
             if not array.is_deleted() and k not in self._compiled.handed_back:
@@ -216,10 +220,12 @@ class StepArrays:
             array.retire(DONATED, f"it was donated to step {self._name!r}, which failed: {why}")
 
     def abandon(self) -> str | None:
-        """Let each donated array stand for the result that continues it, since nobody has the results.
+        """Make each donated array refer to its new value among the results, since the caller was cancelled.
+
+        A donated array that has no new value stays unusable. The caller never gets the results themselves.
 
         Returns:
-            What became of the donated arguments, for the log; None if there are none.
+            A text for the log that says what became of the donated arguments; None if there are none.
         """
         lost: dict[int, RemoteArray] = {}
         continued: dict[str, str] = {}
@@ -250,7 +256,14 @@ class StepArrays:
         return "; ".join(said) or None
 
     def _argument_and_result(self, arg: int, result: int) -> tuple[str, str]:
-        """Name the trees in which the two leaves are the same part, such as `("state", "result[0]")`."""
+        """Return the names of the whole trees to which two leaves belong, such as `("state", "result[0]")`.
+
+        The result leaf continues the argument leaf (is its new value), so their paths in these trees agree.
+
+        Args:
+            arg: position of the argument leaf.
+            result: position of the result leaf.
+        """
         name, traced = self._compiled.inputs[arg].name, self._compiled.compiled.traced
         argument = re.split(r"[\[.]", name, maxsplit=1)[0]
         return argument, traced.out_names[result].removesuffix(name[len(argument) :])
@@ -260,10 +273,10 @@ class StepArrays:
 
 
 class Printer:
-    """The printer of one mesh's steps, which calls their host code in the order in which the steps started.
+    """An object that calls the host code of one mesh's steps, such as prints, in the order of the steps.
 
     Args:
-        values: fetches the arrays that the prints show.
+        values: the part of the mesh that fetches the values to print.
     """
 
     def __init__(self, values: RemoteValues):
@@ -271,10 +284,14 @@ class Printer:
         self._last: asyncio.Task[None] | None = None
 
     def start(self, traced: Traced, shown: Sequence[RemoteArray], handle: StepHandle) -> asyncio.Task[None]:
-        """Print once the step has finished, after the steps before it; a step that fails prints nothing.
+        """Start a task that calls the host code of a step's prints and callbacks once the step has finished.
+
+        The task first waits for the prints of the steps before. A step that fails prints nothing.
 
         Args:
-            shown: the step's hidden results.
+            traced: the traced step, which has the host code to call.
+            shown: the step's hidden results, which are the operands of that code.
+            handle: the step's handle.
 
         Returns:
             The task. It raises what a user's callback raises, and the mesh's failure if the values are lost.

@@ -1,6 +1,6 @@
-"""Compile steps, load them on the actors and run them: the module where compiler and controller meet.
+"""Compile steps, load them on the actors and run them: the module that connects compiler and controller.
 
-`StepRunner` decides which array goes where before a step and which array is freed when.
+`StepRunner` also decides which arrays are moved before a step, and when arrays are freed.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class StepRunner:
 
     Args:
         controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
-        values: the mesh's arrays.
+        values: the part of the mesh that makes, fills, fetches and frees its arrays.
         num_actors: number of actors.
         target: the devices of one actor.
-        max_inflight: how many steps may be under way at once.
-        actor_config: settings of JAX that the actors were started with; empty: they share this process's.
+        max_inflight: the number of steps that may be under way at the same time.
+        actor_config: the settings of JAX with which the actors were started; empty if the actors share those
+            of this process.
 
     Attributes:
         last: the recording of the last step that finished; None before the first one has.
@@ -79,23 +80,23 @@ class StepRunner:
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._mover = Mover(controller, values, num_actors, target)
         self._printer = Printer(values)
-        self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # of large moves
+        self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # their large moves are logged
         self._abandoned_steps = AbandonedSteps(
             lambda ahead, name: controller().mesh_events.waiting(name, ahead.step)
         )
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
-        """See `RemoteMesh.run`."""
+        """Run a step, and return its results when every actor has finished it; see `RemoteMesh.run`."""
         future = await self._begin(step, args)
         try:
             await future.wait_sent()
             return await future
-        except BaseException as error:  # whatever ended it, a closed coroutine too: nobody gets the results
+        except BaseException as error:  # also of a closed coroutine: in any case nobody gets the results
             self._abandon(future, "run", error)
             raise
 
     async def submit(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
-        """See `RemoteMesh.submit`."""
+        """Start a step, and return its future once its host values were sent; see `RemoteMesh.submit`."""
         future = await self._begin(step, args)
         try:
             await future.wait_sent()  # the step's host values may change again once they have left
@@ -105,7 +106,13 @@ class StepRunner:
         return future
 
     def _abandon(self, future: StepFuture, call: str, error: BaseException) -> None:
-        """Leave a step that was sent running without its caller, which gets no results because of `error`."""
+        """Let a step that was sent run on although its caller ended with an error and gets no results.
+
+        Args:
+            future: the step's future.
+            call: the user's call that ended, such as `"run"`, for the log.
+            error: the error with which the call ended, most often a cancellation.
+        """
         if future._handle.error is not None:  # the caller gets this error
             return
         if (became := future._arrays.abandon()) is not None:
@@ -114,7 +121,7 @@ class StepRunner:
         self._abandoned_steps.mark_abandoned(future._handle)
 
     async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
-        """Compile a step if need be, and start it as soon as it is admitted."""
+        """Compile a step unless that has been done, start it once it is admitted, and return its future."""
         # From here on only the leaves found now count: while this waits, its caller may change the trees.
         leaves, found = step.recall(args)
         if isinstance(found, CompiledStep):
@@ -128,7 +135,7 @@ class StepRunner:
     # ---------------------------------------------------------------- compiling
 
     async def compile(self, step: DistributedStep, args: Sequence[Any]) -> CompiledStep:
-        """See `DistributedStep.compile`."""
+        """Return the compiled form of a step for these arguments; see `DistributedStep.compile`."""
         self._controller()
         signature = step.signature(args)
         if (found := step.find(signature)) is not None:
@@ -150,9 +157,10 @@ class StepRunner:
             return compiled
 
     async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
-        """See `DistributedStep.init`.
+        """Make argument `argnum` of `step` on the actors by running `fn(*args)`; see `DistributedStep.init`.
 
-        The function `fn` becomes a step whose results are placed where `step` takes them.
+        The function `fn` becomes a step of its own, whose results are made on the actors on which `step` uses
+        them.
         """
         wanted = step.latest("step.init").argument_slots(argnum)
         name = getattr(fn, "__name__", "init")
@@ -172,7 +180,11 @@ class StepRunner:
             raise
 
     def _check_settings(self) -> None:
-        """Raise `MeshError` if this thread asks for checks that the actors would not make."""
+        """Check that the actors make all the checks for NaN and infinity that this thread's settings ask for.
+
+        Raises:
+            MeshError: a check is on in this thread and off on the actors.
+        """
         theirs = self._actor_config or jax_config.global_checks()
         for name, value in jax_config.thread_checks().items():
             if value and not theirs.get(name):
@@ -234,7 +246,7 @@ class StepRunner:
                 )
 
     async def _place_hidden(self, compiled: CompiledStep) -> None:
-        """Send captured arrays and microbatch indices to the actors, once, before the first run."""
+        """Send a step's captured arrays and microbatch indices to the actors, unless that has been done."""
         if compiled.hidden or not compiled.hidden_values:
             return
         places = compiled.inputs[len(compiled.inputs) - len(compiled.hidden_values) :]
@@ -252,7 +264,13 @@ class StepRunner:
     async def _admit(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any], kind: RunKind = "step"
     ) -> StepFuture:
-        """Wait until the step is admitted, bring the arguments to where they belong, and start the step."""
+        """Wait until the step is admitted, move its arguments to the actors that use them, and start it.
+
+        A step is admitted when fewer than `max_inflight` steps are under way.
+
+        Returns:
+            The future of the step, which has been sent.
+        """
         binding = compiled.binding
         if (self._admission.locked() or self._start_lock.locked()) and binding.ids(
             self._values, leaves
@@ -282,7 +300,11 @@ class StepRunner:
     async def _bring(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
     ) -> tuple[array_moves.Moved, ...]:
-        """Deal with all that keeps a step from starting: errors, arrays that lie elsewhere, the first run."""
+        """Prepare a step's start: check its arguments, send hidden ones, and move arrays to their actors.
+
+        Returns:
+            The arguments that were moved or resharded.
+        """
         self._check_leaves(leaves, compiled)
         await self._place_hidden(compiled)
         moved = await self._mover.bring(leaves, compiled.inputs, step.__name__)
@@ -298,7 +320,14 @@ class StepRunner:
     async def _copies(
         self, compiled: CompiledStep, leaves: Sequence[Any], results: Sequence[int]
     ) -> dict[int, RemoteArray]:
-        """Copy the arguments that these results hand back and that the caller keeps."""
+        """Copy arguments that a step returns unchanged and that its caller keeps.
+
+        Args:
+            results: positions of the results that are such arguments.
+
+        Returns:
+            The copies, by position of the result.
+        """
         if not results:
             return {}
         kept = [compiled.handed_back[result] for result in results]
@@ -316,13 +345,16 @@ class StepRunner:
         copies: dict[int, RemoteArray],
         kind: RunKind,
     ) -> StepFuture:
-        """Send the step to its actors; from here on nothing is awaited until it has left.
+        """Bind the arguments, send the step to its actors without awaiting anything, and return its future.
 
         Args:
-            ids: the array of each leaf, if every leaf lies where the step takes it; None: the leaves need
-                `bind_with_care`.
-            moved: the arguments that were carried, for the future.
-            copies: copies of arguments that are handed back, by result.
+            step: the step.
+            compiled: its compiled form for this call.
+            leaves: the argument leaves of the call.
+            ids: what `Binding.ids` returned; None: the leaves need `bind_with_care`.
+            moved: the arguments that were moved before the step, for the future.
+            copies: copies of arguments that the step returns unchanged, by position of the result.
+            kind: the kind of step, for the actors.
         """
         controller, binding = self._controller(), compiled.binding
         new_id, hidden = controller.new_array_id, compiled.hidden
@@ -354,7 +386,7 @@ class StepRunner:
                 kind=kind,
             )
         except BaseException:  # also an interrupt: whatever ended it, the step was not sent
-            for array in taken_over:  # the argument's handle keeps what lies there
+            for array in taken_over:  # the argument's handle keeps the buffers
                 array.retire(DELETED, "its step was not sent")
             raise
         arguments.settle()
@@ -373,9 +405,9 @@ class StepRunner:
 
 
 def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
-    """Return the ids of donated arrays by the actors on which the step does not take them.
+    """Return, for each actor, the ids of donated arrays that it holds but that the step does not use on it.
 
-    No program frees the arrays there.
+    The step's programs do not free these buffers, so the controller has to.
     """
     found: dict[ActorId, list[int]] = {}
     back = compiled.handed_back.values()
@@ -388,7 +420,11 @@ def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, lis
 
 
 def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
-    """Return the results that are unused arguments which lie on actors and which the caller keeps."""
+    """Return the positions of results for which an argument has to be copied on its actors.
+
+    These results are arguments that the step does not use and that the caller keeps, because they are not
+    donated.
+    """
     return [
         result
         for result, arg in compiled.handed_back.items()
@@ -397,10 +433,15 @@ def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
 
 
 def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> list:
-    """Return the specs of `wanted`, if the traced function makes exactly those leaves.
+    """Check that the function of `step.init` makes the leaves that a step needs, and return their shardings.
+
+    Args:
+        traced: the traced function.
+        wanted: the leaves of the step's argument.
+        name: the function's name, for the error.
 
     Raises:
-        ArrayError: it makes another number of leaves, or one of another shape or dtype.
+        ArrayError: the function makes another number of leaves, or one of another shape or dtype.
     """
     made = [_out_type(traced, ref) for ref in traced.flat.outputs[: len(traced.out_names)]]
     types = [(s.type.aval.shape, s.type.aval.dtype) for s in wanted]

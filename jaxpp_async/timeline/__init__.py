@@ -1,12 +1,12 @@
-"""Say what every actor did in one step, and when, and what the step's time was spent on.
+"""Show what every actor did in one step, and when, and what the step's time was spent on.
 
-Actors stamp every instruction of every step (`StepStats.stamps`); everything here is computed afterwards, for
-whoever asks. `docs/timeline.md` says how to read it.
+Actors record the time of every instruction of every step (`StepStats.stamps`). Everything in this package is
+computed afterwards, when a user asks for it. `docs/timeline.md` explains how to read the results.
 
-    events            programs and stamps as events and transfers
-    clock_alignment   by how much each actor's clock is ahead of the controller's
-    breakdown         where an actor's time went, and what the step was spent on
-    timeline          all of it, of one step: `Timeline`, as tables and as a trace for Perfetto
+    events            turns programs and time stamps into events and transfers
+    clock_alignment   finds how far each actor's clock is ahead of the controller's
+    breakdown         finds where each actor's time went, and what the whole step was spent on
+    timeline          combines all this for one step: `Timeline`, as tables and as a trace for Perfetto
 """
 
 from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares

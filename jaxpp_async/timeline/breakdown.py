@@ -1,11 +1,12 @@
-"""Account for the time of a step: for each actor what it did, for the whole step what it was spent on.
+"""Account for the time of a step: for each actor what it did, and for the whole step what the time was spent
+on.
 
-`divide_time` measures: each moment from the first actor's first instruction to the last one's last is
-computing, waiting, transfer, dispatch or idle, so that the five add up to it.
+`divide_time` measures. It assigns each moment, from the first actor's first instruction to the last actor's
+last one, to computing, waiting, transfer, dispatch or idle. The five shares add up to that time span.
 
-`break_down_step` finds causes. It plays the step again with the task times that were measured, first without
-anything that holds it up, then with one cause after the other. An item is what its cause adds to the length
-of the step, so the items add up to the whole.
+`break_down_step` finds causes. It simulates the step with the task times that were measured, first without
+any delays, then with one cause of delay after the other. Each item is what its cause adds to the length of
+the step, so the items add up to the whole step.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from jaxpp_async.timeline.events import ActorTimeline, TimelineEvent, TimelineTr
 
 @dataclass(frozen=True, slots=True)
 class TimeShares:
-    """Where one actor's time went in one step, in seconds. The shares add up to the time from when the first
-    actor took the step up until the last one was done.
+    """The shares of one actor's time in one step, in seconds.
+
+    The shares add up to the time from when the first actor began the step until the last one finished it.
 
     Args:
         actor: the actor.
-        compute_s: in tasks.
-        wait_s: nothing to compute: what the next task reads had not been made yet, on another actor or by
-            whoever gives the step its arguments.
-        transfer_s: nothing to compute: that had been sent, and was not there yet. After the last task: until
-            the last transfer has ended.
-        dispatch_s: everything was there, and no task ran.
-        idle_s: before the actor took the step up, and after its last instruction.
+        compute_s: time spent in tasks.
+        wait_s: time without a task because the next task's inputs did not exist yet: another actor had not
+            made and sent one, or an argument of the step was not available.
+        transfer_s: time without a task because an input of the next task had been sent but had not arrived;
+            after the last task, the time until the last transfer ended.
+        dispatch_s: time without a task although all inputs of the next one had arrived.
+        idle_s: time before the actor began the step and after its last instruction.
     """
 
     actor: ActorId
@@ -42,23 +44,23 @@ class TimeShares:
 
     @property
     def duration_s(self) -> float:
-        """The sum of the shares, the same for all actors of a step."""
+        """The sum of the shares, which is the same for all actors of a step."""
         return self.compute_s + self.wait_s + self.transfer_s + self.dispatch_s + self.idle_s
 
 
 def divide_time(
     timeline: ActorTimeline, transfers: Mapping[int, TimelineTransfer], span_s: float
 ) -> TimeShares:
-    """Divide one actor's time in a step by what it did.
+    """Divide one actor's time in a step into shares, such as computing, waiting and transfer.
 
     Args:
         timeline: the actor's events.
-        transfers: those that the actor receives, by the receive's instruction.
-        span_s: of the step.
+        transfers: the transfers that the actor receives, by instruction index of the receive.
+        span_s: the seconds from when the first actor began the step until the last one finished it.
     """
     by_instruction = {e.instruction: e for e in timeline.events}
     compute_s = wait_s = transfer_s = dispatch_s = 0.0
-    free_s = timeline.begin_s  # since when it computes nothing
+    free_s = timeline.begin_s  # the end of the last task so far
     for run in timeline.runs:
         start_s = max(run.start_s, free_s)
         made_s, there_s = _find_arrival(run, by_instruction, transfers)
@@ -81,7 +83,16 @@ def divide_time(
 def _find_arrival(
     run: TimelineEvent, by_instruction: Mapping[int, TimelineEvent], transfers: Mapping[int, TimelineTransfer]
 ) -> tuple[float, float]:
-    """Find when the last thing that a task reads was made elsewhere and sent, and when it was here."""
+    """Return when the last input of a task to arrive was sent by another actor, and when it arrived.
+
+    Both times are in seconds since the step's start. They are minus infinity if the task reads neither
+    received data nor an argument of the step. For an argument, both are the time when it arrived.
+
+    Args:
+        run: the task.
+        by_instruction: the actor's events by instruction index.
+        transfers: the transfers that the actor receives, by instruction index of the receive.
+    """
     read = (by_instruction[i] for i in run.needs if i in by_instruction)
     arrived = (e for e in read if e.kind in ("recv", "input"))
     last = max(arrived, key=lambda e: e.end_s, default=None)
@@ -96,20 +107,25 @@ def _find_arrival(
 
 @dataclass(frozen=True, slots=True)
 class StepBreakdown:
-    """Where the time of one step went, in seconds. The items add up to `total_s`; none is negative, but by
-    what the clocks of two hosts may be off.
+    """The causes that one step's time was spent on, in seconds.
+
+    The items add up to `total_s`. None is negative, except by as much as the clocks of two hosts may differ.
 
     Args:
-        queue_s: from when the controller sent the step until the first actor took it up: the way there, and
-            steps that were under way before it.
-        compute_s: all tasks, shared evenly by the actors: the step if nothing ever waited.
-        imbalance_s: what the busiest actor has to compute beyond that.
-        schedule_s: what the order of tasks adds to that, since tasks wait for others: the bubble.
-        transfer_s: what it adds that data takes a while from the start of its send until it is there.
-        start_s: what it adds that some actors took the step up later than the first, or got arguments late.
-        dispatch_s: the rest between taking up and end: everything was there, and the next thing had not
-            begun.
-        reply_s: from the end of the last instruction until the controller had the reply.
+        queue_s: the time from when the controller sent the step until the first actor began it, in which the
+            message travelled to the actor and earlier steps may still have been running.
+        compute_s: the time of all tasks divided by the number of actors: the length of the step if no actor
+            ever waited.
+        imbalance_s: how much longer the tasks of the busiest actor take than that average.
+        schedule_s: how much the order of the tasks adds, because tasks wait for tasks of other actors: the
+            bubble.
+        transfer_s: how much transfers add, because data takes time from the start of its send until it has
+            arrived.
+        start_s: how much is added because some actors began the step later than the first one, or got
+            arguments late.
+        dispatch_s: the rest of the time between the start of the first actor and the end of the last one, in
+            which all data was available but the next instruction had not begun.
+        reply_s: the time from the end of the last instruction until the controller had all replies.
     """
 
     queue_s: float
@@ -123,38 +139,42 @@ class StepBreakdown:
 
     @property
     def total_s(self) -> float:
-        """The whole step, from when it was sent until the controller had all replies."""
+        """The length of the whole step, from when the controller sent it until it had all replies."""
         return self.queue_s + self.bound_s + self.transfer_s + self.start_s + self.dispatch_s + self.reply_s
 
     @property
     def bound_s(self) -> float:
-        """The critical path of the step's tasks: the least that the schedule and the measured task times
-        allow."""
+        """The length of the critical path of the step's tasks.
+
+        This is the shortest time that the schedule and the measured task times allow.
+        """
         return self.compute_s + self.imbalance_s + self.schedule_s
 
     @property
     def span_s(self) -> float:
-        """The time from when the first actor took the step up to the end of the last instruction."""
+        """The time from when the first actor began the step until the end of the last instruction."""
         return self.bound_s + self.transfer_s + self.start_s + self.dispatch_s
 
     @property
     def efficiency(self) -> float:
-        """`bound_s` over `span_s`: 1 is a step that loses nothing beside what its schedule loses."""
+        """The ratio of `bound_s` to `span_s`: 1 for a step that loses no time except in its schedule's
+        bubble.
+        """
         return self.bound_s / self.span_s if self.span_s > 0 else 1.0
 
 
 def break_down_step(
     actors: Sequence[ActorTimeline], transfers: Sequence[TimelineTransfer], duration_s: float
 ) -> StepBreakdown:
-    """Find what the time of a step was spent on.
+    """Return what the time of a step was spent on.
 
     Args:
-        actors: each actor's events.
-        transfers: of the step.
-        duration_s: from when the controller sent the step until it had the last actor's reply.
+        actors: the events of each actor.
+        transfers: the transfers of the step.
+        duration_s: the seconds from when the controller sent the step until it had the last actor's reply.
 
     Raises:
-        ValueError: the tasks wait for each other in a circle: these are not events of one step.
+        ValueError: tasks wait for each other in a cycle, so these cannot be the events of one step.
     """
     working = [a for a in actors if a.events]
     begin_s = min((a.begin_s for a in working), default=0.0)
@@ -177,11 +197,14 @@ def break_down_step(
 
 
 class StepReplay:
-    """Plays the tasks of a step again: each actor's in its order, each as soon as what it reads is there.
+    """A simulation of a step's tasks with their measured durations.
+
+    Each actor runs its tasks in their order, and each task begins as soon as the actor is free and the task's
+    inputs are available.
 
     Args:
-        actors: each actor's events.
-        transfers: of the step.
+        actors: the events of each actor.
+        transfers: the transfers of the step.
     """
 
     def __init__(self, actors: Sequence[ActorTimeline], transfers: Sequence[TimelineTransfer]):
@@ -192,14 +215,15 @@ class StepReplay:
         self._begins = {a.actor: a.begin_s - self._first_s for a in actors}
 
     def length_s(self, *, moves: bool = False, starts: bool = False) -> float:
-        """Return how long the step then takes, in seconds.
+        """Return the length of the simulated step in seconds.
 
         Args:
-            moves: transfers take as long as they did; else no time.
-            starts: actors begin, and have their arguments, when they did; else at once.
+            moves: whether transfers take as long as they did; if not, they take no time.
+            starts: whether actors begin, and get their arguments, as late as they did; if not, all begin
+                together and have their arguments from the beginning.
 
         Raises:
-            ValueError: the tasks wait for each other in a circle.
+            ValueError: tasks wait for each other in a cycle.
         """
         ready: dict[tuple[ActorId, int], float] = {}
         free_s = {actor: self._begins[actor] if starts else 0.0 for actor in self._runs}
@@ -224,7 +248,15 @@ class StepReplay:
     def _ready(
         self, key: tuple[ActorId, int], ready: dict[tuple[ActorId, int], float], moves: bool, starts: bool
     ) -> float | None:
-        """Return when the replay has what an instruction makes; None: that is not known yet."""
+        """Return when the result of an instruction is available in the simulation, in seconds.
+
+        The result is None if that is not known yet.
+
+        Args:
+            key: the actor and the index of the instruction in its program.
+            ready: the times that are known so far; this method adds those of receives.
+            moves, starts: the arguments of `length_s`.
+        """
         if key in ready:
             return ready[key]
         event = self._events.get(key)

@@ -1,12 +1,13 @@
-"""Find by how much each actor's clock is ahead of the controller's, and by how much that may be wrong.
+"""Find how far each actor's clock is ahead of the controller's, and the largest possible error of that
+offset.
 
-Three things are known. An estimate of the offset says by how much it may be wrong. The
-step itself was sent before an actor took it up, and the reply came after the actor was done. And no data was
-there before it was sent: with transfers both ways that bounds two actors' clocks against each other by far
-less than a question could, and no arrow points into the past.
+There are three sources. First, an estimate of the offset, which comes with a bound on its error. Second, the
+step itself: the controller sent it before an actor began it, and had the reply after the actor finished it.
+Third, the step's transfers: no data arrived before it was sent. With transfers in both directions this bounds
+two actors' clocks against each other far more tightly than questions to the actors could, and it ensures that
+in a trace no arrow from a send to its receive points into the past.
 
-All of these are differences between clocks that are at most so much, so the tightest bounds are shortest
-paths.
+All of these bound the difference of two clocks from above, so the tightest bounds are shortest paths.
 
 Source: R. Bellman, On a Routing Problem, 1958; as difference constraints in Cormen et al., Introduction to
 Algorithms.
@@ -30,12 +31,12 @@ _ROUNDING_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class ClockAlignment:
-    """The actors' clocks, set against the controller's, in seconds.
+    """The offsets of the actors' clocks from the controller's clock, in seconds.
 
     Args:
-        offset_s: by how much each is ahead.
-        error_s: by how much that may be wrong.
-        pair_error_s: by how much the difference between two of them may be wrong, at most.
+        offset_s: for each actor, how far its clock is ahead of the controller's.
+        error_s: for each actor, the largest possible error of its offset.
+        pair_error_s: the largest possible error of the difference between the offsets of any two actors.
     """
 
     offset_s: dict[ActorId, float]
@@ -49,15 +50,16 @@ def align_step(
     stamps: Mapping[ActorId, Sequence[tuple[float, float]]],
     origin_s: float,
 ) -> ClockAlignment:
-    """Align the actors' clocks with the controller's.
+    """Return the offsets of the actors' clocks from the controller's, from all that is known of one step.
 
-    Where facts contradict each other, the step's own bounds hold.
+    If the bounds from transfers contradict the estimates of the offsets, the estimates are ignored. If they
+    also contradict the step's own bounds, the transfers are ignored instead.
 
     Args:
-        recorded: each actor's part.
-        programs: of these actors.
-        stamps: of these actors, as `read_stamps` reads them.
-        origin_s: when the controller sent the step, by its clock.
+        recorded: what is known of each actor's part in the step.
+        programs: the program of each of these actors.
+        stamps: for each of these actors, the time stamps of its instructions as `read_stamps` returns them.
+        origin_s: when the controller sent the step, in seconds of the controller's clock.
     """
     if all(r.error_s == 0.0 for r in recorded.values()):
         return ClockAlignment({a: r.offset_s for a, r in recorded.items()}, dict.fromkeys(recorded, 0.0), 0.0)
@@ -74,16 +76,17 @@ def align_step(
 def align_clocks(
     bounds: Mapping[ActorId, Bounds], leads: Mapping[tuple[ActorId, ActorId], float]
 ) -> ClockAlignment | None:
-    """Find offsets that agree with all that is known; None if nothing does.
+    """Return offsets of the actors' clocks that satisfy all bounds, or None if there are none.
 
     Args:
-        bounds: for each actor, against the controller.
-        leads: for some (a, b), the most by which b's clock is ahead of a's.
+        bounds: for each actor, the least and the most in seconds by which its clock may be ahead of the
+            controller's.
+        leads: for some pairs (a, b) of actors, the most in seconds by which b's clock may be ahead of a's.
     """
     actors = sorted(bounds)
     index = {actor: k for k, actor in enumerate(actors, 1)}
     size = len(actors) + 1
-    # [a][b]: b is ahead of a by
+    # most[a][b]: the most by which clock b is ahead of clock a; index 0 is the controller
     most = [[0.0 if a == b else math.inf for b in range(size)] for a in range(size)]
     for actor, (low_s, high_s) in bounds.items():
         most[0][index[actor]], most[index[actor]][0] = high_s, -low_s
@@ -95,7 +98,7 @@ def align_clocks(
         return None
     known = [row[:] for row in most]
     offsets = [0.0] * size
-    for k in range(1, size):  # one after the other, each in the middle of what those before leave it
+    for k in range(1, size):  # the middle of the interval that earlier choices leave for it
         offsets[k] = (most[0][k] - most[k][0]) / 2
         _shorten(most, 0, k, offsets[k])
         _shorten(most, k, 0, -offsets[k])
@@ -110,10 +113,14 @@ def align_clocks(
 def _find_leads(
     programs: Sequence[ActorProgram], stamps: Mapping[ActorId, Sequence[tuple[float, float]]]
 ) -> dict[tuple[ActorId, ActorId], float]:
-    """Find the bounds that transfers give, as the most by which b's clock is ahead of a's, in seconds.
+    """Return for pairs (a, b) of actors the most, in seconds, by which b's clock can be ahead of a's.
 
-    Data that b had when its clock showed t had been sent when a's clock showed s: b's clock is ahead of a's
-    by t - s at most.
+    This follows from transfers. If actor a sent data when its clock showed s, and actor b had received the
+    data when b's clock showed t, then b's clock is ahead of a's by at most t - s.
+
+    Args:
+        programs: the program of each actor.
+        stamps: for each actor, the start and end of each instruction, in seconds of the actor's own clock.
     """
     sent: dict[TransferKey, float] = {}
     there: dict[TransferKey, float] = {}
@@ -132,7 +139,13 @@ def _find_leads(
 
 
 def _shorten(most: list[list[float]], a: int, b: int, lead_s: float) -> None:
-    """Shorten every path that may go by way of this: b is ahead of a by `lead_s` at most."""
+    """Tighten all bounds in place with a new one: clock b is ahead of clock a by at most `lead_s` seconds.
+
+    Args:
+        most: the matrix of bounds; `most[a][b]` is the most by which clock b is ahead of clock a.
+        a, b: the clocks, as indices of the matrix.
+        lead_s: the new bound in seconds.
+    """
     onwards = most[b][:]
     for row in most:
         until = row[a] + lead_s
@@ -141,16 +154,32 @@ def _shorten(most: list[list[float]], a: int, b: int, lead_s: float) -> None:
 
 
 def _step_bounds(r: Recorded, stamps: Sequence[tuple[float, float]], origin_s: float) -> Bounds:
-    """Bound a clock by the step: taken up after it was sent, and done before the reply came."""
+    """Return the least and the most, in seconds, by which an actor's clock can be ahead of the controller's.
+
+    This uses the step itself: the actor began it after the controller sent it, and finished before the
+    controller had the reply.
+
+    Args:
+        r: what is known of the actor's part in the step.
+        stamps: the start and end of each instruction, in seconds of the actor's own clock.
+        origin_s: when the controller sent the step, in seconds of the controller's clock.
+    """
     between = stamp_range(stamps)
     if r.error_s == 0.0 or between is None:
         return r.offset_s, r.offset_s
     low_s, high_s = between[1] - r.heard_s, between[0] - origin_s
-    return min(low_s, high_s), max(low_s, high_s)  # in order, unless a clock ran away within the step
+    return min(low_s, high_s), max(low_s, high_s)  # they are in order unless a clock drifted within the step
 
 
 def _estimated_bounds(r: Recorded, step: Bounds) -> Bounds:
-    """Narrow the step's bounds by the estimate, unless the two contradict each other: then it is wrong."""
+    """Return the step's bounds on a clock's offset, narrowed by the estimate of that offset.
+
+    If the estimate contradicts the step's bounds, it is wrong, and the step's bounds are returned.
+
+    Args:
+        r: what is known of the actor's part in the step, with the estimate.
+        step: the bounds that `_step_bounds` returned.
+    """
     if r.error_s is None:
         return step
     low_s, high_s = max(step[0], r.offset_s - r.error_s), min(step[1], r.offset_s + r.error_s)

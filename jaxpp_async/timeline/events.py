@@ -1,6 +1,7 @@
-"""Turn one actor's program and the time stamps of its instructions into events: what happened when.
+"""Turn one actor's program and the time stamps of its instructions into events, which say what happened when.
 
-Times keep the clock that they come with but for one number that is taken off.
+This module does not align clocks. The caller gives the zero of the events' times, as a time of the clock that
+the stamps were taken with.
 """
 
 from __future__ import annotations
@@ -44,23 +45,26 @@ _KINDS: dict[type[Instruction], Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """One instruction of an actor in one step. Times are seconds since the step's start, on the controller's
-    clock.
+    """One instruction of an actor in one step, with its times.
+
+    All times are in seconds since the step's start, on the controller's clock.
 
     Args:
-        actor: the actor that ran it.
-        instruction: its index in the actor's program.
+        actor: the actor that ran the instruction.
+        instruction: the index of the instruction in the actor's program.
         kind: `"run"`, `"send"`, `"recv"`, `"input"`, `"output"` or `"delete"`.
-        label: as a user reads it: of a run `"fwd(stage 0, mb 3)"`, of a transfer the label of what made the
-            value.
-        start_s, end_s: a run: of the call; a send: until the buffer is free again; a receive: from when there
-            was a place for the data until it was there; an input: from asked for to there; output, delete:
-            the moment.
-        size_bytes: of the value that is sent, received, bound, returned or freed; 0 of a run.
-        peer: the other actor of a transfer.
-        tag: the transfer's; with both actors it names the transfer.
-        needs: instructions of this actor that made what this one reads.
-        text: its line in the compiled step's `as_text()`.
+        label: a name for users: for a task such as `"fwd(stage 0, mb 3)"`, for a transfer the name of the
+            task or argument that made the value.
+        start_s, end_s: the start and end of the instruction. For a run, the start and end of its task; for a
+            send, the end is when its buffer can be used again; for a receive, the start is when there was
+            memory for the data and the end is when the data had arrived; for an input, the start is when the
+            argument was asked for and the end is when it had arrived; for an output or delete, both are the
+            moment when it happened.
+        size_bytes: the size of the value that is sent, received, bound, returned or freed; 0 for a run.
+        peer: the other actor of a transfer; None for other kinds.
+        tag: the tag of a transfer, which identifies it together with the two actors; None for other kinds.
+        needs: the indices of the instructions of this actor that made the values that this one reads.
+        text: the instruction's line in the compiled step's `as_text()`.
     """
 
     actor: ActorId
@@ -77,7 +81,7 @@ class TimelineEvent:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from start to end."""
+        """The seconds from the start of the instruction to its end."""
         return self.end_s - self.start_s
 
 
@@ -87,10 +91,11 @@ class ActorTimeline:
 
     Args:
         actor: the actor.
-        events: in program order; an instruction that was given no time (such as a delete) is not among them.
-        clock_error_s: by how much all its times may be off against those of the controller; 0: they share a
-            clock.
-        host, pid: where it ran.
+        events: the events in program order, without instructions that have no recorded time (such as a
+            delete).
+        clock_error_s: the largest possible error of all its times against the controller's clock; 0: both use
+            the same clock.
+        host, pid: the machine and the process id of the actor.
     """
 
     actor: ActorId
@@ -105,44 +110,46 @@ class ActorTimeline:
 
     @property
     def runs(self) -> tuple[TimelineEvent, ...]:
-        """The tasks, in order."""
+        """The events of the actor's tasks, in order."""
         return tuple(e for e in self.events if e.kind == "run")
 
     @property
     def begin_s(self) -> float:
-        """When the actor took the step up."""
+        """The time at which the actor began the step, in seconds since the step's start."""
         return min((e.start_s for e in self.events), default=0.0)
 
     @property
     def end_s(self) -> float:
-        """When the last of the actor's instructions was done, sends included."""
+        """The time at which the actor's last instruction ended, sends included, in seconds since the step's
+        start.
+        """
         return max((e.end_s for e in self.events), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineTransfer:
-    """A send and the receive that took it."""
+    """A transfer of a value from one actor to another: the event of its send and that of its receive."""
 
     send: TimelineEvent
     receive: TimelineEvent
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the start of the send until the data was there."""
+        """The seconds from the start of the send until the data had arrived."""
         return self.receive.end_s - self.send.start_s
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The facts that are known of one actor's part in a step.
+    """The facts that the controller recorded of one actor's part in a step.
 
     Args:
-        program: the program that it ran.
-        stamps: `StepStats.stamps`, in seconds of the actor's own clock.
-        heard_s: when the controller had its reply, by the controller's clock.
-        offset_s: by how much the actor's clock was ahead of the controller's.
-        error_s: by how much that may be wrong; None: nothing is known of its clock.
-        host, pid: where it ran.
+        program: the program that the actor ran.
+        stamps: the times of its instructions as in `StepStats.stamps`, in seconds of the actor's own clock.
+        heard_s: when the controller had the actor's reply, in seconds of the controller's clock.
+        offset_s: the estimate of how many seconds the actor's clock was ahead of the controller's.
+        error_s: the largest possible error of that estimate in seconds; None: there is no estimate.
+        host, pid: the machine and the process id of the actor.
     """
 
     program: ActorProgram
@@ -155,12 +162,15 @@ class Recorded:
 
 
 def read_stamps(stamps: bytes) -> list[tuple[float, float]]:
-    """Read `StepStats.stamps` as a pair an instruction: taken up, done; NaN for what has no such moment."""
+    """Return `StepStats.stamps` as one pair per instruction: when it began and when it ended, in seconds.
+
+    A time that an instruction does not have is NaN.
+    """
     return list(_STAMPS.iter_unpack(stamps))
 
 
 def stamp_range(stamps: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """Return the first and the last moment among stamps; None if there is none at all."""
+    """Return the first and the last time among stamps, or None if all of them are NaN."""
     moments = [t for pair in stamps for t in pair if not math.isnan(t)]
     return (min(moments), max(moments)) if moments else None
 
@@ -171,20 +181,21 @@ def read_events(
     origin_s: float,
     labels: Mapping[TransferKey, str],
 ) -> tuple[TimelineEvent, ...]:
-    """Read the events of one actor.
+    """Return the events of one actor in one step, in program order.
 
     Args:
-        program: the program that it ran.
-        stamps: a pair an instruction, in seconds of one clock.
-        origin_s: what that clock showed at the step's start.
-        labels: what makes the value of each transfer, from `transfer_labels`.
+        program: the program that the actor ran.
+        stamps: one pair per instruction: when it began and when it ended, in seconds of one clock.
+        origin_s: the time of that clock at the step's start.
+        labels: for each transfer, the name of the task or argument that made its value, from
+            `transfer_labels`.
 
     Raises:
-        ValueError: there are more or fewer stamps than instructions.
+        ValueError: there are more or fewer pairs than instructions.
     """
     if len(stamps) != len(program.instructions):
         raise ValueError(f"{len(stamps)} pairs of stamps for {len(program.instructions)} instructions")
-    made_by: dict[BufferId, int] = {}  # the instruction that made what a slot holds just now
+    made_by: dict[BufferId, int] = {}  # the last instruction so far that wrote each buffer
     texts = format_instructions(program)
     events: list[TimelineEvent] = []
     for index, (instruction, moments) in enumerate(zip(program.instructions, stamps, strict=True)):
@@ -215,10 +226,16 @@ def read_events(
 
 
 def transfer_labels(programs: Sequence[ActorProgram]) -> dict[TransferKey, str]:
-    """Find what made the value of each transfer, by (from, to, tag): a task, or an argument such as `"arg
-    3"`.
+    """Return, for each transfer of a step, the label of the task or argument that made its value.
 
-    For a value that was passed on, that is what made it at its origin.
+    An argument is named like `"arg 3"`. For a value that an actor received and passed on, the label is that
+    of the task or argument that made it on its first actor.
+
+    Args:
+        programs: the programs of all actors.
+
+    Returns:
+        The labels by (sending actor, receiving actor, tag).
     """
     makers: dict[TransferKey, Instruction | None] = {}
     for program in programs:
@@ -234,7 +251,7 @@ def transfer_labels(programs: Sequence[ActorProgram]) -> dict[TransferKey, str]:
             return maker.label
         if isinstance(maker, Input):
             return f"arg {maker.arg}"
-        if isinstance(maker, Recv) and hops:  # passed on
+        if isinstance(maker, Recv) and hops:  # the actor received the value and passed it on
             return name((maker.from_actor, key[0], maker.tag), hops - 1)
         return "?"
 
@@ -242,7 +259,10 @@ def transfer_labels(programs: Sequence[ActorProgram]) -> dict[TransferKey, str]:
 
 
 def pair_transfers(actors: Sequence[ActorTimeline]) -> tuple[TimelineTransfer, ...]:
-    """Join each send with its receive, by (from, to, tag), in the order in which the sends were started."""
+    """Return each send with its receive, in the order in which the sends were started.
+
+    The two are found by sender, receiver and tag. A send without a receive is left out.
+    """
     receives: dict[tuple[ActorId, ActorId | None, Tag | None], TimelineEvent] = {
         (e.actor, e.peer, e.tag): e for a in actors for e in a.events if e.kind == "recv"
     }

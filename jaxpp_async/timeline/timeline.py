@@ -1,11 +1,12 @@
-"""Join the actors' parts of one step into a `Timeline`, which answers, prints as tables, and writes a trace.
+"""Combine the actors' parts of one step into a `Timeline`, which can be queried, printed as tables or saved
+as a trace.
 
-A trace is in Chrome's event format, for https://ui.perfetto.dev or chrome://tracing. The controller and each
-actor are a process there, with a thread each for tasks, sends and receives, and an arrow from each send to
-its receive. Times are microseconds since the first step's start.
+A trace is in Chrome's event format, for https://ui.perfetto.dev or chrome://tracing. It shows the controller
+and each actor as a process, with one thread each for tasks, sends and receives, and with an arrow from each
+send to its receive. Its times are microseconds since the start of the first step.
 
-Source: "Trace Event Format", the JSON that Chrome's tracing writes: `X` a slice, `s` and `f` the ends of an
-arrow, `M` names.
+Source: "Trace Event Format", the JSON that Chrome's tracing writes: `X` is a slice, `s` and `f` are the ends
+of an arrow, `M` gives names.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from jaxpp_async.timeline.events import (
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step, instruction by instruction. `print` shows where its time went.
+    """The record of one step, instruction by instruction. `print` shows where its time went.
 
-    All times are seconds since the step's start on the controller's clock: when it sent the step to the
-    actors.
+    All times are seconds since the step's start, which is when the controller sent the step to the actors, on
+    the controller's clock.
 
     Args:
-        step: its number, counted from 0 over the mesh's life.
-        name: the step function's.
+        step: the number of the step, counted from 0 over the mesh's life.
+        name: the name of the step function.
         origin_s: the step's start, in `time.monotonic()` of the controller's process.
-        duration_s: until the controller had heard of the last actor.
-        actors: those that have a part in the step.
+        duration_s: the time until the controller had the last actor's reply.
+        actors: the events of each actor that takes part in the step.
         transfers: each send with its receive, in the order in which the sends were started.
-        clock_error_s: by how much times of two actors may be off against each other, at most; 0: all are on
-            this host.
+        clock_error_s: the largest possible error between times of two different actors; 0: all actors are on
+            the controller's host.
     """
 
     step: int
@@ -66,22 +67,27 @@ class Timeline:
 
     @property
     def events(self) -> tuple[TimelineEvent, ...]:
-        """The events of all actors, in order of start."""
+        """The events of all actors, sorted by start."""
         return tuple(sorted((e for a in self.actors for e in a.events), key=lambda e: (e.start_s, e.actor)))
 
     @property
     def begin_s(self) -> float:
-        """When the first actor took the step up, which may be after it was done with an earlier step."""
+        """The time at which the first actor began the step, in seconds since the step's start.
+
+        This is later than the start if the actors were still running an earlier step.
+        """
         return min((a.begin_s for a in self.actors if a.events), default=0.0)
 
     @property
     def end_s(self) -> float:
-        """When the last actor was done."""
+        """The time at which the last actor's last instruction ended, in seconds since the step's start."""
         return max((a.end_s for a in self.actors if a.events), default=0.0)
 
     @cached_value
     def shares(self) -> tuple[TimeShares, ...]:
-        """Where each actor's time went, between `begin_s` and `end_s`."""
+        """The shares of each actor's time between `begin_s` and `end_s` that it spent computing, waiting and
+        so on.
+        """
         received: dict[ActorId, dict[int, TimelineTransfer]] = defaultdict(dict)
         for t in self.transfers:
             received[t.receive.actor][t.receive.instruction] = t
@@ -89,12 +95,12 @@ class Timeline:
 
     @cached_value
     def bill(self) -> StepBreakdown:
-        """The causes that the step's time was spent on, and why it took longer than its tasks."""
+        """The breakdown of the step's whole time into causes, such as computing, transfers and the bubble."""
         return break_down_step(self.actors, self.transfers, self.duration_s)
 
     @cached_value
     def task_times(self) -> dict[str, tuple[float, ...]]:
-        """Seconds of each run by kind of task, such as `"fwd(stage 0)"`, in order of first use."""
+        """The seconds of each run of each kind of task, such as `"fwd(stage 0)"`, in order of first use."""
         times: dict[str, list[float]] = defaultdict(list)
         for actor in self.actors:
             for run in actor.runs:
@@ -102,13 +108,13 @@ class Timeline:
         return {kind: tuple(all_s) for kind, all_s in times.items()}
 
     def median_s(self, kind: str) -> float:
-        """Return the median time of one kind of task.
+        """Return the median time of one kind of task in seconds.
 
         Args:
-            kind: such as `"fwd(stage 0)"`.
+            kind: the kind of task, such as `"fwd(stage 0)"`.
 
         Raises:
-            KeyError: the step has none of that kind; says which it has.
+            KeyError: the step has no task of that kind; the message lists the kinds that it has.
         """
         if kind not in self.task_times:
             raise KeyError(
@@ -130,25 +136,25 @@ class Timeline:
         return "\n\n".join((self._title(), *tables))
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """Return this step as Chrome's trace events; see `chrome_trace`."""
+        """Return this step as a dictionary of Chrome's trace events; see `chrome_trace`."""
         return chrome_trace([self])
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write this step as a trace; see `write_trace`."""
+        """Write this step to a file as a trace for Perfetto; see `write_trace`."""
         write_trace(path, [self])
 
 
 def make_timeline(step: int, name: str, origin_s: float, recorded: Mapping[ActorId, Recorded]) -> Timeline:
-    """Make the timeline of a finished step.
+    """Return the timeline of a finished step.
 
     Args:
-        step: its number.
-        name: its function's.
-        origin_s: when the controller sent it, by its clock.
-        recorded: each actor's part.
+        step: the number of the step.
+        name: the name of the step function.
+        origin_s: when the controller sent the step, in seconds of the controller's clock.
+        recorded: what the controller recorded of each actor's part.
 
     Raises:
-        ValueError: stamps that are not of these programs.
+        ValueError: an actor's stamps are not those of its program.
     """
     programs = [recorded[a].program for a in sorted(recorded)]
     stamps = {a: read_stamps(r.stamps) for a, r in recorded.items()}
@@ -180,7 +186,9 @@ _ITEMS = (
 
 
 def _shares_table(rows: Sequence[TimeShares]) -> str:
-    """Tabulate where each actor's time went, in parts of the time from the first actor's start to the end."""
+    """Return a table of each actor's shares of time, in percent of the time from the first start to the last
+    end.
+    """
     span_s = rows[0].duration_s if rows else 0.0
     header = (f"of {_time(span_s)}", "computing", "waiting", "transfers", "dispatch", "idle")
     return _table(
@@ -190,13 +198,17 @@ def _shares_table(rows: Sequence[TimeShares]) -> str:
 
 
 def _tasks_table(rows: Iterable[tuple[str, int, float, float]]) -> str:
-    """Tabulate kinds of task: how often each ran, median and sum of its times."""
+    """Return a table of the kinds of task.
+
+    Args:
+        rows: for each kind its name, how often it ran, and the median and the sum of its times in seconds.
+    """
     header = ("task", "runs", "median", "together")
     return _table(header, ((kind, str(n), _time(median), _time(total)) for kind, n, median, total in rows))
 
 
 def _breakdown_table(bill: StepBreakdown) -> str:
-    """Tabulate a breakdown, an item a line."""
+    """Return a table of a step's breakdown, with one line per item."""
     rows = []
     for item, why in _ITEMS:
         seconds = getattr(bill, f"{item}_s")
@@ -252,13 +264,13 @@ _Key: TypeAlias = tuple[ActorId, int]
 
 
 def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:
-    """Draw several steps of one mesh as one trace.
+    """Return several steps of one mesh as one trace in Chrome's event format.
 
     Args:
-        timelines: the steps.
+        timelines: the steps, in any order.
 
     Returns:
-        What `json.dump` writes: `{"traceEvents": [...], "displayTimeUnit": "ms"}`.
+        The trace, ready for `json.dump`: `{"traceEvents": [...], "displayTimeUnit": "ms"}`.
     """
     timelines = sorted(timelines, key=lambda t: t.origin_s)
     names = {_CONTROLLER: "controller", **_names(timelines)} if timelines else {}
@@ -274,11 +286,11 @@ def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:
 
 
 def write_trace(path: str | os.PathLike[str], timelines: Iterable[Timeline]) -> None:
-    """Write steps as one trace, which https://ui.perfetto.dev and chrome://tracing open.
+    """Write several steps of one mesh to a file as one trace for https://ui.perfetto.dev or chrome://tracing.
 
     Args:
         path: the file to write.
-        timelines: the steps.
+        timelines: the steps, in any order.
 
     Raises:
         OSError: the file cannot be written.
@@ -288,7 +300,10 @@ def write_trace(path: str | os.PathLike[str], timelines: Iterable[Timeline]) -> 
 
 
 def _names(timelines: Sequence[Timeline]) -> dict[int, str]:
-    """Name the processes of actors: after a restart an actor is another process, in the same track."""
+    """Return the name of each actor's process in the trace, with the hosts and pids on which the actor ran.
+
+    An actor that was replaced in a restart has several of these, but one process in the trace.
+    """
     places: dict[ActorId, dict[str, None]] = {}
     for actor in (actor for timeline in timelines for actor in timeline.actors):
         known = places.setdefault(actor.actor, {})
@@ -301,17 +316,24 @@ def _names(timelines: Sequence[Timeline]) -> dict[int, str]:
 
 
 def _add_actors(tracks: _Tracks, timeline: Timeline) -> dict[_Key, _Slice]:
-    """Add what actors did, and return the slices of transfers."""
+    """Add a slice to the trace for each task, send and receive of a step.
+
+    Returns:
+        The slices by actor and instruction.
+    """
     sent_s = {(t.receive.actor, t.receive.instruction): t.send.start_s for t in timeline.transfers}
     slices: dict[_Key, _Slice] = {}
 
     def shown_from(event: TimelineEvent) -> float:
-        """Begin the slice of a receive with the send: it is posted long before."""
+        """Return when the slice of an event starts.
+
+        The slice of a receive starts with its send, because a receive is posted long before.
+        """
         sent = sent_s.get((event.actor, event.instruction), event.start_s)
         return min(max(event.start_s, sent), event.end_s)
 
     for actor in timeline.actors:
-        # In order of time: a thread is taken again as soon as it is free.
+        # In order of time, because `_Tracks.add` reuses a thread as soon as it is free.
         for event in sorted(actor.events, key=lambda e: (shown_from(e), e.instruction)):
             kind = {"run": "tasks", "send": "sends", "recv": "receives"}.get(event.kind)
             if kind is not None:
@@ -326,7 +348,7 @@ def _add_actors(tracks: _Tracks, timeline: Timeline) -> dict[_Key, _Slice]:
 def _add_transfers(tracks: _Tracks, timeline: Timeline, slices: Mapping[_Key, _Slice]) -> None:
     for transfer in timeline.transfers:
         send, receive = transfer.send, transfer.receive
-        if transfer.duration_s >= 0:  # else clocks are off, and an arrow into the past says less than none
+        if transfer.duration_s >= 0:  # otherwise the clocks are wrong: draw no arrow into the past
             tracks.arrow(
                 send.label, slices[send.actor, send.instruction], slices[receive.actor, receive.instruction]
             )
@@ -356,15 +378,17 @@ class _Slice:
 
 @dataclass(slots=True)
 class _Tracks:
-    """Collects the events of a trace; slices of one thread never overlap.
+    """A collector of a trace's events, which puts overlapping slices on different threads.
 
     Args:
-        first_s: the trace's zero.
-        first_tid: threads are numbered from it: by number none is a process, which viewers take for its main
-            thread.
+        first_s: the time that is the trace's zero.
+        first_tid: the first thread number. All thread numbers differ from all process numbers, since viewers
+            take a thread with its process's number for the main thread.
 
     Attributes:
-        origin_s: the moment since which added times are counted.
+        origin_s: the start of the current step, from which the times given to `add` are counted.
+        names: the trace events that name processes and threads.
+        events: the trace events of slices and arrows.
     """
 
     first_s: float
@@ -377,14 +401,24 @@ class _Tracks:
     _num_arrows: int = 0
 
     def process(self, pid: int, name: str) -> None:
-        """Name a process, once."""
+        """Add a process to the trace and give it a name. This must be called once per process."""
         self.names.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
         self.names.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
 
     def add(
         self, pid: int, kind: str, name: str, start_s: float, end_s: float, details: dict[str, Any]
     ) -> _Slice:
-        """Add a slice, on the first thread of its kind that is free then."""
+        """Add a slice to the trace and return it.
+
+        The slice is put on the first thread of its process and kind that is free at its start.
+
+        Args:
+            pid: the number of the process.
+            kind: the kind of thread, one of `_KINDS`.
+            name: the text on the slice.
+            start_s, end_s: the start and end of the slice, in seconds since `origin_s`.
+            details: what viewers show when the slice is selected.
+        """
         start_us, end_us = (round((self.origin_s - self.first_s + t) * 1e6, 3) for t in (start_s, end_s))
         end_us = max(end_us, round(start_us + _LEAST_US, 3))
         tid = self._free_thread(pid, kind, start_us)
@@ -396,13 +430,14 @@ class _Tracks:
         return _Slice(pid, tid, start_us, end_us)
 
     def arrow(self, name: str, start: _Slice, end: _Slice) -> None:
-        """Add an arrow from the start of a slice to the end of another.
+        """Add an arrow from the start of one slice to the end of another.
 
-        Both ends are inside of their slices: viewers bind them to that.
+        Both ends of the arrow are placed within their slices in time, because viewers attach an end to the
+        slice in which it lies.
         """
         self._num_arrows += 1
         common = {"cat": "transfers", "name": name, "id": self._num_arrows}
-        # still inside when viewers cut it off
+        # still within the slice if viewers truncate it
         arrives_us = round(max(end.start_us, end.end_us - 2 * _LEAST_US), 3)
         self.events.append({"ph": "s", "pid": start.pid, "tid": start.tid, "ts": start.start_us, **common})
         self.events.append({"ph": "f", "bp": "e", "pid": end.pid, "tid": end.tid, "ts": arrives_us, **common})
@@ -412,7 +447,7 @@ class _Tracks:
         for tid in threads:
             if self._free_from_us[tid] <= at_us:
                 return tid
-        tid = self.first_tid + len(self._free_from_us)  # of the whole trace: some viewers go by it alone
+        tid = self.first_tid + len(self._free_from_us)  # unique in the trace, as some viewers require
         name, order = (
             kind + (f" {len(threads) + 1}" if threads else ""),
             _KINDS.index(kind) * 1000 + len(threads),

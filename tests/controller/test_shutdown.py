@@ -7,7 +7,8 @@ import logging
 
 import pytest
 
-from jaxpp_async.controller.startup import run_bounded, wait_all_dead, wait_uninterrupted
+from jaxpp_async.controller.actor_group import wait_all_dead
+from jaxpp_async.protocol.task_group import run_bounded, wait_uninterrupted
 
 
 class Handle:

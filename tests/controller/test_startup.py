@@ -21,8 +21,9 @@ import jaxpp_async as jpp
 from jaxpp_async.base import install_hints
 from jaxpp_async.base.install_hints import cuda_error, extra_of, pip_install
 from jaxpp_async.controller.actor_group import ActorGroup
+from jaxpp_async.controller.device_checks import ProcessDevices, check_agreement
 from jaxpp_async.controller.options import ActorConfig
-from jaxpp_async.controller.startup import ProcessDevices, check_agreement, unready_error
+from jaxpp_async.controller.startup import unready_error
 from jaxpp_async.errors import InstallError, LaunchError, MeshError, RemoteError
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.protocol.actor_info import ActorInfo

@@ -10,7 +10,8 @@ from importlib import metadata
 import pytest
 
 import jaxpp_async
-from jaxpp_async.launch.host_agent import VERSIONED, descendants, hello, obey_orders
+from jaxpp_async.base.install_hints import SAME_VERSIONS
+from jaxpp_async.launch.host_agent import descendants, hello, obey_orders
 from jaxpp_async.launch.host_agent_protocol import Close, SignalActor, write_order
 from jaxpp_async.protocol.parent_watch import ExitCode, Lease
 
@@ -72,7 +73,7 @@ def test_the_first_word_says_who_this_is_and_what_is_installed():
     assert (said.pid, said.python) == (os.getpid(), sys.executable)
     assert said.versions == {
         "jaxpp-async": jaxpp_async.__version__,
-        **{name: metadata.version(name) for name in VERSIONED},
+        **{name: metadata.version(name) for name in SAME_VERSIONS},
     }
 
 
@@ -81,7 +82,7 @@ def test_a_package_that_is_missing_has_no_version(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    assert {hello().versions[name] for name in VERSIONED} == {None}
+    assert {hello().versions[name] for name in SAME_VERSIONS} == {None}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

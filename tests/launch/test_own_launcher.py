@@ -25,7 +25,6 @@ from resources import nothing_left
 from rich.console import Console
 
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorDiedError, LaunchError, MeshError
 from jaxpp_async.launch import LaunchSpec
 from jaxpp_async.launch import host_agent_protocol as kp
@@ -38,6 +37,7 @@ from jaxpp_async.launch.remote import MAX_HANDSHAKES, CommandReach, HostLines, R
 from jaxpp_async.launch.spawn import ActorRequest
 from jaxpp_async.protocol.frames import version_mismatch
 from jaxpp_async.protocol.line_protocol import RECORD
+from jaxpp_async.protocol.task_group import all_of
 from tests.launch.test_local import HERE, environment, is_running
 
 # ---------------------------------------------------------------- the interface, by hand (docs/launching.md
