@@ -21,7 +21,7 @@ ir, primitives, ir_slicing              all passes: operations over integers, na
 scan, cond_split, debug_callbacks       `trace`: loops that contain markers, branches of conds, debug prints
 stage_assignment, loop_commuting        `partition`: the stage of each operation, and the operations that
                                         move to after the loop
-outer_ops, reduction_grouping           `placement`: operations outside the loops, and sums grouped by actor
+reduction_grouping                      `placement`: sums outside the loops, grouped by actor
 loop_unrolling, continued_arguments     `task_graph`: the tasks of one loop, and which result replaces which
                                         argument in the next step
 evaluate, export_cache                  `export`: operations as functions, and one export for equal recipes

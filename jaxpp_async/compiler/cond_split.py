@@ -1,6 +1,6 @@
 """Split conds and calls outside the loops, so that each piece can run on the actor that holds its data.
 
-`split_cond` makes several conds of one, `merge_parts` joins such parts again, and `expanded` replaces an
+`split_cond` makes several conds of one, `merge_parts` joins such parts again, and `expand_op` replaces an
 operation by the operations inside it. All compute the same values as before. `compiler.placement` decides
 which operations are split or expanded.
 """
@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxpp_async.compiler.ir import Flat, Lit, Loop, Op, Ref, Types, used_ids
-from jaxpp_async.compiler.primitives import LAID_OUT
+from jaxpp_async.compiler.primitives import ENLARGING
 
 # Sending a value of up to this size in bytes costs next to nothing, so the actor that has it need not run its
 # users.
@@ -26,7 +26,7 @@ def is_repeatable(op: Op, types: Types) -> bool:
     """Return whether computing `op` again costs less than sharing its result."""
     if any(types.sizes[r] > SCALAR_BYTES for r in op.reads):
         return False
-    return op.name in LAID_OUT or all(types.sizes[o] <= SCALAR_BYTES for o in op.outputs if o >= 0)
+    return op.name in ENLARGING or all(types.sizes[o] <= SCALAR_BYTES for o in op.outputs if o >= 0)
 
 
 # ---------------------------------------------------------------- one cond into several
@@ -231,8 +231,8 @@ def _select_one(op: Op, cases: Sequence[Ref], output: int) -> Op:
 
 
 def can_expand(op: Op) -> bool:
-    """Return whether `op` is a call or cond that `expanded` can replace by the operations inside it."""
-    return op.expand is not None or (op.branches is not None and op.branches.ends)
+    """Return whether `op` is a call or cond that `expand_op` can replace by the operations inside it."""
+    return op.expand is not None or (op.branches is not None and op.branches.terminates)
 
 
 def has_constant_choice(op: Op) -> bool:
@@ -240,7 +240,7 @@ def has_constant_choice(op: Op) -> bool:
     return op.branches is not None and isinstance(op.inputs[0], Lit)
 
 
-def expanded(op: Op, types: Types) -> list[Op]:
+def expand_op(op: Op, types: Types) -> list[Op]:
     """Return operations that replace a call or a cond and compute its results with the same ids.
 
     A call is replaced by the operations inside it. For a cond every branch is computed and its results are

@@ -80,12 +80,12 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
     return {result: arg for arg, result in found.items()}
 
 
-_LOOP_STEPS, _FAR = 1 << 10, 1 << 20
-"""The number of operations that a loop counts for, and the distance of a result that is not made of an
-argument."""
+_LOOP_DISTANCE, _UNRELATED = 1 << 10, 1 << 20
+"""The number of operations that a microbatch loop counts as in a distance, and the distance between an
+argument and a result that does not depend on it."""
 
-_LOOKED_AT = 3
-"""The number of a tree's leaves whose distance from a result is measured."""
+_NUM_MEASURED_LEAVES = 3
+"""The number of leaves of an argument, from the first, whose distance to a result is measured."""
 
 
 def _nearest_first(
@@ -101,12 +101,12 @@ def _nearest_first(
     """
     if len(pairs) < 2:
         return pairs
-    sources = sorted({leaf for leaves, _ in pairs for leaf in leaves[:_LOOKED_AT]})
+    sources = sorted({leaf for leaves, _ in pairs for leaf in leaves[:_NUM_MEASURED_LEAVES]})
     made = {leaf: _operations_from(traced, traced.flat.inputs[leaf]) for leaf in sources}
 
     def distance(pair: tuple[list[int], list[int]]) -> int:
-        near = list(zip(*pair, strict=True))[:_LOOKED_AT]
-        return sum(made[leaf].get(traced.flat.outputs[result], _FAR) for leaf, result in near)
+        near = list(zip(*pair, strict=True))[:_NUM_MEASURED_LEAVES]
+        return sum(made[leaf].get(traced.flat.outputs[result], _UNRELATED) for leaf, result in near)
 
     return sorted(pairs, key=distance)
 
@@ -116,7 +116,7 @@ def _operations_from(traced: Traced, value: int) -> dict[Any, int]:
     steps: dict[Any, int] = {value: 0}
     for op in traced.flat.ops:
         if reached := [steps[r] for r in op.reads if r in steps]:
-            away = min(reached) + (_LOOP_STEPS if isinstance(op, Loop) else 1)
+            away = min(reached) + (_LOOP_DISTANCE if isinstance(op, Loop) else 1)
             steps.update((v, away) for v in op.outputs if v not in steps)
     return steps
 

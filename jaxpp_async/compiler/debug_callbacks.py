@@ -82,7 +82,7 @@ def _has_prints(eqn: Any) -> bool:
 def lift_prints(eqn: Any) -> tuple[Any, list[Any], list[tuple[Any, list[Any]]]]:
     """Return a copy of a checkpoint without prints; the printed values become extra results.
 
-    A print is a `jax.debug.print` or `jax.debug.callback`. Those inside a scan or a cond within the
+    A print is a `jax.debug.print` or `jax.debug.callback`. Prints inside a scan or a cond within the
     checkpoint are not moved.
 
     Args:

@@ -31,8 +31,8 @@ class PassTexts(Mapping[str, str]):
     A dump is made anew each time it is read.
 
     Args:
-        makers: pass name to a function without arguments that makes the dump. It must use only values that
-            are never changed later.
+        makers: a map from the name of each pass to a function without arguments that makes the dump. The
+            function must use only values that are never changed later.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], str]]) -> None:
@@ -396,7 +396,7 @@ class Explainer:
         """
         if result in self.placed.placement.handed_back:
             return f"is {self.graph.values[value].label}, handed back where it lies"
-        if result in self.placed.placement.asked:
+        if result in self.placed.placement.caller_placed_results:
             return "asked for by init"
         if result in self.continues:
             return f"continues {self.traced.arg_names[self.continues[result]]}"

@@ -134,7 +134,8 @@ def key_data(x: Any) -> Any:
 def value_type(aval: Any) -> ValueType:
     """Return the `ValueType` of a JAX aval.
 
-    It does not say how automatic mesh axes split the value; `compiler.sharding_propagation` finds that later.
+    The type does not say how automatic mesh axes split the value, which `compiler.sharding_propagation` finds
+    later.
     """
     weak, types = bool(getattr(aval, "weak_type", False)), logical_axes.explicit_sharding(aval)
     on_host = private_api.is_host_memory(aval)
@@ -147,15 +148,15 @@ def value_type(aval: Any) -> ValueType:
 # ---------------------------------------------------------------- branches of a cond
 
 
-def branches(bodies: Sequence[Flat], types: Types, *, ends: bool) -> Branches:
+def branches(bodies: Sequence[Flat], types: Types, *, terminates: bool) -> Branches:
     """Make the `Branches` of a `cond`, from which passes can build smaller conds.
 
     Args:
         bodies: one body per branch; all return the same number and types of results.
         types: the type of every value id, including ids that are added to bodies later.
-        ends: whether every branch is certain to end, that is, none contains a `while`.
+        terminates: whether every branch is certain to end, that is, none contains a `while`.
     """
-    return Branches(tuple(bodies), lambda chosen: _choose_branch(chosen, types), _select, ends)
+    return Branches(tuple(bodies), lambda chosen: _choose_branch(chosen, types), _select, terminates)
 
 
 def _choose_branch(bodies: Sequence[Flat], types: Types) -> Callable[[Sequence[Any]], Sequence[Any]]:

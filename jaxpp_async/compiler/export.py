@@ -116,7 +116,7 @@ def emit(
 def lowering_context(target: Target) -> Any:
     """Return a context in which JAX traces and lowers for the target.
 
-    It sets the mesh that bare `PartitionSpec`s refer to, and the axis rules for `shard`.
+    The context sets the mesh that bare `PartitionSpec`s refer to, and the axis rules for `shard`.
     """
     stack = contextlib.ExitStack()
     stack.enter_context(logical_axes.axis_rules(target.axis_rules if target.mesh is not None else {}))

@@ -33,7 +33,7 @@ class ExportCache:
     """A cache of exported executables, keyed by what they compute.
 
     One cache serves a step and the forms of that step under other schedules; the owner of the compiled steps
-    owns it. It grows with every step that is emitted through it and is never emptied.
+    owns it. The cache grows with every step that is emitted through it and is never emptied.
 
     Attributes:
         count: the number of recipes that were exported.
@@ -108,13 +108,14 @@ class _ExportContext:
 
     def key(self, recipe: Recipe) -> Hashable:
         """Return a key that recipes share only if their executables have equal bytes."""
-        if {f.name for f in dataclasses.fields(recipe)} != _HANDLED:
+        if {f.name for f in dataclasses.fields(recipe)} != _KEYED_FIELDS:
             return _Identity(recipe)
         return self._common, _RecipeKey(self).key(recipe)
 
 
-_HANDLED = {"name", "inputs", "outputs", "ops", "slices", "index", "literals", "starts", "accumulates"}
-"""The fields of `Recipe` that `_RecipeKey` knows. With any other, recipes are not shared."""
+_KEYED_FIELDS = {"name", "inputs", "outputs", "ops", "slices", "index", "literals", "starts", "accumulates"}
+"""The fields of `Recipe` that `_RecipeKey` knows. If `Recipe` has any other field, no two recipes share an
+executable."""
 
 
 class _RecipeKey:

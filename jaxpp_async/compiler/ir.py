@@ -3,17 +3,21 @@
 A recipe describes the computation of one executable: `task_graph` writes it and `export` turns it into
 StableHLO. The inputs of a node of the task graph and of its recipe agree position by position. The function
 that runs an operation (`Op.run`) is opaque to the passes, so that partition and placement use only the
-structure. Value ids count from zero over the whole step, loop bodies included.
+structure. Value ids count from zero over the whole step, loop bodies included. An `OuterStep` is the part of
+a step outside its microbatch loops, whose operations placement replaces and removes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from jaxpp_async.base.frozen import frozen
-from jaxpp_async.program.instructions import Aval
+from jaxpp_async.program.instructions import ActorId, Aval
+
+Actors: TypeAlias = frozenset[ActorId]
+"""The actors that run an operation or hold a value."""
 
 
 @frozen(eq=False)
@@ -69,9 +73,9 @@ class Op:
         expand: for an operation that wraps others (such as a checkpoint), a function that returns those, over
             new value ids, and their results.
         split: for an operation that can be split in two (a scan), a function that takes the operation and the
-            positions of the results that are wanted first. It returns the operation that makes these,
-            together with the values that the rest needs of it, and the operation that makes the rest; None if
-            it cannot be split so.
+            positions of the results that are wanted first. The function returns the operation that makes
+            these results, together with the values of it that the rest needs, and the operation that makes
+            the rest; None if the operation cannot be split in this way.
         branches: the branches of a `cond` outside the loops; else None.
 
     Attributes:
@@ -108,8 +112,8 @@ class Branches:
             reduced or reordered versions of those above.
         select: the `Op.run` of an operation that takes the index and one value per branch, and returns the
             value of the chosen branch.
-        ends: whether every branch is certain to end. A branch with a `while` is not: it might run forever on
-            values that it was not meant for.
+        terminates: whether every branch is certain to end. A branch with a `while` is not: it might run
+            forever on values that it was not meant for.
         whole: the cond that this one is a part of (see `cond_split`), so that parts that are placed on the
             same actor can be merged again; None if it is not a part.
     """
@@ -117,7 +121,7 @@ class Branches:
     bodies: tuple[Flat, ...]
     choose: Callable[[Sequence[Flat]], Callable[[Sequence[Any]], Sequence[Any]]]
     select: Callable[[Sequence[Any]], Sequence[Any]]
-    ends: bool = True
+    terminates: bool = True
     whole: Op | None = None
 
 
@@ -215,7 +219,7 @@ class Types:
 class Captured:
     """A large array that the user's function closes over.
 
-    It becomes a hidden argument of the step and is sent to the actors once.
+    The array becomes a hidden argument of the step and is sent to the actors once.
     """
 
     value: Any
@@ -286,7 +290,7 @@ class Traced:
     prints: tuple[Print | LoopPrints, ...] = ()
 
     @property
-    def shown(self) -> tuple[Ref, ...]:
+    def hidden_results(self) -> tuple[Ref, ...]:
         """The hidden results: the values that debug prints show."""
         return self.flat.outputs[len(self.out_names) :]
 
@@ -303,24 +307,109 @@ def used_ids(ops: Iterable[Op | Loop], outputs: Iterable[Ref]) -> set[int]:
     return used
 
 
-def renamed(op: Op, names: KeysView[int], name: Callable[[Ref], Ref]) -> Op:
+def renamed(op: Op, ids: KeysView[int], replacement: Callable[[Ref], Ref]) -> Op:
     """Copy an operation, including the operations inside it, with other operands.
 
     Args:
         op: the operation; its results keep their ids.
-        names: the ids of the operands that are replaced.
-        name: a function that takes an operand and returns its replacement.
+        ids: the ids of the operands that are replaced.
+        replacement: a function that takes an operand and returns its replacement.
     """
-    if names.isdisjoint(op.reads):
+    if ids.isdisjoint(op.reads):
         return op
     if (inside := op.expand) is None:
-        return replace(op, inputs=tuple(map(name, op.inputs)))
+        return replace(op, inputs=tuple(map(replacement, op.inputs)))
 
     def expand() -> tuple[tuple[Op, ...], tuple[Ref, ...]]:
         ops, results = inside()
-        return tuple(renamed(inner, names, name) for inner in ops), tuple(map(name, results))
+        return tuple(renamed(inner, ids, replacement) for inner in ops), tuple(map(replacement, results))
 
-    return replace(op, inputs=tuple(map(name, op.inputs)), expand=expand)
+    return replace(op, inputs=tuple(map(replacement, op.inputs)), expand=expand)
+
+
+# ---------------------------------------------------------------- a step outside its loops
+
+
+@dataclass(frozen=True, eq=False)
+class OuterStep:
+    """The input of placement: a step as it looks from outside its microbatch loops, each an opaque item.
+
+    Args:
+        inputs: the ids of the step's inputs (argument leaves, then captured arrays).
+        items: the operations outside the loops and the loops themselves, in program order.
+        outputs: the ids (or constants) of the step's results.
+        loop_needs: for each loop (by its position in `items`), a map from the id of each value that it reads
+            from outside to the actors that need that value.
+        loop_makes: for each loop (by its position in `items`), a map from the id of each value that it leaves
+            for operations outside to the actor that makes that value.
+        continues: a map from the position of a result to the position of the input that it continues (the new
+            and the old leaf of a state).
+        num_actors: the number of actors in the mesh.
+        result_homes: a map from the position of a result to the actors that must hold it, for the results
+            where the caller asks for that. Placement chooses the actors of the other results.
+        num_results: the number of leading `outputs` that are the user's results; the others are values that
+            `jax.debug.print` shows. None if all of them are the user's.
+        untouched: a map from the position of a result that is an unchanged input to the id of that input.
+            Only inputs that are returned as exactly one result appear.
+    """
+
+    inputs: tuple[int, ...]
+    items: tuple[Op | Loop, ...]
+    outputs: tuple[Ref, ...]
+    loop_needs: dict[int, dict[int, Actors]]
+    loop_makes: dict[int, dict[int, ActorId]]
+    continues: dict[int, int]
+    num_actors: int
+    result_homes: dict[int, Actors] = field(default_factory=dict)
+    num_results: int | None = None
+    untouched: dict[int, int] = field(default_factory=dict)
+
+
+def source_actor(actors: Collection[ActorId], wanted: ActorId) -> ActorId:
+    """Return the actor from which the actor `wanted` gets a value that is made on each of `actors`.
+
+    This is `wanted` itself if it makes the value, else the lowest of `actors`, from which
+    `lowering.plan_transfers` sends it.
+    """
+    return wanted if wanted in actors else min(actors)
+
+
+def replaced(step: OuterStep, others: Mapping[int, Sequence[Op]], removed: Collection[int] = ()) -> OuterStep:
+    """Return a copy of a step with the operations at some positions replaced or removed.
+
+    Args:
+        step: the step; what it says about its loops is kept, under their new positions.
+        others: a map from the position in `items` of each operation to replace to the operations to put in
+            its place.
+        removed: the positions in `items` of the operations to remove.
+    """
+    items: list[Op | Loop] = []
+    renumbered: dict[int, int] = {}
+    for i, item in enumerate(step.items):
+        if i in others:
+            items += others[i]
+        elif i not in removed:
+            renumbered[i] = len(items)
+            items.append(item)
+    return replace(
+        step,
+        items=tuple(items),
+        loop_needs={renumbered[i]: needs for i, needs in step.loop_needs.items()},
+        loop_makes={renumbered[i]: makes for i, makes in step.loop_makes.items()},
+    )
+
+
+def without_dead(step: OuterStep) -> OuterStep:
+    """Return a step without the operations outside its loops whose results nothing needs."""
+    needed = {r for r in step.outputs if isinstance(r, int)}
+    dead: set[int] = set()
+    for i in reversed(range(len(step.items))):
+        item = step.items[i]
+        if isinstance(item, Loop) or any(o in needed for o in item.outputs):
+            needed.update(item.reads if isinstance(item, Op) else step.loop_needs[i])
+        else:
+            dead.add(i)
+    return replaced(step, {}, dead) if dead else step
 
 
 # ---------------------------------------------------------------- recipes of executables

@@ -84,7 +84,7 @@ class _Leaf:
 class _Sum:
     """A sum of values of several tasks.
 
-    It replaces the operations at the positions `dropped` of the loop's body.
+    The sum replaces the operations at the positions `dropped` of the loop's body.
     """
 
     terms: tuple[_Expr, ...]
@@ -95,7 +95,7 @@ class _Sum:
 class _Layout:
     """A layout operation (such as a concatenation) over values of several tasks.
 
-    It replaces the operations at the positions `dropped` of the loop's body.
+    This operation replaces the operations at the positions `dropped` of the loop's body.
     """
 
     op: Op
@@ -200,7 +200,7 @@ class _Commuter:
             v = self.stages.root(stack.pop())
             p = self.stages.producer.get(v)
             if p is None:
-                found |= self.stages.held_in.get(v, set())
+                found |= self.stages.forward_stages.get(v, set())
             else:
                 stack += self.stages.ops[p].reads
         return found

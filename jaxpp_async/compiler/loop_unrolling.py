@@ -10,8 +10,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxpp_async.compiler.ir import Accumulate, AccumulatorStart, Lit, Recipe, Ref, Types, literal_type
-from jaxpp_async.compiler.outer_ops import source_actor
+from jaxpp_async.compiler.ir import (
+    Accumulate,
+    AccumulatorStart,
+    Lit,
+    Recipe,
+    Ref,
+    Types,
+    literal_type,
+    source_actor,
+)
 from jaxpp_async.compiler.partition import OutputPart, StagedLoop, StageTask, TaskKey
 from jaxpp_async.compiler.task_variants import ScheduledLoop, Variant
 from jaxpp_async.program.instructions import ActorId, Aval, Node, Task, ValueId, ValueKind, ValueTable
@@ -57,10 +65,12 @@ class TaskGraphBuilder:
         recipes: the computations of the executables, one per executable.
         nodes: the nodes, in a topological order.
         value_ids: for each value of the graph, the id of the value in the traced step that it stands for.
-        avals, kinds, places: further columns of the table of the graph's values, one entry per value. A place
-            is the label of the task that makes a value, or "" for a value that is labelled by `names`.
-        names: value id to label.
-        held: (value id, actor) to the graph value that represents this value on this actor.
+        avals, kinds: the type and the kind of each value of the graph.
+        task_labels: for each value of the graph, the label of the task that makes the value, or "" for a
+            value that is labelled by `names`.
+        names: a map from a value id to the label of its graph values.
+        value_by_actor: a map from (value id, actor) to the graph value that represents this value on this
+            actor.
         index_ids: the value id of each microbatch's index.
         same_sharding: ids of accumulators inside recipes to the ids of their final values, whose sharding
             they share.
@@ -73,9 +83,9 @@ class TaskGraphBuilder:
     value_ids: list[int] = field(default_factory=list)
     avals: list[Aval] = field(default_factory=list)
     kinds: list[ValueKind] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
+    task_labels: list[str] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
-    held: dict[tuple[int, ActorId], ValueId] = field(default_factory=dict)
+    value_by_actor: dict[tuple[int, ActorId], ValueId] = field(default_factory=dict)
     index_ids: list[int] = field(default_factory=list)
     same_sharding: dict[int, int] = field(default_factory=dict)
 
@@ -100,44 +110,44 @@ class TaskGraphBuilder:
         ir_ids: Sequence[int],
         avals: Sequence[Aval],
         kinds: Sequence[ValueKind],
-        place: str,
-        num_placed: int,
+        task_label: str,
+        num_labelled: int,
     ) -> range:
         """Add the values that one task makes, and return their graph values.
 
         Args:
             ir_ids, avals, kinds: the value id, type and kind of each value.
-            place: the task's label.
-            num_placed: how many of the values, from the first, are labelled by the task; the others by
+            task_label: the task's label.
+            num_labelled: how many of the values, from the first, are labelled by the task; the others by
                 `names`.
         """
         first = len(self.avals)
         self.avals += avals
         self.kinds += kinds
         self.value_ids += ir_ids
-        self.places += [place] * num_placed
-        self.places += [""] * (len(avals) - num_placed)
+        self.task_labels += [task_label] * num_labelled
+        self.task_labels += [""] * (len(avals) - num_labelled)
         return range(first, len(self.avals))
 
     def value_on(self, ir_id: int, actor: ActorId) -> ValueId:
         """Return the graph value of a value id on `actor`, or the one to send to it if it has none."""
-        if (ir_id, actor) in self.held:
-            return self.held[ir_id, actor]
-        holders = [a for a in range(self.num_actors) if (ir_id, a) in self.held]
-        return self.held[ir_id, source_actor(holders, actor)]
+        if (ir_id, actor) in self.value_by_actor:
+            return self.value_by_actor[ir_id, actor]
+        actors = [a for a in range(self.num_actors) if (ir_id, a) in self.value_by_actor]
+        return self.value_by_actor[ir_id, source_actor(actors, actor)]
 
     def values(self) -> ValueTable:
         """Return a table of the graph's values."""
-        ids, places, names = tuple(self.value_ids), tuple(self.places), self.names
+        ids, task_labels, names = tuple(self.value_ids), tuple(self.task_labels), self.names
 
         def label(value: ValueId) -> str:
-            return f"%{ids[value]}@{places[value]}" if places[value] else names[ids[value]]
+            return f"%{ids[value]}@{task_labels[value]}" if task_labels[value] else names[ids[value]]
 
         return ValueTable(tuple(self.avals), tuple(self.kinds), label)
 
 
 @dataclass(frozen=True, eq=False)
-class _Form:
+class _VariantData:
     """The data that the nodes of all microbatches of one task variant share.
 
     A variant is a form of a task that the schedule asked for, such as `bwd_input`.
@@ -178,26 +188,26 @@ class _LoopUnroller:
         self.made: dict[int, dict[int, ValueId]] = defaultdict(
             dict
         )  # microbatch to value id in the body to graph value
-        self.forms: dict[TaskKey, _Form] = {}
+        self.variant_data: dict[TaskKey, _VariantData] = {}
         self.accumulators: dict[int, ValueId] = {}  # value id after the loop to current graph value
         self.started: set[TaskKey] = set()
 
     def add_node(self, actor: ActorId, task: Task, key: TaskKey) -> None:
-        form = self.forms.get(key)
-        if form is None:
-            form = self.forms[key] = self._form(actor, key)
+        data = self.variant_data.get(key)
+        if data is None:
+            data = self.variant_data[key] = self._make_variant_data(actor, key)
         made, graph = self.made[task.i], self.graph
-        inputs = [made[v] if held is None else held for v, held in form.inputs]
-        if form.index is not None:
-            inputs[form.index] = graph.value_on(graph.index_ids[task.i], actor)
-        inputs += [self.accumulators[final] for final in form.finals]
+        inputs = [made[v] if shared is None else shared for v, shared in data.inputs]
+        if data.index is not None:
+            inputs[data.index] = graph.value_on(graph.index_ids[task.i], actor)
+        inputs += [self.accumulators[final] for final in data.finals]
         label = f"{key[0]}(stage {task.stage}, mb {task.i})"
-        num_made = len(form.makes)
-        outputs = graph.add_values(form.ir_ids, form.avals, form.kinds, label, num_made)
-        made.update(zip(form.makes, outputs, strict=False))
-        self.accumulators.update(zip(form.finals, outputs[num_made:], strict=True))
+        num_made = len(data.makes)
+        outputs = graph.add_values(data.ir_ids, data.avals, data.kinds, label, num_made)
+        made.update(zip(data.makes, outputs, strict=False))
+        self.accumulators.update(zip(data.finals, outputs[num_made:], strict=True))
         graph.nodes.append(
-            Node(label, actor, form.recipe, tuple(inputs), tuple(outputs), form.donatable, task)
+            Node(label, actor, data.recipe, tuple(inputs), tuple(outputs), data.donatable, task)
         )
 
     def record_results(self) -> None:
@@ -205,9 +215,10 @@ class _LoopUnroller:
         for whole in self.started:
             for add in self.staged.tasks[whole].adds:
                 final = self._final(add)
-                self.graph.held[final, self.scheduled.stage_actors[whole[1]]] = self.accumulators[final]
+                actor = self.scheduled.stage_actors[whole[1]]
+                self.graph.value_by_actor[final, actor] = self.accumulators[final]
 
-    def _form(self, actor: ActorId, key: TaskKey) -> _Form:
+    def _make_variant_data(self, actor: ActorId, key: TaskKey) -> _VariantData:
         """Make the data that all microbatches of a task variant share, including its recipe.
 
         Accumulators of the variant that no earlier node created are created too.
@@ -227,9 +238,9 @@ class _LoopUnroller:
         finals = [self._final(add) for add in adds]
         ir_ids = (*variant.makes, *finals)
         temps: list[ValueKind] = ["temp"] * len(variant.makes)
-        return _Form(
+        return _VariantData(
             recipe=number,
-            inputs=[(v, self._held(v, variant, actor)) for v in own],
+            inputs=[(v, self._shared_input(v, variant, actor)) for v in own],
             index=own.index(self.index) if self.index in own else None,
             finals=finals,
             makes=variant.makes,
@@ -239,7 +250,7 @@ class _LoopUnroller:
             donatable=tuple(range(len(own), len(inputs))),
         )
 
-    def _held(self, value: int, variant: Variant, actor: ActorId) -> ValueId | None:
+    def _shared_input(self, value: int, variant: Variant, actor: ActorId) -> ValueId | None:
         """Return the graph value of an input of a task variant, if all microbatches share it.
 
         Returns:

@@ -52,10 +52,11 @@ from jaxpp_async.program.instructions import (
 Programs = tuple[ActorProgram, ...]
 
 RECEIVES_AHEAD = 2
-"""How many runs ahead of its reader a receive is posted.
+"""The number of `Run` instructions by which a receive is posted before the run that reads the received value.
 
-Where forwards and backwards alternate, a transfer may then take as long as both of them. One run ahead
-gave it the shorter of the two, and a link that is as slow as a forward delayed every task a little.
+With 2, where forwards and backwards alternate, a transfer may take as long as one forward and one backward
+together. With 1 a transfer had only the time of the shorter of the two, and a link on which a transfer takes
+as long as a forward delayed every task a little.
 """
 
 
@@ -165,8 +166,8 @@ def _receive_positions(
         transfers: the transfers to this actor, by tag.
         position_of: index of a node in the graph to its position in this actor's sequence of runs.
         num_runs: the number of this actor's runs.
-        ahead: how many runs before its first consumer a receive is posted. It is posted earlier where a later
-            receive from the same sender has to be, since receives keep the order of the sends.
+        ahead: how many runs before its first consumer a receive is posted. The receive is posted earlier
+            where a later receive from the same sender has to be, since receives keep the order of the sends.
 
     Returns:
         Position in the sequence of runs to the receives that are posted before that run; position `num_runs`
@@ -392,7 +393,7 @@ def _find_not_deleted(program: ActorProgram) -> set[BufferId]:
 def _find_last_uses(program: ActorProgram) -> list[Sequence[BufferId]]:
     """Return for each instruction the slots (buffer numbers) that are to be deleted after it.
 
-    No later instruction uses these slots. They are in the order in which the instruction names them.
+    No later instruction uses these slots. The slots are in the order in which the instruction names them.
     """
     needed = _find_not_deleted(program)  # slots that later instructions use are added below
     ends: list[Sequence[BufferId]] = []

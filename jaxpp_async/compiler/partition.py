@@ -130,8 +130,8 @@ def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, Stage
     light: dict[int, Op] = {}
     for i, op in enumerate(stages.ops):
         if stages.kind[i] == LIGHTWEIGHT:
-            light[i] = _behind_markers(stages, i)
-        elif not (i in results.dropped or i in stages.reused or op.name in (MARKER, MARKER_SIDE)):
+            light[i] = _without_markers(stages, i)
+        elif not (i in results.dropped or i in stages.skipped or op.name in (MARKER, MARKER_SIDE)):
             key = stages.task_of(next(o for o in op.outputs if o >= 0))
             assert key is not None
             members[key].append(i)
@@ -147,7 +147,7 @@ def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, Stage
             adds[part.task].append((k, j))
     light_ops, tasks = LightOps(light), {}
     for key in sorted(members, key=task_order):
-        own = {i: _behind_markers(stages, i) for i in members[key]}
+        own = {i: _without_markers(stages, i) for i in members[key]}
         added = results.added.get(key, [])
         reads = [r for op in (*own.values(), *added) for r in op.reads]
         reads += [v for k, j in adds[key] if isinstance(v := results.parts[k][j].value, int)]
@@ -156,7 +156,7 @@ def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, Stage
     return tasks
 
 
-def _behind_markers(stages: StageAssignment, position: int) -> Op:
+def _without_markers(stages: StageAssignment, position: int) -> Op:
     """Return a copy of an operation in which each operand that is a stage marker's result is replaced by the
     value that the marker was given."""
     op = stages.ops[position]

@@ -49,7 +49,7 @@ from jaxpp_async.compiler.rematerialization import minimize_residuals
 from jaxpp_async.compiler.sharding_propagation import Spec, propagate, sharded
 from jaxpp_async.compiler.task_graph import PlacedStep, build_task_graph
 from jaxpp_async.compiler.task_variants import ScheduledLoop, schedule_loop
-from jaxpp_async.compiler.trace import trace_settled, warn_of_markers_outside
+from jaxpp_async.compiler.trace import trace_ignoring_weak_types, warn_of_markers_outside
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval, TaskGraph, ValueTable
 
@@ -105,7 +105,7 @@ class CompilePlan:
         passes: the printed result of each pass, by the name of the pass.
         continues: a map from the position of a result leaf to that of the argument leaf that it continues
             (the new and the old leaf of a state).
-        settled: the positions of argument leaves that the step accepts both weakly and strongly typed.
+        weak_or_strong: the positions of argument leaves that the step accepts both weakly and strongly typed.
         any_sharding: the positions of unused argument leaves that the step accepts in any sharding. An unused
             leaf that is returned as a result is left out if the user gave a spec for the argument or for the
             result.
@@ -117,7 +117,7 @@ class CompilePlan:
     programs: tuple[ActorProgram, ...]
     passes: PassTexts
     continues: Mapping[int, int]
-    settled: frozenset[int]
+    weak_or_strong: frozenset[int]
     any_sharding: frozenset[int]
 
 
@@ -187,7 +187,7 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
             cannot be compiled; see `errors`.
     """
     with lowering_context(request.target):
-        traced, settled = trace_settled(
+        traced, weak_or_strong = trace_ignoring_weak_types(
             request.fn,
             request.args,
             static_argnums=request.static_argnums,
@@ -225,7 +225,7 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
     programs = _lower_and_verify(placed.graph, passed)
     texts = _pass_texts(traced, staged, loops, placed, programs)
     free = _find_any_sharding(traced, placed, in_specs, out_specs)
-    return CompilePlan(traced, placed, specs, programs, texts, continues, settled, free)
+    return CompilePlan(traced, placed, specs, programs, texts, continues, weak_or_strong, free)
 
 
 def _find_any_sharding(

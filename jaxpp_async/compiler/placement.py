@@ -2,9 +2,9 @@
 results.
 
 `place` takes the step as it looks from outside its loops, with the actors on which each loop reads and makes
-values. It chooses the actors and the level of each operation, and the homes of each input and each result:
-the actors that hold it. `docs/placement.md` has the rules and DESIGN 4 their reasons. Among actors that are
-equally good, the lowest is always chosen.
+values. The result is the actors and the level of each operation, and the homes of each input and each result,
+which are the actors that hold it. `docs/placement.md` has the rules and DESIGN 4 their reasons. Among actors
+that are equally good, the lowest is always chosen.
 
 Operations outside the loops run in levels. On each actor one level is one task, and the next level begins
 where data first has to be sent to another actor. Levels are found in one forward and one backward pass over
@@ -19,9 +19,18 @@ from dataclasses import dataclass
 
 from jaxpp_async.compiler import cond_split
 from jaxpp_async.compiler.cond_split import SCALAR_BYTES, SMALL_BYTES
-from jaxpp_async.compiler.ir import Loop, Op, Types, used_ids
-from jaxpp_async.compiler.outer_ops import Actors, OuterStep, replaced, source_actor, without_dead
-from jaxpp_async.compiler.primitives import CALLS, LAID_OUT
+from jaxpp_async.compiler.ir import (
+    Actors,
+    Loop,
+    Op,
+    OuterStep,
+    Types,
+    replaced,
+    source_actor,
+    used_ids,
+    without_dead,
+)
+from jaxpp_async.compiler.primitives import CALLS, ENLARGING
 from jaxpp_async.compiler.reduction_grouping import GroupingInputs, regroup_reductions
 from jaxpp_async.program.instructions import ActorId
 
@@ -42,7 +51,7 @@ class Placement:
         output_homes: for each result, the actors that hold it when the step ends; no actors if the result is
             in `handed_back`.
         num_levels: the number of levels.
-        asked: the positions of the results for which the caller chose the actors.
+        caller_placed_results: the positions of the results for which the caller chose the actors.
         handed_back: a map from the position of each result that is an otherwise unused input to the id of
             that input. The caller gets the input's array back as the result, on whichever actors hold it.
     """
@@ -54,7 +63,7 @@ class Placement:
     input_homes: dict[int, Actors]
     output_homes: tuple[Actors, ...]
     num_levels: int
-    asked: frozenset[int]
+    caller_placed_results: frozenset[int]
     handed_back: dict[int, int]
 
 
@@ -67,10 +76,10 @@ def place(step: OuterStep, types: Types) -> Placement:
     """
     step = _split_conds(step, types)
     draft = _Placer(step, types)
-    while draft.joining:
-        # Expand the operations that read large values of several actors. They may contain further conds, so
+    while draft.to_expand:
+        # Expand the operations that read large values of several actors. Further conds may be inside them, so
         # this is repeated until the deepest are expanded.
-        others = {i: cond_split.expanded(draft.ops[i], types) for i in draft.joining}
+        others = {i: cond_split.expand_op(draft.ops[i], types) for i in draft.to_expand}
         draft = _Placer(_split_conds(replaced(draft.step, others), types), types)
     regrouped = regroup_reductions(draft.grouping_inputs())
     if regrouped is not None:
@@ -87,7 +96,7 @@ def place(step: OuterStep, types: Types) -> Placement:
         input_homes={v: frozenset(draft.homes.get(v, ())) for v in step.inputs},
         output_homes=tuple(draft.output_homes),
         num_levels=num_levels,
-        asked=frozenset(step.result_homes),
+        caller_placed_results=frozenset(step.result_homes),
         handed_back=draft.handed_back,
     )
 
@@ -100,7 +109,7 @@ def _split_conds(step: OuterStep, types: Types) -> OuterStep:
     loop, a `jit` with its own shardings is replaced by the operations inside it.
     """
     while ops := {
-        i: cond_split.expanded(op, types)
+        i: cond_split.expand_op(op, types)
         for i, op in enumerate(step.items)
         if isinstance(op, Op)
         and (cond_split.has_constant_choice(op) or (step.loop_needs and op.name in CALLS and op.expand))
@@ -139,8 +148,8 @@ class _Placer:
     - Anchored operations (`anchored`) depend on no loop, and compute a small value from large inputs (the
       norm of a parameter) or are conds over large inputs. Each runs on one actor that holds those inputs, and
       causes no copies of them on other actors.
-    - All others are free (`free`). They run on every actor that needs their results, and the inputs that they
-      read are put on these actors too.
+    - All others are free (`free`). Free operations run on every actor that needs their results, and the
+      inputs that they read are put on these actors too.
     """
 
     def __init__(self, step: OuterStep, types: Types) -> None:
@@ -152,25 +161,25 @@ class _Placer:
         for i, op in self.ops.items():
             for r in op.reads:
                 self.users[r].append(i)
-        self.can_open = {i for i, op in self.ops.items() if cond_split.can_expand(op)}
+        self.can_expand = {i for i, op in self.ops.items() if cond_split.can_expand(op)}
         self.large = {v for v in (*self.users, *self.producer) if self.size[v] > SMALL_BYTES}
         self.alone = {a: frozenset((a,)) for a in range(step.num_actors)}
         loop_home = {v: self.alone[a] for makes in step.loop_makes.values() for v, a in makes.items()}
         self.bound = self._bound_ops(loop_home)
         self.anchored = self._anchored_ops()
-        self.single = self.bound | self.anchored
+        self.one_actor_ops = self.bound | self.anchored
         self.owned = self._owned_ops()
-        self.free: dict[int, set[ActorId]] = {i: set() for i in self.ops.keys() - self.single}
-        self.chosen: dict[int, Actors] = {}  # the actors of single operations, once decided
+        self.free: dict[int, set[ActorId]] = {i: set() for i in self.ops.keys() - self.one_actor_ops}
+        self.chosen: dict[int, Actors] = {}  # the actors of operations in `one_actor_ops`, once decided
         self.homes: dict[int, set[ActorId]] = {}  # the actors of each input, by id
         # The actors that have each value. The sets are the same objects as in `homes` and `free`, so that
         # they grow together. For the results of free operations that nobody needs yet, these are the actors
         # on which they would run.
         self.at: dict[int, Set[ActorId]] = dict(loop_home)
         # Values whose actors do not depend on which actors read them.
-        self.settled = {o for i in self.single for o in self.ops[i].outputs} | loop_home.keys()
+        self.fixed_values = {o for i in self.one_actor_ops for o in self.ops[i].outputs} | loop_home.keys()
         # Operations that can be expanded and read large values of several actors.
-        self.joining: list[int] = []
+        self.to_expand: list[int] = []
         self.output_homes: list[Actors] = []
         self.handed_back: dict[int, int] = {}
         self._decide()
@@ -195,7 +204,7 @@ class _Placer:
             read = max((size[r] for r in op.reads if r in heavy), default=0)
             reduces = any(made <= limit < read for limit in (SCALAR_BYTES, SMALL_BYTES))
             follows = made <= SMALL_BYTES and any(r in taken for r in op.reads)
-            if reduces or follows or (read and i in self.can_open):
+            if reduces or follows or (read and i in self.can_expand):
                 ops.add(i)
                 taken.update(o for o in op.outputs if o >= 0 and size[o] <= SMALL_BYTES)
             if read:
@@ -212,7 +221,7 @@ class _Placer:
         made = {self.producer[r] for r in results if isinstance(r, int) and r in self.producer}
         return {
             i
-            for i in made - self.single
+            for i in made - self.one_actor_ops
             if any(
                 self.types[o].aval.dtype.startswith(("float", "bfloat", "complex"))
                 for o in self.ops[i].outputs
@@ -227,7 +236,8 @@ class _Placer:
 
     def grouping_inputs(self) -> GroupingInputs:
         """Return the input of `regroup_reductions`: the step and where its operations run so far."""
-        return GroupingInputs(self.step, self.types, self.single, self.producer, self.users, self._where)
+        single = self.one_actor_ops
+        return GroupingInputs(self.step, self.types, single, self.producer, self.users, self._where)
 
     # ---- the order of decisions
 
@@ -239,7 +249,7 @@ class _Placer:
         large = [i for i in sorted(self.bound) if self._is_large(self.ops[i])]
         deferred = {i for i in large if not self._choose(i, SMALL_BYTES)}
         self._guess_free_ops()
-        for i in sorted(self.single - set(large)):
+        for i in sorted(self.one_actor_ops - set(large)):
             self._choose(i, SMALL_BYTES if i in self.bound else 0)
         for i in sorted(deferred, reverse=True):
             self._choose_by_users(i)
@@ -257,7 +267,7 @@ class _Placer:
         stack = [(value, set(actors))]
         while stack:
             v, wanted = stack.pop()
-            if v in self.settled:
+            if v in self.fixed_values:
                 continue
             if (i := self.producer.get(v)) is None:
                 home = self.at[v] = self.homes.setdefault(v, set())
@@ -278,8 +288,8 @@ class _Placer:
     def _guess_free_ops(self) -> None:
         """Guess the actors of free operations (those that run wherever needed) that no actor needs yet.
 
-        The guess is the actors that have most bytes of an operation's operands. It is recorded in `at` for
-        the operation's results, and helps to place the operations that read them.
+        The guess is the actors that have most bytes of an operation's operands. This guess is recorded in
+        `at` for the operation's results, and helps to place the operations that read them.
         """
         for i in sorted(self.free):
             if not self.free[i]:
@@ -343,7 +353,7 @@ class _Placer:
         if not held:
             best = self._weights(op.reads)
             actors = {min((a for a in best if best[a] == max(best.values())), default=0)}
-        elif op.name in LAID_OUT:
+        elif op.name in ENLARGING:
             # The operand is a scalar: it is sent, rather than the array that is made from it.
             actors = held
         else:
@@ -352,14 +362,14 @@ class _Placer:
 
     def _assign(self, position: int, actors: Actors) -> None:
         op = self.ops[position]
-        if position in self.can_open and any(
+        if position in self.can_expand and any(
             (where := self.at.get(r)) and not where & actors for r in op.reads if r in self.large
         ):
-            self.joining.append(position)
+            self.to_expand.append(position)
         self.chosen[position] = actors
         for o in op.outputs:
             self.at[o] = actors
-        if not self.settled.issuperset(op.reads):
+        if not self.fixed_values.issuperset(op.reads):
             for r in op.reads:
                 self._need(r, actors)
 
@@ -379,11 +389,11 @@ class _Placer:
         for k in sorted(range(len(results)), key=untouched.__contains__):
             # Untouched results come last, since another result may put their input on actors.
             old = self.homes.get(continued[k], ()) if k in continued else ()
-            asked = self.step.result_homes.get(k, ())
-            if k in untouched and not (asked or old or untouched[k] in self.homes):
+            wanted = self.step.result_homes.get(k, ())
+            if k in untouched and not (wanted or old or untouched[k] in self.homes):
                 self.handed_back[k] = untouched[k]
                 continue
-            homes[k] = set(asked) or set(old) or set(self._made_at(results[k])) or {0}
+            homes[k] = set(wanted) or set(old) or set(self._actors_having(results[k])) or {0}
             self._need(results[k], homes[k])
             if old:
                 self._need(continued[k], homes[k])
@@ -400,7 +410,7 @@ class _Placer:
                     changed = True
         self.output_homes = [frozenset(home) for home in homes]
 
-    def _made_at(self, ref: int) -> Set[ActorId]:
+    def _actors_having(self, ref: int) -> Set[ActorId]:
         """Return the actors that have a result, or the one likely to make it if no actor has needed it so
         far."""
         i = self.producer.get(ref)

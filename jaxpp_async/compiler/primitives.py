@@ -23,26 +23,27 @@ values of all iterations, `INDEX` reads the value of one iteration from a stack.
 # ---------------------------------------------------------------- primitives that wrap other equations
 
 CALLS = _names("jit pjit closed_call core_call eval_jaxpr")
-"""Primitives that only call the equations inside them. They are inlined, so that a stage can end between any
-two of these equations."""
+"""Primitives that only call the equations inside them. These equations are inlined, so that a stage can end
+between any two of them."""
 
 CHECKPOINTS = _names("checkpoint remat remat2")
-"""Primitives that contain equations which the backward computes again. Within a stage they stay one
-operation, since XLA would otherwise remove the recomputation."""
+"""Primitives that contain equations which the backward computes again. Within a stage a checkpoint
+stays one operation, since XLA would otherwise remove the recomputation."""
 
 CUSTOM_RULES = _names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
 """Primitives with a custom rule of differentiation, which JAX has already applied when a step is compiled.
-Within a stage they still stay one operation if there is no marker and no print inside, since the user wrote
-them as one."""
+Within a stage such a call still stays one operation if there is no marker and no print inside, since the user
+wrote it as one."""
 
 CALLBACKS = _names("pure_callback io_callback debug_callback debug_print")
 """Primitives that run Python code on the host."""
 
 PRINTS = _names("debug_print debug_callback")
-"""Callbacks that return nothing, so that the controller can call them when the step is over."""
+"""Primitives that run Python code on the host and return nothing, so that the controller can run this code
+when the step is over."""
 
 LAID_OUT_BY_USER = _names("sharding_constraint device_put shard_map")
-"""Primitives that name devices, or a mesh of devices, as the user wrote it."""
+"""Primitives whose parameters may name devices or a mesh of devices that the user chose."""
 
 
 def inlines(name: str, *, marked: bool, prints: bool, pinned: bool, in_loop: bool) -> bool:
@@ -68,8 +69,8 @@ TRANSCENDENTAL = _names(
     "acos acosh asin asinh atan atan2 atanh cos cosh sin sinh tan tanh"
     " cbrt erf erf_inv erfc exp exp2 expm1 log log1p log2 logistic polynomial pow"
 )
-"""Elementwise primitives that take some twenty instructions per element, where other light operations take
-one."""
+"""Elementwise primitives that take some twenty instructions per element, where other elementwise primitives
+take one."""
 
 _KEYS = _names("random_fold_in random_seed random_split random_unwrap random_wrap")
 
@@ -93,26 +94,26 @@ flow are not among them, since computing those twice costs more than keeping a b
 
 REPEATED = LIGHT - _KEYS - {STACK, INDEX}
 REPEATED -= _names("concatenate cumsum pad reshard shard sharding_constraint stack unstack")
-"""Light operations that XLA fuses into their readers, so that running them again moves no bytes; never one
-that may communicate between devices."""
+"""Light primitives that XLA fuses into their readers, so that running them again moves no bytes. Primitives
+that may communicate between devices are not in the set."""
 
-LAID_OUT = _names("broadcast_in_dim convert_element_type copy iota reshape squeeze")
-"""Primitives that can make a large value of a small one. The large value is not sent to other actors, which
-make it again from the small operand. Transposes and slices are not among them, since their operands are as
-large."""
+ENLARGING = _names("broadcast_in_dim convert_element_type copy iota reshape squeeze")
+"""Primitives that fill a large value with a small one, and those that cast, copy or reshape the small value
+first. The large value is not sent to other actors, which make it again from the small operand. Transposes and
+slices are not in the set, since their operands are as large as their results."""
 
 # ---------------------------------------------------------------- sums
 
 ADDITIONS = _names("add add_any")
-"""Primitives that add two values; JAX adds gradients with the second one."""
+"""Primitives that add two values; JAX adds gradients with `add_any`."""
 
 MOVES_ONLY = _names("broadcast_in_dim concatenate copy pad reshape rev slice squeeze transpose") | {STACK}
 """Linear primitives that are exact, so that they may run once after the loop, on a sum over microbatches.
-Casts are not among them, since they round."""
+Casts are not in the set, since they round."""
 
 SPLITS = _names("split unstack")
-"""Linear primitives that are exact and have several results. They make the gradients of arrays that the loss
-joined into one."""
+"""Linear primitives that are exact and have several results. The gradients of arrays that the loss joined
+into one are made by them."""
 
 LINEAR_IN_STAGE = _names("convert_element_type div mul neg reduce_sum")
 """Primitives for which f(a + b) = f(a) + f(b) up to rounding. Each stage applies them to its own part of a
@@ -122,4 +123,5 @@ ASSOCIATIVE = _names("add add_any mul max min and or")
 """Associative primitives of two operands, so that each actor can combine its own values first."""
 
 REDUCTIONS = _names("reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or")
-"""Primitives that reduce the elements of one array, in any grouping."""
+"""Primitives that reduce the elements of one array by an associative operation, so that the elements may be
+grouped in any way."""

@@ -1,9 +1,9 @@
 """Regroup reductions over values of several actors, so that each actor reduces its own values and sends one
 partial result.
 
-The pass works on the operations outside the microbatch loops, once they are placed. It rewrites trees of one
-associative operation (sums, products, maxima and others) over small values, and reductions of values that
-were stacked for this purpose, as in `jnp.all(jnp.array([...]))`.
+The pass works on the operations outside the microbatch loops, once they are placed. Trees of one associative
+operation (sums, products, maxima and others) over small values are rewritten, and so are reductions of values
+that were stacked for this purpose, as in `jnp.all(jnp.array([...]))`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpp_async.compiler.cond_split import SMALL_BYTES
-from jaxpp_async.compiler.ir import Op, Types
-from jaxpp_async.compiler.outer_ops import OuterStep, replaced
+from jaxpp_async.compiler.ir import Op, OuterStep, Types, replaced
 from jaxpp_async.compiler.primitives import ASSOCIATIVE, REDUCTIONS
 from jaxpp_async.program.instructions import ActorId
 
@@ -28,7 +27,7 @@ class GroupingInputs:
     Args:
         step: the step as it looks from outside its loops.
         types: the type of each value; types of newly created values are added to it.
-        single: the positions of the operations that run on exactly one actor.
+        one_actor_ops: the positions of the operations that run on exactly one actor.
         producer: a map from the id of each value to the position of the operation that makes it.
         users: a map from the id of each value to the positions of the operations that read it.
         where: a function that takes a value's id and returns the actors that have the value.
@@ -36,7 +35,7 @@ class GroupingInputs:
 
     step: OuterStep
     types: Types
-    single: set[int]
+    one_actor_ops: set[int]
     producer: dict[int, int]
     users: dict[int, list[int]]
     where: Callable[[int], Set[ActorId]]
@@ -80,7 +79,7 @@ def _find_trees(inputs: GroupingInputs, kept: set[int]) -> dict[int, tuple[set[i
     """
     inside: set[int] = set()
     found = {}
-    for i in sorted(inputs.single, reverse=True):
+    for i in sorted(inputs.one_actor_ops, reverse=True):
         op = inputs.op(i)
         if i in inside or not _is_sum(inputs, op):
             continue
@@ -88,7 +87,7 @@ def _find_trees(inputs: GroupingInputs, kept: set[int]) -> dict[int, tuple[set[i
         while stack:
             v = stack.pop()
             p = inputs.producer.get(v)
-            inner = p in inputs.single and len(inputs.users[v]) == 1 and v not in kept
+            inner = p in inputs.one_actor_ops and len(inputs.users[v]) == 1 and v not in kept
             if p is not None and inner and inputs.op(p).name == op.name and _is_sum(inputs, inputs.op(p)):
                 members.add(p)
                 stack += reversed(inputs.op(p).reads)
@@ -148,7 +147,7 @@ def _find_stacked(inputs: GroupingInputs, kept: set[int]) -> dict[int, int]:
         A map from the position of each such reduction to the position of its concatenation.
     """
     found = {}
-    for i in sorted(inputs.single):
+    for i in sorted(inputs.one_actor_ops):
         op = inputs.op(i)
         p = inputs.producer.get(op.reads[0]) if op.name in REDUCTIONS and len(op.reads) == 1 else None
         if p is None or inputs.op(p).name != "concatenate" or inputs.types[op.outputs[0]].aval.shape != ():

@@ -28,9 +28,9 @@ from jaxpp_async.compiler.partition import StagedLoop
 from jaxpp_async.compiler.primitives import REPEATED, TRANSCENDENTAL
 
 RECOMPUTE_COST, RECOMPUTE_COST_TRANSCENDENTAL = 1 / 16, 1 / 4
-"""The costs of recomputing a byte, in general and by a transcendental function; keeping a byte (writing,
-storing and reading it) costs 1. Light (cheap) operations are fused into their readers and move no bytes of
-their own. A tanh or an exp takes some twenty instructions."""
+"""The costs of recomputing a byte by most light (cheap) operations, and by a transcendental function, where
+keeping a byte (writing, storing and reading it) costs 1. Light operations are fused into their readers and
+move no bytes of their own. A tanh or an exp takes some twenty instructions."""
 
 _UNIT = 16  # the cost of keeping a byte, so that all costs are integers: the largest denominator above
 _INFINITE = 2**30  # more than any sum of costs

@@ -50,7 +50,7 @@ class Flattener(Protocol):
 
     types: Types
     stacks: dict[int, list[Ref]]
-    """The elements of values that unrolled scans stack over layers."""
+    """A map from the id of each value that an unrolled scan stacked over layers to the layers' values."""
 
     def flatten_body(self, closed: Any, where: Where) -> Flat: ...
 

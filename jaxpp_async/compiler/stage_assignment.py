@@ -1,8 +1,8 @@
 """Assign a pipeline stage and a direction, forward or backward, to each operation of a microbatch loop.
 
 Some operations are light instead: they are cheap, and read only inputs of the loop's body and results of
-other light operations. They are repeated in every task that needs their results, since computing them again
-is cheaper than keeping or sending the results. `DESIGN.md` 2 has the rules.
+other light operations. Light operations are repeated in every task that needs their results, since computing
+them again is cheaper than keeping or sending the results. `DESIGN.md` 2 has the rules.
 
 Source: the JaxPP paper, sections "Stage Marking" and "Placement Inference".
 """
@@ -38,11 +38,12 @@ class StageAssignment:
         kind: for each operation, one of `FORWARD`, `BACKWARD`, `LIGHTWEIGHT` (a cheap operation that tasks
             repeat) and `MARK` (a marker of the forward).
         stage: the stage of each operation; None for light operations.
-        alias: a map from the id of each result of a marker or of an operation in `reused` to the value to
+        alias: a map from the id of each result of a marker or of an operation in `skipped` to the value to
             read instead of it.
-        held_in: a map from the id of each value to the stages that make or use the value in the forward pass.
+        forward_stages: a map from the id of each value to the stages that make or use the value in the
+            forward pass.
         num_uses: how often each value is read or returned, directly or as a marker's result.
-        reused: the positions of operations that are not run, since an earlier stage already made the same
+        skipped: the positions of operations that are not run, since an earlier stage already made the same
             results.
 
     Raises:
@@ -69,11 +70,11 @@ class StageAssignment:
         self.num_uses = self._count_uses()
         self._classify()
         self._place_forward()
-        self.held_in = self._find_holders()
+        self.forward_stages = self._find_forward_stages()
         self._place_backward()
-        self.reused = self._find_reused()
-        if self.reused:
-            self.held_in = self._find_holders()
+        self.skipped = self._find_skipped()
+        if self.skipped:
+            self.forward_stages = self._find_forward_stages()
 
     def _aliases(self) -> dict[int, Ref]:
         """Return a map from the id of each stage marker's result to the value that the marker was given."""
@@ -193,31 +194,34 @@ class StageAssignment:
             elif self.kind[i] == FORWARD:
                 self.stage[i] = self._ancestors[i] if i in self._ancestors else self._latest_operand(op)
         left = [i for i, kind in enumerate(self.kind) if kind == FORWARD and self.stage[i] is None]
-        holders = self._find_holders() if left else {}
+        forward_stages = self._find_forward_stages() if left else {}
         for i in reversed(left):
             users = [self.stage[u] for o in self.ops[i].outputs for u in self._users(o)]
             limit = min((s for s in users if s is not None), default=None)
-            self.stage[i] = (
-                limit if limit is None else self._stage_beside_weights(self.ops[i], holders, limit, limit)
-            )
+            if limit is not None:
+                self.stage[i] = self._stage_beside_weights(self.ops[i], forward_stages, limit, limit)
         # A value that only the backward uses is made in the stage of its operands.
         for i in left:
             if self.stage[i] is None and (latest := self._latest_operand(self.ops[i])) is not None:
                 self.stage[i] = latest
             elif self.stage[i] is None:
-                self.stage[i] = self._stage_beside_weights(self.ops[i], holders, self.num_stages - 1, 0)
+                self.stage[i] = self._stage_beside_weights(
+                    self.ops[i], forward_stages, self.num_stages - 1, 0
+                )
 
     def _latest_operand(self, op: Op) -> int | None:
         """Return the last stage that makes an operand of `op`, or None if no operand has a stage yet."""
         stages = [self.stage[p] for p in self._producers(op)]
         return max((s for s in stages if s is not None), default=None)
 
-    def _stage_beside_weights(self, op: Op, holders: dict[int, set[int]], limit: int, otherwise: int) -> int:
+    def _stage_beside_weights(
+        self, op: Op, forward_stages: dict[int, set[int]], limit: int, otherwise: int
+    ) -> int:
         """Return a stage that uses the weight that an operation reduces to a smaller value (a penalty's sum).
 
         Args:
             op: the operation.
-            holders: a map from the id of each value to the stages that make or use it in the forward.
+            forward_stages: a map from the id of each value to the stages that make or use it in the forward.
             limit: the last stage that may be returned.
             otherwise: the stage to return if no stage up to `limit` uses such a weight.
 
@@ -228,7 +232,7 @@ class StageAssignment:
         made = sum(self.types[o].aval.size_bytes for o in op.outputs if o >= 0)
         roots = {r for v in op.reads for r in self._roots(v) if r in self.invariants}
         large = [r for r in roots if self.types[r].aval.size_bytes > made]
-        held = set[int]().union(*(holders.get(r, ()) for r in large))
+        held = set[int]().union(*(forward_stages.get(r, ()) for r in large))
         return max((s for s in held if s <= limit), default=otherwise)
 
     def _roots(self, value: int) -> set[int]:
@@ -271,7 +275,7 @@ class StageAssignment:
         cotangents, but none later than the stages of the cotangents that it reads. An operation that this
         would put after the operations that use its results gets their stage instead.
         """
-        holders = self.held_in
+        forward_stages = self.forward_stages
         for i, op in enumerate(self.ops):
             if self.kind[i] != BACKWARD:
                 continue
@@ -281,7 +285,7 @@ class StageAssignment:
             limit = self._last_stage_allowed(op)
             if limit is None:
                 continue
-            last = self._last_holder(op, holders, limit)
+            last = self._last_forward_stage(op, forward_stages, limit)
             self.stage[i] = limit if last is None else last
         # Some operations read only inputs of the loop's body: a checkpoint repeats them, or their cotangent
         # is a constant, as that of a sum is. Such an operation belongs to the stage that uses it first. So
@@ -294,18 +298,18 @@ class StageAssignment:
             wanted = max((s for s in users if s is not None), default=None)
             stage = self.stage[i]
             if stage is None:
-                last = self._last_holder(self.ops[i], holders, self.num_stages - 1)
+                last = self._last_forward_stage(self.ops[i], forward_stages, self.num_stages - 1)
                 self.stage[i] = wanted if wanted is not None else last or 0
             elif wanted is not None:
                 self.stage[i] = max(stage, wanted)
 
-    def _last_holder(self, op: Op, holders: dict[int, set[int]], limit: int) -> int | None:
+    def _last_forward_stage(self, op: Op, forward_stages: dict[int, set[int]], limit: int) -> int | None:
         """Return the last stage whose forward makes or uses every operand of a backward operation, apart from
         cotangents.
 
         Args:
             op: the backward operation.
-            holders: a map from the id of each value to the stages that make or use it in the forward.
+            forward_stages: a map from the id of each value to the stages that make or use it in the forward.
             limit: the last stage that may be returned.
 
         Returns:
@@ -317,7 +321,7 @@ class StageAssignment:
             p = self.producer.get(r)
             if p is not None and self.kind[p] == BACKWARD:
                 continue
-            held = holders.get(self.root(r) if r in self.alias else r)
+            held = forward_stages.get(self.root(r) if r in self.alias else r)
             if held is not None:
                 common = held if common is None or common is held else common & held
         if common is None:
@@ -337,7 +341,7 @@ class StageAssignment:
         """Return the last stage in whose backward an operation may run.
 
         This is the first of the stages of the cotangents that it reads, or, if it reads none, the last of the
-        stages of its other operands. It is None if no operand has a stage yet.
+        stages of its other operands. The result is None if no operand has a stage yet.
         """
         first: int | None = None
         last: int | None = None
@@ -361,35 +365,35 @@ class StageAssignment:
         resolved = self.resolve(value)
         return resolved if isinstance(resolved, int) else value
 
-    def _find_holders(self) -> dict[int, set[int]]:
+    def _find_forward_stages(self) -> dict[int, set[int]]:
         """Return a map from the id of each value to the stages that make or use the value in the forward."""
-        holders: dict[int, set[int]] = defaultdict(set)
+        forward_stages: dict[int, set[int]] = defaultdict(set)
         for i, op in enumerate(self.ops):
             if self.kind[i] != FORWARD:
                 continue
             if (stage := self.stage[i]) is None:
                 continue
             for o in op.outputs:
-                holders[o].add(stage)
+                forward_stages[o].add(stage)
             for r in op.reads:
-                if r in self.alias or stage not in holders[r]:
-                    self._add_holder(holders, r, stage)
-        return holders
+                if r in self.alias or stage not in forward_stages[r]:
+                    self._add_forward_stage(forward_stages, r, stage)
+        return forward_stages
 
-    def _add_holder(self, holders: dict[int, set[int]], value: int, stage: int) -> None:
+    def _add_forward_stage(self, forward_stages: dict[int, set[int]], value: int, stage: int) -> None:
         stack = [value]
         while stack:
             root = self.root(stack.pop())
-            if stage in holders[root]:
+            if stage in forward_stages[root]:
                 continue
-            holders[root].add(stage)
+            forward_stages[root].add(stage)
             p = self.producer.get(root)
             if p is not None and self.kind[p] == LIGHTWEIGHT:
                 stack += self.ops[p].reads
 
     # ---- operations that a checkpoint need not repeat
 
-    def _find_reused(self) -> set[int]:
+    def _find_skipped(self) -> set[int]:
         """Return the positions of operations that need not run, since they repeat one of an earlier stage.
 
         A checkpoint repeats operations of the forward in the backward. If the original is in an earlier stage
@@ -399,7 +403,7 @@ class StageAssignment:
         if not any("repeats" in op.params for op in self.ops):
             return set()
         first = {self._signature(op): i for i, op in enumerate(self.ops) if self.kind[i] == FORWARD}
-        reused: set[int] = set()
+        skipped: set[int] = set()
         for i, op in enumerate(self.ops):
             if (repeats := op.params.get("repeats")) is None or self.kind[i] == LIGHTWEIGHT:
                 continue
@@ -410,8 +414,8 @@ class StageAssignment:
             if any(t < 0 for _, t in pairs):
                 continue
             self.alias.update(pairs)
-            reused.add(i)
-        return reused
+            skipped.add(i)
+        return skipped
 
     def _is_in_earlier_stage(self, a: int, b: int) -> bool:
         """Return whether the operation at position `a` is in an earlier stage than the one at `b`."""

@@ -14,8 +14,10 @@ from functools import cached_property
 from typing import Any
 
 from jaxpp_async.compiler.ir import (
+    Actors,
     Loop,
     Op,
+    OuterStep,
     Recipe,
     Ref,
     Traced,
@@ -23,10 +25,10 @@ from jaxpp_async.compiler.ir import (
     ValueType,
     literal_type,
     outside_reads,
+    source_actor,
 )
 from jaxpp_async.compiler.loop_commuting import Epilogue
 from jaxpp_async.compiler.loop_unrolling import TaskGraphBuilder, needs_index, unroll_loop
-from jaxpp_async.compiler.outer_ops import Actors, OuterStep, source_actor
 from jaxpp_async.compiler.partition import OutputPart
 from jaxpp_async.compiler.placement import Placement, place
 from jaxpp_async.compiler.task_variants import ScheduledLoop
@@ -243,7 +245,8 @@ class _StepBuilder:
                 ids = [self.types.new(self.types[result]) if reduction.has_end else result]
             else:
                 ids = [
-                    totals[p] if p in totals else totals.setdefault(p, self._total(p, result)) for p in parts
+                    totals[p] if p in totals else totals.setdefault(p, self._new_total_id(p, result))
+                    for p in parts
                 ]
             made.update((i, scheduled.stage_actors[p.task[1]]) for i, p in zip(ids, parts, strict=True))
             self.parts[position].append(ids)
@@ -258,7 +261,7 @@ class _StepBuilder:
                 after.append(Op("reduction_end", (whole,), (result,), ender, loop.line))
         return made, after
 
-    def _total(self, part: OutputPart, result: int) -> int:
+    def _new_total_id(self, part: OutputPart, result: int) -> int:
         """Make a new value id for the final accumulator of one part of a loop's result.
 
         Args:
@@ -312,7 +315,7 @@ class _StepBuilder:
     ) -> GraphInput:
         value = self.draft.add_named(ir_id, name, "input")
         actors = tuple(sorted(homes))
-        self.draft.held.update(((ir_id, a), value) for a in actors)
+        self.draft.value_by_actor.update(((ir_id, a), value) for a in actors)
         return GraphInput(value, arg, actors, donated)
 
     def _outputs(self, placement: Placement) -> tuple[GraphOutput, ...]:
@@ -376,7 +379,9 @@ class _StepBuilder:
         avals = [self.types[o].aval for o in outputs]
         temps: list[ValueKind] = ["temp"] * len(outputs)
         results = self.draft.add_values(outputs, avals, temps, f"outer({level})", len(outputs))
-        self.draft.held.update(((o, actor), value) for o, value in zip(outputs, results, strict=True))
+        self.draft.value_by_actor.update(
+            ((o, actor), value) for o, value in zip(outputs, results, strict=True)
+        )
         donatable = self._outer_donations(inputs, outputs)
         label = f"outer({level}, actor {actor})"
         self.outer_levels[label] = level
@@ -396,7 +401,7 @@ class _StepBuilder:
             The positions of the chosen inputs.
         """
         indices = set(self.draft.index_ids)
-        free = {v: p for p, v in enumerate(inputs) if v not in self.kept and v not in indices}
+        free = {v: p for p, v in enumerate(inputs) if v not in self.not_donated and v not in indices}
         chosen: list[int] = []
         waiting = []
         for o in outputs:
@@ -411,7 +416,7 @@ class _StepBuilder:
         return tuple(sorted(chosen))
 
     @cached_property
-    def kept(self) -> set[int]:
+    def not_donated(self) -> set[int]:
         """The ids of the inputs that the step may not overwrite: captured arrays, and arguments that are not
         donated."""
         inputs = self.traced.flat.inputs

@@ -36,7 +36,7 @@ _WHOLE_TASKS: Mapping[str, tuple[str, ...]] = {
     "fwd_bwd": ("fwd", "bwd"),
     "fwd_bwd_input": ("fwd", "bwd"),
 }
-"""The kinds of the whole tasks from which each kind of variant (form of a task) is made."""
+"""For each kind of variant (form of a task), the kinds of the whole tasks from which the variant is made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,15 +94,15 @@ def schedule_loop(staged: StagedLoop, tasks: Sequence[Sequence[Task]], types: Ty
     variants = _Variants(staged, types)
     fused = _fuse_last_stage(staged, tasks, variants)
     order: list[tuple[ActorId, Task, TaskKey]] = []
-    names: dict[TaskKey, TaskKey | None] = {}  # None: nothing to compute
+    stored_keys: dict[TaskKey, TaskKey | None] = {}  # None: nothing to compute
     for actor, task in schedules.global_order(tasks):
         key = fused.get(task, (task.ty, task.stage))
         if key is None:
             continue
-        if key not in names:
-            names[key] = None if variants.find(key) is None else variants.name(key)
-        if (name := names[key]) is not None:
-            order.append((actor, task, name))
+        if key not in stored_keys:
+            stored_keys[key] = None if variants.find(key) is None else variants.canonical_key(key)
+        if (stored := stored_keys[key]) is not None:
+            order.append((actor, task, stored))
     used = dict.fromkeys(key for _, _, key in order)
     used_variants = {key: variants.variant(key) for key in sorted(used, key=lambda k: (task_order(k), k))}
     rows = tuple(tuple(row) for row in tasks)
@@ -114,7 +114,8 @@ def _fuse_last_stage(
 ) -> dict[Task, TaskKey | None]:
     """Find the forwards of the last stage that can be fused with the backward of the same microbatch.
 
-    They can if the backward follows on the actor, with no task in between that has something to compute.
+    The two can be fused if the backward follows on the actor, with no task in between that has something to
+    compute.
 
     Returns:
         A map with two entries for each such pair: the forward task maps to None, since it does not run
@@ -157,7 +158,7 @@ class _Variants:
             self._make(*key)
         return self._made[key]
 
-    def name(self, key: TaskKey) -> TaskKey:
+    def canonical_key(self, key: TaskKey) -> TaskKey:
         """Return the key to store a variant (form of a task) under, so that equal variants are stored once.
 
         If one half of a split backward has nothing to compute, the other half gets the key of the whole
@@ -201,7 +202,7 @@ class _Variants:
     def _makes(self, task: StageTask) -> list[int]:
         """Return the ids of the values that a variant (form of a task) makes for other tasks.
 
-        They are in the order in which the whole tasks, neither split nor fused, read them.
+        The ids are in the order in which the whole tasks, neither split nor fused, read the values.
         """
         ty, stage = task.key
         own = {(kind, stage) for kind in _WHOLE_TASKS[ty]}

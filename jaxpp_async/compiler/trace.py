@@ -4,9 +4,10 @@ Nested `jit`s are inlined, so that a stage can end between any two equations. An
 divided at a stage marker (a cond) stays one operation and must not contain a marker. Scans with markers are
 unrolled.
 
-`trace_settled` also removes weak types that only the first call has. `jnp.full(shape, 0.1)` is weakly typed,
-`p - lr * grad` is not: a state made of the first comes back as the second, and the step would be compiled
-twice. Where the weak type changes nothing in the computation, one compiled step serves both calls.
+`trace_ignoring_weak_types` also removes weak types that only the first call has. `jnp.full(shape, 0.1)` is
+weakly typed, `p - lr * grad` is not: a state made of the first comes back as the second, and the step would
+be compiled twice. Where the weak type changes nothing in the computation, one compiled step serves both
+calls.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def trace(
     )
 
 
-def trace_settled(
+def trace_ignoring_weak_types(
     fn: Callable,
     args: Sequence[Any],
     *,
@@ -149,12 +150,12 @@ def trace_settled(
     first = now = trace_on(args)
     if not any(first.types[v].weak for v in first.flat.inputs):
         return first, frozenset()
-    settled: set[int] = set()
+    made_strong: set[int] = set()
     while losing := _losing_weak_type(now):
-        settled |= losing
-        now = trace_on(_without_weak_types(args, static_argnums, settled))
-    if settled and list(_computation(first.flat, first.types)) == list(_computation(now.flat, now.types)):
-        return now, frozenset(settled)
+        made_strong |= losing
+        now = trace_on(_without_weak_types(args, static_argnums, made_strong))
+    if made_strong and list(_computation(first.flat, first.types)) == list(_computation(now.flat, now.types)):
+        return now, frozenset(made_strong)
     return first, frozenset()
 
 
@@ -233,8 +234,8 @@ def _make_jaxpr(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
 
 # ---------------------------------------------------------------- equations to operations
 
-_LOOKED_AT = CALLBACKS | LAID_OUT_BY_USER | {LOOP, MARKER, MARKER_SIDE}
-"""Primitives whose equations need more than one plain operation, though they may carry no jaxpr."""
+_NOT_SIMPLE = CALLBACKS | LAID_OUT_BY_USER | {LOOP, MARKER, MARKER_SIDE}
+"""Primitives whose equations the fast path `add_simple` cannot translate, even if they contain no jaxpr."""
 
 _HOST_VALUES = np.ndarray | np.generic | int | float | complex
 
@@ -285,7 +286,7 @@ class _Flattener:
 
         for eqn in jaxpr.eqns:
             operands: list[Ref] = [constant(a.val) if type(a) is literal else env[a] for a in eqn.invars]
-            if eqn.primitive.name not in _LOOKED_AT and private_api.is_simple(eqn):
+            if eqn.primitive.name not in _NOT_SIMPLE and private_api.is_simple(eqn):
                 results = self.add_simple(eqn, operands, ops, where)
             else:
                 results = self.add_equation(eqn, operands, ops, self.where(eqn, where))
@@ -381,14 +382,14 @@ class _Flattener:
             params["repeats"] = functools.partial(_repeats, eqn)
         run = functools.partial(private_api.bind_eqn, eqn)
         op = Op(name, tuple(inputs), outputs, run, where.line, where.transposed, params)
-        ops.append(self.with_inside_in_stage(op, eqn) if where.in_loop else self.with_inside(op, eqn))
+        ops.append(self.make_expandable_in_stage(op, eqn) if where.in_loop else self.make_expandable(op, eqn))
         return outputs
 
     def refuse_host_code(self, eqn: Any, ops: list, where: Where) -> None:
         stage = functools.partial(_count_markers, ops) if where.in_loop else None
         debug_callbacks.refuse_host_code(eqn, where.line, stage)
 
-    def with_inside_in_stage(self, op: Op, eqn: Any) -> Op:
+    def make_expandable_in_stage(self, op: Op, eqn: Any) -> Op:
         """Return a copy of an operation of a stage that can be expanded (a checkpoint) or split (a scan).
 
         When the backward of a stage is split, the two halves can then share the work of the operation.
@@ -414,7 +415,7 @@ class _Flattener:
 
         return dataclasses.replace(op, expand=expand)
 
-    def with_inside(self, op: Op, eqn: Any) -> Op:
+    def make_expandable(self, op: Op, eqn: Any) -> Op:
         """Return a copy of an operation outside the loops that can be replaced by the operations inside it.
 
         Placement does this if the operands are on several actors. An operation that is no cond, call or
@@ -430,7 +431,7 @@ class _Flattener:
             inside = tuple(c.value_id for c in self.captured.values() if c.value_id in used)
             bodies = [Flat((*b.inputs, *inside), b.ops, b.outputs) for b in bodies]
             within = map(private_api.primitives_inside, private_api.sub_jaxprs(eqn))
-            chosen = branches(bodies, self.types, ends=not any("while" in names for names in within))
+            chosen = branches(bodies, self.types, terminates=not any("while" in names for names in within))
             inputs = (*op.inputs, *inside)
             return dataclasses.replace(op, inputs=inputs, run=chosen.choose(bodies), branches=chosen)
         if op.name in CALLS | CHECKPOINTS:

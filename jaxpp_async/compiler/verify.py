@@ -8,11 +8,11 @@ number of instructions.
 Nine tenths of a program are operands of runs and deletions, which are almost always correct. So a check looks
 at whole sets first, and looks for the bad entry only if a set is bad.
 
-`simulate` runs all programs of a step together, without data, to find deadlocks. It follows the rules of the
+`simulate` runs all programs of a step together, without data, to find deadlocks. The rules are those of the
 executor: each actor issues its instructions in order; `Recv` and `Send` never block; a `Run` blocks until its
-inputs have arrived. It assumes the strictest transport: a transfer completes only when its receive is posted
-(rendezvous) and every earlier transfer between the same two actors in the same direction has completed (as in
-NCCL). Programs that end under these rules end under any transport.
+inputs have arrived. The transport is assumed to be the strictest one: a transfer completes only when its
+receive is posted (rendezvous) and every earlier transfer between the same two actors in the same direction
+has completed (as in NCCL). Programs that end under these rules end under any transport.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 class InternalError(AssertionError):
     """An error that reports an invalid task graph or program: a compiler pass of this package has a bug.
 
-    It is never an error of the user's step.
+    The user's step is never the cause of this error.
     """
 
 

@@ -20,7 +20,8 @@ from jaxpp_async.errors import MeshError
 from jaxpp_async.jax_bridge import jax_config
 
 DEFAULT = "default"
-"""Stands in place of a folder: the folder that `JAX_COMPILATION_CACHE_DIR` names, else `default_folder`."""
+"""The value of the option `compilation_cache` that selects the folder that the environment variable
+`JAX_COMPILATION_CACHE_DIR` names, or `default_folder` if the variable is not set."""
 
 
 def default_folder() -> str:
@@ -100,4 +101,4 @@ class SharedCache:
 
 
 SHARED_CACHE = SharedCache()
-"""The one cache of this process: JAX's settings are the process's, so the cache is too."""
+"""The only `SharedCache` of this process, since JAX has one set of cache settings per process."""

@@ -1,6 +1,6 @@
 """Read and change JAX's settings in this process, and those of its compilation cache.
 
-Like `private_api`, this module may use private parts of JAX. It is tested with JAX 0.10 and 0.12.
+Like `private_api`, this module may use private parts of JAX. The module is tested with JAX 0.10 and 0.12.
 """
 
 from __future__ import annotations
@@ -69,13 +69,15 @@ def copied_config() -> dict[str, Any]:
 
 
 _CHECKS = ("jax_debug_nans", "jax_debug_infs")
-"""Settings that each actor has for itself: nothing of them is in what was compiled."""
+"""The names of the JAX settings that each actor reads when it runs an executable; a compiled executable does
+not depend on them."""
 
 
 def thread_checks() -> dict[str, Any]:
     """Return this thread's values of `jax_debug_nans` and `jax_debug_infs`, by name.
 
-    They are not part of a compiled program: each actor checks for NaN and infinity as its own settings say.
+    These settings are not part of a compiled program: each actor checks for NaN and infinity as its own
+    settings say.
     """
     return {name: getattr(jax.config, name) for name in _CHECKS}
 
@@ -83,7 +85,7 @@ def thread_checks() -> dict[str, Any]:
 def global_checks() -> dict[str, Any]:
     """Return this process's values of `jax_debug_nans` and `jax_debug_infs`, by name.
 
-    They hold in threads that have no values of their own, such as those in which inline actors run.
+    These values hold in threads that have no values of their own, such as those in which inline actors run.
     """
     return {name: getattr(_settings, name.removeprefix("jax_")).get_global() for name in _CHECKS}
 
@@ -262,7 +264,7 @@ def default_platform() -> str | None:
 def distributed_client() -> Any:
     """Return JAX's client of the key-value store that the processes of `jax.distributed.initialize` share.
 
-    It is None if that function has not been called.
+    The result is None if that function has not been called.
     """
     return _distributed.global_state.client
 

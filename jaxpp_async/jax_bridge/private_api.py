@@ -192,7 +192,8 @@ def takes_a_value(frame: FrameType) -> bool:
 
 
 _FRAMES_TO_SIZE = 3
-"""A generator and a check lie between `jnp.size` and the frame that it shares with others."""
+"""The number of callers of a frame among which `jnp.size` is looked for: between the two frames there are
+only the frames of a check and of a generator expression."""
 
 
 def _callers(frame: FrameType) -> Iterator[FrameType]:

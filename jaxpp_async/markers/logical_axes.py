@@ -27,8 +27,8 @@ from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
 # rules must not be used for another mesh's.
 _rules = jax.make_user_context(default_value=None)
 
-_FREE = "(any)"
-"""The name of a dimension that `jax.vmap` added: `shard` leaves its sharding free."""
+_UNCONSTRAINED = "(any)"
+"""The name that stands for a dimension that `jax.vmap` added, whose sharding `shard` does not constrain."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def _shard_reference(x, *, names):
         free = None if any(jax.typeof(x).sharding.spec.partitions) else free
     if not any(spec):
         return [x]
-    entries = [free if name == _FREE else entry for name, entry in zip(names, spec, strict=True)]
+    entries = [free if name == _UNCONSTRAINED else entry for name, entry in zip(names, spec, strict=True)]
     return [jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))]
 
 
@@ -118,7 +118,7 @@ def _shard_transpose(cotangents, x, *, names):
 def _shard_batch(operands, dims, *, names):
     (x,), (dim,) = operands, dims
     if dim is not None:
-        names = (*names[:dim], _FREE, *names[dim:])
+        names = (*names[:dim], _UNCONSTRAINED, *names[dim:])
     return shard_p.bind(x, names=names), [dim]
 
 
@@ -186,7 +186,8 @@ def resolve_names(names: Sequence[str | None], axis_rules: Mapping[str, Any]) ->
 # ---------------------------------------------------------------- in_shardings and out_shardings
 
 Spec = tuple[Any, ...]
-"""One entry a dimension, as in `PartitionSpec`: a mesh axis, several, or None."""
+"""The sharding of an array, as in `PartitionSpec`: one entry per dimension, which is a mesh axis, a tuple of
+mesh axes, or None."""
 
 
 def _is_leaf_spec(x: Any) -> bool:
@@ -312,7 +313,7 @@ def _check_mesh(mesh: Any, given: Any, name: str, axes: Mapping[str, int], where
 # ---------------------------------------------------------------- explicit axes
 
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-"""The types of mesh axes, by the names that users give them."""
+"""A map from the names that users give to the types of mesh axes to JAX's types."""
 
 
 def has_explicit_axes(mesh: Any) -> bool:

@@ -240,7 +240,7 @@ def _find_gradients(jaxpr: Any, known: Sequence[bool], origins: tracebacks.Origi
         from_gradients = [_is_in(a, found) for a in eqn.invars]
         if origins.of(eqn)[0]:
             found.update(eqn.outvars)
-        elif (inner := _body_like(eqn)) is not None:
+        elif (inner := _matching_inner_jaxpr(eqn)) is not None:
             flags = _find_gradients(inner, from_gradients, origins)
             found.update(v for v, is_gradient in zip(eqn.outvars, flags, strict=True) if is_gradient)
         elif eqn.primitive.name not in _CONTRACTIONS:
@@ -255,7 +255,7 @@ def _is_in(atom: Any, found: Iterable[Any]) -> bool:
     return not isinstance(atom, private_api.Literal) and atom in found
 
 
-def _body_like(eqn: Any) -> Any:
+def _matching_inner_jaxpr(eqn: Any) -> Any:
     """Return the jaxpr inside an equation if its operands and results match the equation's one to one.
 
     Returns:

@@ -298,8 +298,9 @@ def accumulate_grads(
     """Run `fn` on every microbatch of a batch under `schedule` and join the results.
 
     Args:
-        fn: `fn(microbatch)`, or `fn(microbatch, i)` with `pass_index`, where `i` is an int32 scalar. It may
-            close over the step's values, may contain `pipeline_yield`, and may compute gradients or not.
+        fn: `fn(microbatch)`, or `fn(microbatch, i)` with `pass_index`, where `i` is an int32 scalar. The
+            function may close over the step's values, may contain `pipeline_yield`, and may compute gradients
+            or not.
         schedule: a schedule such as `Std1F1B(num_stages)`, or a list with one list of `Task`s per actor.
         reduce: a tree prefix of `fn`'s result made of `Sum() Max() Min() Mean() Stack() Concat(axis)`. By
             default the first element of a result tuple is summed and the others are stacked; a result that is

@@ -26,7 +26,8 @@ CALLS = frozenset().union(
     ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"),
     ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 )
-"""Primitives that stand for the jaxpr inside them. `compiler.primitives` has these names by purpose."""
+"""Primitives that only run the jaxpr inside them, whose equations are therefore checked one by one. The same
+names are in `compiler.primitives`, there in one set for each purpose."""
 
 
 def forbids_nonfinite() -> bool:

@@ -25,13 +25,14 @@ class Reduction:
     """
 
     grows = False
-    """Whether the result has an entry for every microbatch."""
+    """Whether the joined result has an entry for every microbatch, as with `Stack` and `Concat`."""
     commutes_with_add = False
-    """Whether a sum of values may be accumulated as separate sums."""
+    """Whether the terms of a microbatch's value that is a sum may be accumulated separately, and the
+    accumulated terms added after the loop."""
     has_end = False
-    """Whether `end` changes the accumulator."""
+    """Whether the result differs from the final accumulator, from which the method `end` then computes it."""
     starts_from_first = False
-    """Whether the accumulator after the first microbatch is that microbatch's value."""
+    """Whether the accumulator after the first microbatch equals the first microbatch's value."""
 
     def shape(self, shape: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
         """Return the shape of the accumulator for values of the given shape per microbatch."""

@@ -24,8 +24,8 @@ from jaxpp_async.base.frozen import frozen
 
 ActorId: TypeAlias = int
 ProcessId: TypeAlias = int
-"""The number of a process in the mesh. Those of actor 0 come first; if each actor has one process, it is the
-number of the actor."""
+"""The number of a process in the mesh. The processes of actor 0 come first; if each actor has one process,
+the number of a process is that of its actor."""
 
 BufferId: TypeAlias = int
 ValueId: TypeAlias = int
@@ -228,8 +228,8 @@ class Input:
 class Run:
     """An instruction that calls a compiled executable on buffer slots.
 
-    `donated` lists the positions in `inputs` of the buffers that the executable may overwrite. They cannot be
-    used afterwards.
+    `donated` lists the positions in `inputs` of the buffers that the executable may overwrite. These buffers
+    cannot be used afterwards.
     """
 
     label: str

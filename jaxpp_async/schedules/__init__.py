@@ -1,7 +1,7 @@
 """Decide which actor runs which task and in which order; a schedule is one list of `Task`s per actor.
 
-A schedule is computed from the numbers of stages, microbatches and actors. It depends neither on what a task
-computes nor on how long that takes.
+A schedule is computed from the numbers of stages, microbatches and actors, and depends neither on what a
+task computes nor on how long that takes.
 
     Schedule                the protocol of schedules, with an example of a user's own (`base`)
     GPipe, Std1F1B, ...     the built-in schedules (`builtin`)

@@ -65,7 +65,8 @@ _GIVEN_ELSEWHERE = {
     "accumulate_grads(..., num_microbatches=) checks it",
     "num_actors": "the mesh says how many there are: RemoteMesh(num_actors)",
 }
-"""Options that no built-in schedule takes, though those of other libraries do, and where these are given."""
+"""A map from each option that no built-in schedule takes, but schedules of other libraries do, to advice
+where to give this number instead."""
 
 
 def _advise_on_options(cls: type[_T]) -> type[_T]:
@@ -137,7 +138,7 @@ def neighbouring_stages(num_stages: int, num_actors: int) -> list[range]:
     return [range(first, end) for first, end in pairwise(bounds)]
 
 
-def through(stages: range, ty: TaskType, i: int) -> list[Task]:
+def tasks_through(stages: range, ty: TaskType, i: int) -> list[Task]:
     """Return the tasks that take microbatch `i` through all stages of a range, one after the other.
 
     Args:

@@ -1,8 +1,8 @@
 """Define the built-in schedules: with whole backwards, with split backwards, and with stages placed in a V.
 
 Schedules of whole backwards, except for GPipe and LoopedBFS, follow one pattern: an actor runs some warm-up
-forwards, then alternates between one forward and one backward, then runs the remaining backwards. They differ
-in the number of warm-up forwards of each actor and in the order of an actor's stages.
+forwards, then alternates between one forward and one backward, then runs the remaining backwards. These
+schedules differ in the number of warm-up forwards of each actor and in the order of an actor's stages.
 
 A schedule with split backwards runs `bwd_input` (the gradient of a stage's input) and `bwd_weight` (the
 gradient of its weights) as separate tasks. The stage before waits for `bwd_input`; no task waits for
@@ -35,7 +35,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from jaxpp_async.program.instructions import Task, TaskType
-from jaxpp_async.schedules.base import BuiltIn, flat, neighbouring_stages, through
+from jaxpp_async.schedules.base import BuiltIn, flat, neighbouring_stages, tasks_through
 
 # ---------------------------------------------------------------- neighbouring stages on one actor
 
@@ -57,7 +57,7 @@ class GPipe(BuiltIn):
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
         groups = neighbouring_stages(self.num_stages, num_actors)
         return [
-            flat(through(stages, ty, i) for ty in ("fwd", "bwd") for i in range(num_microbatches))
+            flat(tasks_through(stages, ty, i) for ty in ("fwd", "bwd") for i in range(num_microbatches))
             for stages in groups
         ]
 
@@ -66,7 +66,7 @@ class Std1F1B(BuiltIn):
     """A schedule that alternates between one forward and one backward after a warm-up (PipeDream-Flush).
 
     Stage s is on actor s*A//S (S stages, A actors); several stages on one actor run as one longer stage (see
-    `GPipe`). It is the schedule with the least memory and the fewest transfers.
+    `GPipe`). This is the schedule with the least memory and the fewest transfers.
 
     Bubble fraction (A divides S, M microbatches): (A-1)/(M+A-1), the same as GPipe's. Peak activations, in
     (stage, microbatch) pairs, on actor a with k stages: k*min(M, A-a), however large M is. With S = A, stage
@@ -109,7 +109,7 @@ def _one_forward_one_backward(
     for stages in groups:
         num_behind -= 1 if stages else 0
         forwards, backwards = (
-            [through(stages, ty, i) for i in range(num_microbatches)] for ty in ("fwd", "bwd")
+            [tasks_through(stages, ty, i) for i in range(num_microbatches)] for ty in ("fwd", "bwd")
         )
         rows.append(_alternate(forwards, backwards, num_warmup=warmup_per_hop * num_behind))
     return rows
@@ -316,11 +316,11 @@ def _split_row(stages: range, num_microbatches: int, num_warmup: int, delay: int
     row: list[Task] = []
     for i in range(-num_warmup, num_microbatches + delay):
         if i + num_warmup < num_microbatches:
-            row += through(stages, "fwd", i + num_warmup)
+            row += tasks_through(stages, "fwd", i + num_warmup)
         if 0 <= i < num_microbatches:
-            row += through(stages, "bwd_input", i)
+            row += tasks_through(stages, "bwd_input", i)
         if 0 <= i - delay < num_microbatches:
-            row += through(stages, "bwd_weight", i - delay)
+            row += tasks_through(stages, "bwd_weight", i - delay)
     return row
 
 
@@ -333,7 +333,7 @@ def _split_row(stages: range, num_microbatches: int, num_warmup: int, delay: int
 # microbatches run in order in every stage. `*` is the oldest `w` or `W` whose `i` or `I` has run.
 
 _Phases: TypeAlias = list[tuple[str, int]]
-"""(letters, how often)."""
+"""The order of one actor's tasks, as pairs of a text with a letter per task and how often to repeat it."""
 
 _LETTERS: dict[str, TaskType] = {"f": "fwd", "b": "bwd", "i": "bwd_input", "w": "bwd_weight"}
 
@@ -458,5 +458,5 @@ def _spell(phases: _Phases, down: range, up: range, num_microbatches: int) -> li
         i = counts[halves[0]]
         counts.update(halves)
         if i < num_microbatches:
-            row += through(down if letter.islower() else up, _LETTERS[letter.lower()], i)
+            row += tasks_through(down if letter.islower() else up, _LETTERS[letter.lower()], i)
     return row

@@ -18,7 +18,7 @@ Rows: TypeAlias = Sequence[Sequence[Task]]
 Durations: TypeAlias = Mapping[TaskType, float] | Callable[[Task], float]
 
 UNIT: Mapping[TaskType, float] = MappingProxyType({"fwd": 1, "bwd": 1, "bwd_input": 1, "bwd_weight": 1})
-"""One unit of time for every task."""
+"""Durations for a simulation in which every task takes one unit of time."""
 
 
 # ---------------------------------------------------------------- dependencies
@@ -96,14 +96,14 @@ def simulate(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
     Raises:
         ScheduleError: the schedule deadlocks.
     """
-    timeline = run_ahead(tasks, durations)
+    timeline = simulate_until_deadlock(tasks, durations)
     waits = find_deadlock(tasks, timeline)
     if waits:
         raise ScheduleError("the schedule deadlocks:\n" + "\n".join(f"  {wait}" for wait in waits))
     return timeline
 
 
-def run_ahead(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
+def simulate_until_deadlock(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
     """Simulate a schedule as `simulate` does, but do not raise an error if it deadlocks.
 
     Returns:
@@ -205,7 +205,7 @@ def find_deadlock(tasks: Rows, timeline: ScheduleTiming) -> tuple[ScheduleWait, 
 
     Args:
         tasks: one sequence of tasks per actor.
-        timeline: the result of `run_ahead` for `tasks`.
+        timeline: the result of `simulate_until_deadlock` for `tasks`.
 
     Returns:
         One entry per actor of the cycle; a single entry for a task that waits for one that no list contains;

@@ -26,15 +26,15 @@ from jaxpp_async.schedules.simulate import (
     dependencies,
     find_deadlock,
     num_stages_of,
-    run_ahead,
     simulate,
+    simulate_until_deadlock,
     split_backwards,
 )
 
 _T = TypeVar("_T")
 
 MAX_CYCLE = 12
-"""The most lines that an error gives to a deadlock."""
+"""The largest number of lines with which an error lists the tasks of a deadlock."""
 
 WHAT_TO_PASS = (
     "pass an object with num_stages and tasks(num_microbatches, num_actors), such as Std1F1B(num_stages=2), "
@@ -85,7 +85,7 @@ def resolve(
     if isinstance(schedule, list | tuple):
         _check_num_stages(check, rows)
     _check_entries(check, rows)
-    places = _check_once(check, rows)
+    places = _check_unique(check, rows)
     _check_stage_actors(check, rows)
     _check_complete(check, rows, places, forward_only)
     _check_order(check, rows, places)
@@ -142,7 +142,7 @@ class _Check:
         grid = "" if rows is None else "\n" + format_steps(rows, marks, near)
         raise ScheduleError(f"{self.prefix}{self.name}: {what}; {then}{details}{grid}")
 
-    def stages(
+    def require_num_stages(
         self, count: int, rows: Sequence[Sequence[Any]] | None = None, marks: Collection[Place] = ()
     ) -> None:
         """Raise a `ScheduleError` unless the schedule has as many stages as the loop body.
@@ -229,7 +229,7 @@ def _call_schedule(check: _Check, schedule: Any) -> Sequence[Any]:
         check.fail(f"this is not a schedule (type {type(schedule).__name__})", WHAT_TO_PASS)
     if _as_int(schedule.num_stages) is None:
         check.fail(f"its num_stages is {_describe(schedule.num_stages)}", "make it an int")
-    check.stages(schedule.num_stages)
+    check.require_num_stages(schedule.num_stages)
     call = f"tasks(num_microbatches={check.num_microbatches}, num_actors={check.num_actors})"
     try:
         tasks = schedule.tasks(check.num_microbatches, check.num_actors)
@@ -253,7 +253,7 @@ def _read_tasks(check: _Check, entries: Sequence[Sequence[Any]]) -> tuple[tuple[
     Raises:
         ScheduleError: an entry is not a task of a known type with integers.
     """
-    for actor, step, entry in _placed(entries):
+    for actor, step, entry in _with_places(entries):
         problem = None if _is_plain(entry) else _find_problem(entry)
         if problem:
             check.fail(f"actor {actor}, step {step}: {problem[0]}", problem[1], entries, {(actor, step)})
@@ -306,7 +306,7 @@ def _describe(value: Any) -> str:
 # ---------------------------------------------------------------- the rules, one function each
 
 
-def _placed(rows: Sequence[Sequence[_T]]) -> Iterator[tuple[int, int, _T]]:
+def _with_places(rows: Sequence[Sequence[_T]]) -> Iterator[tuple[int, int, _T]]:
     """Yield (actor, position in the actor's list, entry) for every entry."""
     return ((actor, step, entry) for actor, row in enumerate(rows) for step, entry in enumerate(row))
 
@@ -317,14 +317,14 @@ def _check_num_stages(check: _Check, rows: Rows) -> None:
     The error marks the first task of a stage that the loop body does not have.
     """
     beyond = next(
-        ((actor, step) for actor, step, task in _placed(rows) if task.stage >= check.num_stages), None
+        ((actor, step) for actor, step, task in _with_places(rows) if task.stage >= check.num_stages), None
     )
-    check.stages(num_stages_of(rows), rows if beyond else None, {beyond} if beyond else ())
+    check.require_num_stages(num_stages_of(rows), rows if beyond else None, {beyond} if beyond else ())
 
 
 def _check_entries(check: _Check, rows: Rows) -> None:
     """Raise a `ScheduleError` if the stage or the microbatch of a task is out of range."""
-    for actor, step, task in _placed(rows):
+    for actor, step, task in _with_places(rows):
         for value, count, noun in (
             (task.stage, check.num_stages, "stages of the loop body"),
             (task.i, check.num_microbatches, "microbatches of the batch"),
@@ -338,10 +338,10 @@ def _check_entries(check: _Check, rows: Rows) -> None:
                 )
 
 
-def _check_once(check: _Check, rows: Rows) -> dict[Task, Place]:
+def _check_unique(check: _Check, rows: Rows) -> dict[Task, Place]:
     """Raise a `ScheduleError` if a task occurs twice; otherwise return the (actor, position) of each task."""
     places: dict[Task, Place] = {}
-    for actor, step, task in _placed(rows):
+    for actor, step, task in _with_places(rows):
         first = places.setdefault(task, (actor, step))
         if first != (actor, step):
             check.fail(
@@ -357,7 +357,7 @@ def _check_once(check: _Check, rows: Rows) -> dict[Task, Place]:
 def _check_stage_actors(check: _Check, rows: Rows) -> None:
     """Raise a `ScheduleError` if the tasks of one stage are on several actors."""
     first: dict[int, tuple[Place, Task]] = {}
-    for actor, step, task in _placed(rows):
+    for actor, step, task in _with_places(rows):
         place, other = first.setdefault(task.stage, ((actor, step), task))
         if place[0] != actor:
             check.fail(
@@ -422,7 +422,7 @@ def _check_complete(check: _Check, rows: Rows, places: dict[Task, Place], forwar
 
 def _check_order(check: _Check, rows: Rows, places: dict[Task, Place]) -> None:
     """Raise a `ScheduleError` if running the lists in order would deadlock."""
-    timeline = run_ahead(rows)
+    timeline = simulate_until_deadlock(rows)
     if any(len(ends) < len(row) for ends, row in zip(timeline.ends, rows, strict=True)):
         _check_lists(check, rows, places)
         _fail_deadlock(check, rows, timeline)
@@ -461,11 +461,12 @@ def _fail_deadlock(check: _Check, rows: Rows, timeline: ScheduleTiming) -> NoRet
 # ---------------------------------------------------------------- grid
 
 Place: TypeAlias = tuple[int, int]
-"""(actor, position in its list)."""
+"""The place of an entry of a schedule: (actor, position in the actor's list)."""
 
 LETTERS: dict[TaskType, str] = {"fwd": "F", "bwd": "B", "bwd_input": "I", "bwd_weight": "W"}
 MAX_ROWS, MAX_COLUMNS, MAX_CELL = 8, 14, 12
-"""The most an error shows: actors, steps, characters of a cell."""
+"""The largest numbers of actors, of list positions, and of characters per cell that the drawing in an error
+has."""
 
 
 def format_task(task: Task) -> str:

@@ -254,7 +254,7 @@ class DistributedStep:
         """Store a compiled form, so that `find` and `latest` return it for later calls."""
         self._compiled[signature] = self._latest = compiled
         # From the second step on a state may have lost the weak types that it began with.
-        self._compiled[_settled(signature, compiled.compiled.settled)] = compiled
+        self._compiled[_settled(signature, compiled.compiled.weak_or_strong)] = compiled
 
     def latest(self, what: str) -> CompiledStep:
         """Return the compiled form that was most recently made or found.

@@ -314,7 +314,7 @@ class Printer:
         if before is not None:
             await asyncio.wait([before])
             before = None
-        refs = [r for r in traced.shown if isinstance(r, int)]
+        refs = [r for r in traced.hidden_results if isinstance(r, int)]
         for each, operands in debug_callbacks.print_calls(
             traced.prints, dict(zip(refs, values, strict=True))
         ):

@@ -13,7 +13,7 @@ from compiler_inputs import Body
 
 from jaxpp_async.compiler.cond_split import (
     can_expand,
-    expanded,
+    expand_op,
     has_constant_choice,
     is_repeatable,
     merge_parts,
@@ -26,7 +26,7 @@ from jaxpp_async.program.instructions import Aval
 BIG = (3, 3)  # more than what is computed again rather than shared
 
 
-def cond(true: Sequence[str], false: Sequence[str], *, ends: bool = True) -> tuple[Body, Op]:
+def cond(true: Sequence[str], false: Sequence[str], *, terminates: bool = True) -> tuple[Body, Op]:
     """A cond of `a` and `b`; each branch is lines, the last one `return` and its results."""
     outer = Body(which=Aval((), "int32"), a=BIG, b=BIG)
     bodies = []
@@ -36,7 +36,7 @@ def cond(true: Sequence[str], false: Sequence[str], *, ends: bool = True) -> tup
             body.add(line)
         bodies.append(body.flat(returned.removeprefix("return ")))
     results = " ".join("rstu"[k] + "[3,3]" for k in range(len(bodies[0].outputs)))
-    choice = branches(bodies, outer.types, ends=ends)
+    choice = branches(bodies, outer.types, terminates=terminates)
     op = outer.add(f"{results} = cond which a b", branches=choice, run=choice.choose(bodies))
     return outer, op
 
@@ -129,7 +129,7 @@ def test_a_cond_inside_a_branch_is_split_with_it():
     around.add("r[3,3] s[3,3] = cond which a b", branches=inner.branches, run=inner.run)
     plain = Body(outer.types, which=Aval((), "int32"), a=BIG, b=BIG)
     bodies = [around.flat("r s"), plain.flat("a b")]
-    choice = branches(bodies, outer.types, ends=True)
+    choice = branches(bodies, outer.types, terminates=True)
     op = outer.add("t[3,3] u[3,3] = cond which which a b", branches=choice, run=choice.choose(bodies))
     parts = parts_of(outer, op, "t u")
     assert outer.show(parts) == ["t = cond which which a", "u = cond which which b"]
@@ -161,7 +161,7 @@ def test_only_what_makes_something_small_or_lays_it_out_is_computed_again(line, 
 
 def test_an_expanded_cond_computes_every_branch_and_selects():
     outer, op = cond(["p = neg a", "return p b"], ["q = mul a b", "return q b"])
-    inside = expanded(op, outer.types)
+    inside = expand_op(op, outer.types)
     assert outer.show(inside) == ["v1 = neg a", "v2 = mul a b", "r = select_n which v1 v2", "s = copy b"]
     assert same_values(outer, op, inside, "r s")
 
@@ -171,7 +171,7 @@ def test_an_expanded_cond_whose_choice_is_known_is_that_branch(which, expected):
     outer, op = cond(["p = neg a", "return p"], ["return b"])
     decided = outer.add(f"x[3,3] = cond #{which} a b", branches=op.branches)
     assert (has_constant_choice(op), has_constant_choice(decided)) == (False, True)
-    assert outer.show(expanded(decided, outer.types)) == [line.replace("r =", "x =") for line in expected]
+    assert outer.show(expand_op(decided, outer.types)) == [line.replace("r =", "x =") for line in expected]
 
 
 def test_an_expanded_call_is_its_operations_and_copies_to_its_results():
@@ -179,10 +179,15 @@ def test_an_expanded_call_is_its_operations_and_copies_to_its_results():
     inner = body.inside()
     ops = (inner.add("p = neg a"), inner.add("q = mul p a"))
     op = body.add("r _ s = jit a", expand=lambda: (ops, inner.refs("q p a")))
-    assert body.show(expanded(op, body.types)) == ["v1 = neg a", "v2 = mul v1 a", "r = copy v2", "s = copy a"]
+    assert body.show(expand_op(op, body.types)) == [
+        "v1 = neg a",
+        "v2 = mul v1 a",
+        "r = copy v2",
+        "s = copy a",
+    ]
     # Each expansion makes values of its own.
     assert not set(ops[0].outputs) & {
-        o for o in itertools.chain(*(x.outputs for x in expanded(op, body.types)))
+        o for o in itertools.chain(*(x.outputs for x in expand_op(op, body.types)))
     }
 
 
@@ -193,9 +198,9 @@ def test_a_call_inside_an_expanded_branch_follows_the_branches_values():
     within = branch.inside().add("k = mul p b")
     branch.add("c[3,3] = jit p b", expand=lambda: ((within,), branch.refs("k")))
     bodies = [branch.flat("c"), op.branches.bodies[1]]
-    choice = branches(bodies, outer.types, ends=True)
+    choice = branches(bodies, outer.types, terminates=True)
     op = outer.add("x[3,3] = cond which a b", branches=choice)
-    neg, call, _ = expanded(op, outer.types)
+    neg, call, _ = expand_op(op, outer.types)
     ops, results = call.expand()
     assert ops[0].inputs == (neg.outputs[0], outer.ref("b"))
     assert results == ops[0].outputs != within.outputs
@@ -208,16 +213,16 @@ def test_parts_of_one_cond_still_have_one_whole_when_a_branch_around_them_is_exp
         Flat(outer.inputs, tuple(parts), outer.refs("r s")),
         Body(outer.types, which=Aval((), "int32"), a=BIG, b=BIG).flat("a b"),
     ]
-    choice = branches(bodies, outer.types, ends=True)
+    choice = branches(bodies, outer.types, terminates=True)
     op = outer.add("x[3,3] y[3,3] = cond which which a b", branches=choice)
-    first, second = [o for o in expanded(op, outer.types) if o.branches is not None]
+    first, second = [o for o in expand_op(op, outer.types) if o.branches is not None]
     assert first.branches.whole is second.branches.whole is not parts[0].branches.whole
     assert merge_parts([first, second]).outputs == (*first.outputs, *second.outputs)
 
 
-@pytest.mark.parametrize(("ends", "expected"), [(True, True), (False, False)])
-def test_a_cond_with_a_while_inside_is_not_expanded(ends, expected):
-    _, op = cond(["return a"], ["return b"], ends=ends)
+@pytest.mark.parametrize(("terminates", "expected"), [(True, True), (False, False)])
+def test_a_cond_with_a_while_inside_is_not_expanded(terminates, expected):
+    _, op = cond(["return a"], ["return b"], terminates=terminates)
     assert can_expand(op) is expected
 
 

@@ -21,7 +21,7 @@ def test_a_choice_runs_the_branch_at_its_position(which):
     for line in ("r = neg a", "r = mul a b", "r = add b b"):
         bodies.append(Body(outer.types, a=(2,), b=(2,)))
         bodies[-1].add(line)
-    made = branches([body.flat("r") for body in bodies], outer.types, ends=True)
+    made = branches([body.flat("r") for body in bodies], outer.types, terminates=True)
     a, b = jnp.arange(2.0), jnp.arange(2.0) + 5
     (found,) = made.choose(made.bodies)([jnp.int32(which), a, b])
     np.testing.assert_array_equal(found, (-a, a * b, b + b)[which])
@@ -35,7 +35,7 @@ def test_a_constant_result_gets_the_type_that_another_branch_gives(constant, dty
     body, other = Body(a=Aval((), dtype)), None
     other = Body(body.types, a=Aval((), dtype))
     flats = [body.flat("a"), type(body.flat("a"))(other.inputs, (), (Lit(constant),))]
-    made = branches(flats, body.types, ends=True)
+    made = branches(flats, body.types, terminates=True)
     for which in (0, 1):
         (found,) = made.choose(flats)([jnp.int32(which), jnp.asarray(0, dtype)])
         assert found.dtype.name == expected and found.weak_type is False
@@ -44,7 +44,7 @@ def test_a_constant_result_gets_the_type_that_another_branch_gives(constant, dty
 def test_a_choice_between_constants_alone_follows_the_first():
     body = Body()
     flats = [type(body.flat(""))((), (), (Lit(value),)) for value in (np.float16(1), np.float16(2))]
-    (found,) = branches(flats, body.types, ends=True).choose(flats)([jnp.int32(1)])
+    (found,) = branches(flats, body.types, terminates=True).choose(flats)([jnp.int32(1)])
     assert (float(found), found.dtype.name) == (2.0, "float16")
 
 
@@ -54,7 +54,7 @@ def test_a_choice_may_return_keys():
     ids = [body.types.new(key_type.types[0]) for _ in range(2)]
     flats = [type(body.flat(""))((ids[0],), (), (ids[0],)), type(body.flat(""))((ids[1],), (), (ids[1],))]
     key = jax.random.key(3)
-    (found,) = branches(flats, body.types, ends=True).choose(flats)([jnp.int32(0), key])
+    (found,) = branches(flats, body.types, terminates=True).choose(flats)([jnp.int32(0), key])
     assert found == key
 
 
@@ -66,10 +66,10 @@ def test_a_choice_may_return_keys():
     ],
 )
 def test_a_selected_constant_is_an_array_of_the_others_type(cases, expected):
-    select = branches([], Body().types, ends=True).select
+    select = branches([], Body().types, terminates=True).select
     (found,) = select([jnp.int32(1), *cases])
     assert found == expected and found.dtype == expected.dtype
 
 
 def test_whether_branches_end_is_kept():
-    assert [branches([], Body().types, ends=ends).ends for ends in (True, False)] == [True, False]
+    assert [branches([], Body().types, terminates=ends).terminates for ends in (True, False)] == [True, False]

@@ -40,7 +40,7 @@ def test_values_are_labelled_by_their_name_or_by_the_task_that_makes_them():
 
 def test_a_value_is_read_at_home_or_from_the_lowest_actor_that_has_it():
     graph, x, _ = empty_graph()
-    graph.held.update({(x, 2): 7, (x, 1): 5})
+    graph.value_by_actor.update({(x, 2): 7, (x, 1): 5})
     assert [graph.value_on(x, actor) for actor in (0, 1, 2)] == [5, 5, 7]
 
 
@@ -53,10 +53,10 @@ def unrolled(body: Body, outputs: str, reductions, schedule) -> tuple[TaskGraphB
     graph = TaskGraphBuilder(body.types, num_actors=2)
     for v in loop.inputs:
         number = graph.add_named(v, f"arg{v}", "input")
-        graph.held.update({(v, actor): number for actor in (0, 1)})
+        graph.value_by_actor.update({(v, actor): number for actor in (0, 1)})
     for i in range(loop.num_microbatches):
         graph.index_ids.append(body.types.new(ValueType(Aval((), "int32"))))
-        graph.held[graph.index_ids[-1], 0] = graph.held[graph.index_ids[-1], 1] = 100 + i
+        graph.value_by_actor[graph.index_ids[-1], 0] = graph.value_by_actor[graph.index_ids[-1], 1] = 100 + i
     finals = [[body.types.new(body.types[p.value]) for p in parts] for parts in cut.staged.outputs]
     unroll_loop(graph, cut, finals)
     names = {v: f"final{k}.{j}" for k, ids in enumerate(finals) for j, v in enumerate(ids)}
@@ -88,7 +88,7 @@ def test_a_loop_becomes_a_node_a_task_in_the_order_of_its_schedule():
     tasks = [n.task for n in graph.nodes if n.task is not None]
     assert tasks[2:4] == [Task(0, "fwd", 1), Task(1, "fwd", 1)]
     # Last accumulators are the loop's results where they were added up; all microbatches run one executable.
-    held = {finals[v]: (actor, number) for (v, actor), number in graph.held.items() if v in finals}
+    held = {finals[v]: (actor, number) for (v, actor), number in graph.value_by_actor.items() if v in finals}
     assert held == {"final0.0": (1, 15), "final1.0": (1, 8), "final0.1": (0, 16)}
     assert [n.executable for n in graph.nodes] == [0, 0, 1, 2, 2, 3, 4, 5, 6, 4, 6]
     recipes = ["fwd0", "start_fwd1", "fwd1", "start_bwd1", "bwd1", "start_bwd0", "bwd0"]

@@ -53,7 +53,7 @@ def test_a_plan_has_the_text_of_every_pass_in_order_and_one_program_an_actor():
     assert [p.actor for p in done.programs] == [0, 1]
     assert done.passes["delete"] == "\n\n".join(map(str, done.programs))
     assert done.passes["partition"].startswith("loop of 2 stages, 2 microbatches\n")
-    assert (done.continues, done.settled, done.specs) == ({0: 0}, frozenset(), {})
+    assert (done.continues, done.weak_or_strong, done.specs) == ({0: 0}, frozenset(), {})
     assert done.passes["transfer"] != done.passes["donate"] != done.passes["delete"]
 
 

@@ -11,7 +11,7 @@ from planning import f32, plan_step, sent
 
 import jaxpp_async as jpp
 from jaxpp_async.compiler import ir
-from jaxpp_async.compiler.outer_ops import OuterStep
+from jaxpp_async.compiler.ir import OuterStep
 from jaxpp_async.compiler.placement import place
 from jaxpp_async.program.instructions import Aval, Input, Output, Run
 

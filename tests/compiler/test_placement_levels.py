@@ -7,8 +7,7 @@ from collections import defaultdict
 import pytest
 from compiler_inputs import Body
 
-from jaxpp_async.compiler.ir import Loop
-from jaxpp_async.compiler.outer_ops import OuterStep
+from jaxpp_async.compiler.ir import Loop, OuterStep
 from jaxpp_async.compiler.placement import _find_levels
 
 

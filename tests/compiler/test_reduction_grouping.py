@@ -9,7 +9,7 @@ import pytest
 from compiler_inputs import Body
 
 from jaxpp_async.compiler.evaluate import run_ops
-from jaxpp_async.compiler.outer_ops import OuterStep
+from jaxpp_async.compiler.ir import OuterStep
 from jaxpp_async.compiler.reduction_grouping import GroupingInputs, regroup_reductions
 
 

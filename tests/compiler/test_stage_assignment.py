@@ -103,7 +103,7 @@ def test_values_behind_markers_go_by_the_value_that_is_marked():
     assert resolved == {"y": "h", "dh": "dy", "z": "z"}
     assert stages.num_uses[body.ref("h")] == 2  # by z and a, both through the marker
     # x is read by h alone before the backward, w by h and z; h is handed to stage 1.
-    homes = {name: stages.held_in[body.ref(name)] for name in ("x", "w", "h", "z")}
+    homes = {name: stages.forward_stages[body.ref(name)] for name in ("x", "w", "h", "z")}
     assert homes == {"x": {0}, "w": {0, 1}, "h": {0, 1}, "z": {1}}
 
 
@@ -129,7 +129,7 @@ def test_stages_are_counted_and_named_by_their_markers():
 
 
 @pytest.mark.parametrize(
-    ("line", "same", "reused"),
+    ("line", "same", "skipped"),
     [
         pytest.param("r = dot_general x w '", True, ["r"], id="the same operation on the same operands"),
         pytest.param("r = dot_general x w '", False, [], id="with other parameters"),
@@ -137,14 +137,14 @@ def test_stages_are_counted_and_named_by_their_markers():
         pytest.param("r = dot_general y w '", True, [], id="of the stage itself"),
     ],
 )
-def test_a_repetition_of_an_earlier_stages_operation_takes_that_stages_value(line, same, reused):
+def test_a_repetition_of_an_earlier_stages_operation_takes_that_stages_value(line, same, skipped):
     body = Body(w=(3, 3), x=(2, 3), i=Aval((), "int32"))
     body.add("h[2,3] = dot_general x w", "y t[0] = pipeline_yield h", "z = dot_general y w")
     op = body.add(line, repeats=lambda twin: same)
     body.add("k = mul r z '", "n = mul k y '")
     stages = StageAssignment(body.loop("n"), body.types)
-    assert [body.name(stages.ops[i].outputs[0]) for i in stages.reused] == reused
-    assert body.name(stages.resolve(op.outputs[0])) == ("h" if reused else "r")
+    assert [body.name(stages.ops[i].outputs[0]) for i in stages.skipped] == skipped
+    assert body.name(stages.resolve(op.outputs[0])) == ("h" if skipped else "r")
 
 
 # ---------------------------------------------------------------- what is refused

@@ -95,7 +95,7 @@ def test_an_argument_that_is_returned_twice_is_a_result_twice_and_not_handed_bac
 def test_a_result_is_where_the_caller_wants_it(homes):
     _, placed = placed_step(lambda x: x * 2, f32(2), result_homes=homes)
     assert {a for o in placed.graph.outputs for a in o.actors} == homes[0]
-    assert placed.placement.asked == frozenset((0,))
+    assert placed.placement.caller_placed_results == frozenset((0,))
 
 
 @pytest.mark.parametrize(("donated", "expected"), [(True, ["arg0"]), (False, [])])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxpp_async.compiler.trace import trace_settled
+from jaxpp_async.compiler.trace import trace_ignoring_weak_types
 
 
 def leaf(*shape, weak=False, dtype="float32"):
@@ -25,7 +25,7 @@ def settled(fn, *args, static=()):
         seen.append([getattr(x, "weak_type", x) for x in jax.tree.leaves(now)])
         return fn(*now)
 
-    found, leaves = trace_settled(recorded, args, static_argnums=static, argument_names=())
+    found, leaves = trace_ignoring_weak_types(recorded, args, static_argnums=static, argument_names=())
     return [found.types[v].weak for v in found.flat.inputs], sorted(leaves), seen
 
 

@@ -16,7 +16,7 @@ from jaxpp_async.schedules.base import (
     Schedule,
     flat,
     neighbouring_stages,
-    through,
+    tasks_through,
 )
 from jaxpp_async.schedules.validate import format_grid, resolve
 
@@ -38,9 +38,9 @@ def test_stage_s_is_on_actor_s_times_a_over_s(num_stages, num_actors, groups):
 
 
 def test_stages_that_run_as_one_go_forward_in_order_and_backward_the_other_way_round():
-    assert through(range(1, 3), "fwd", 5) == [Task(5, "fwd", 1), Task(5, "fwd", 2)]
+    assert tasks_through(range(1, 3), "fwd", 5) == [Task(5, "fwd", 1), Task(5, "fwd", 2)]
     for ty in ("bwd", "bwd_input", "bwd_weight"):
-        assert through(range(1, 3), ty, 5) == [Task(5, ty, 2), Task(5, ty, 1)]
+        assert tasks_through(range(1, 3), ty, 5) == [Task(5, ty, 2), Task(5, ty, 1)]
     assert flat([[Task(0, "fwd", 0)], [], [Task(1, "fwd", 0)]]) == [Task(0, "fwd", 0), Task(1, "fwd", 0)]
 
 

@@ -16,8 +16,8 @@ from jaxpp_async.schedules.simulate import (
     idle_times,
     num_stages_of,
     peak_activations,
-    run_ahead,
     simulate,
+    simulate_until_deadlock,
     split_backwards,
     stage_actors,
 )
@@ -73,7 +73,7 @@ def test_all_tasks_in_one_order_go_by_time_and_then_by_actor():
 def test_a_deadlock_is_a_circle_of_actors_each_with_what_it_waits_for():
     other = Task(1, "fwd", 0)
     lists = [[Task(1, "bwd", 0), F00, other], [F01, Task(1, "fwd", 1), Task(1, "bwd", 1)]]
-    timeline = run_ahead(lists)
+    timeline = simulate_until_deadlock(lists)
     assert timeline.ends == ((), ())
     waits = find_deadlock(lists, timeline)
     assert waits == (ScheduleWait(0, 0, Task(1, "bwd", 0), other, 0, 2, Task(1, "bwd", 0)),)
@@ -86,7 +86,7 @@ def test_a_deadlock_is_a_circle_of_actors_each_with_what_it_waits_for():
 
 
 def test_a_task_that_nobody_runs_is_named():
-    (wait,) = find_deadlock([[F01]], run_ahead([[F01]]))
+    (wait,) = find_deadlock([[F01]], simulate_until_deadlock([[F01]]))
     said = str(wait)
     assert said == "actor 0, step 0: fwd(stage 1, mb 0) waits for fwd(stage 0, mb 0), which no actor runs"
 

@@ -151,7 +151,7 @@ def shown(values: Values, array_id: int) -> RemoteArray:
 
 def step_that_prints(said: list) -> SimpleNamespace:
     one = Print(lambda operands: said.append(int(operands[0])), (PrintOperand(3),), "a.py:1")
-    return SimpleNamespace(shown=(3,), prints=(one,))
+    return SimpleNamespace(hidden_results=(3,), prints=(one,))
 
 
 async def test_steps_print_in_the_order_in_which_they_started_whichever_ends_first():
