@@ -41,7 +41,7 @@ class TransportChoice(StrEnum):
     tcp = "tcp"
 
 
-@app.callback()
+@app.callback(help="jaxpp_async: pipelines of JAX models over async actors.")
 def top() -> None:
     """Offer the commands of jaxpp-async, which trains pipelined JAX models over async actors."""
 

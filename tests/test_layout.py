@@ -47,7 +47,8 @@ def test_each_package_has_a_folder_of_tests_named_like_it():
     assert PACKAGES - folders == set()
 
 
-def test_lines_of_markdown_fit_on_a_screen():
+def test_lines_fit_on_a_screen():
+    assert layout.long_lines() == []
     assert layout.long_markdown_lines() == []
 
 

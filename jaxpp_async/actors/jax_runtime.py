@@ -91,7 +91,7 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
         MeshError: the process has fewer devices than `spmd_mesh` needs.
         InstallError: the module of the user's setup hook is not installed, or JAX has no GPU support.
         LaunchError: the setup hook raised an exception.
-        ValueError: the setup hook is not of the form `"module:function"`, or an axis type does not exist.
+        ValueError: an axis type does not exist.
     """
     jax_config.write_cache_whole()  # inline as well: actors that share a process compile at the same time
     if not inline:
@@ -172,9 +172,7 @@ def share_cache(configure: Configure) -> AbstractContextManager[None]:
 def _run_setup(setup: str, folder: bytes | None) -> None:
     if folder is not None and os.fsdecode(folder) not in sys.path:
         sys.path.append(os.fsdecode(folder))  # at the end, so that no file in it hides an installed module
-    module_name, separator, function_name = setup.partition(":")
-    if not separator or not module_name or not function_name:
-        raise ValueError(f"setup={setup!r} is not of the form 'module:function'")
+    module_name, _, function_name = setup.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -88,6 +88,9 @@ class Startup:
         try:
             async with asyncio.timeout(self._timeout_s):
                 handle = await self._launcher.start(spec, self._listener.adopt)
+                if not hasattr(handle, "wait_dead"):  # a launcher of the user's own
+                    start = f"{type(self._launcher).__name__}.start"
+                    raise launch_error(process_rank, f"{start} returned {handle!r}, which is no ActorHandle")
                 self.handles[spec.process_id] = handle
                 connection = await self._unless_dead(process_rank, arrival, remedy)
         except TimeoutError:

@@ -18,15 +18,55 @@ login_errors          explains why a program on a host could not be started
 commands, run_module  run programs of this package so that they import nothing from the working directory
 """
 
-from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, Launcher, LaunchSpec
-from jaxpp_async.launch.local import LocalLauncher
-from jaxpp_async.launch.spawn import share_out
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __all__ = (
+    "CONTROLLER",
     "DEFAULT_ACTOR",
     "ActorHandle",
+    "ActorRequest",
+    "Death",
     "LaunchSpec",
     "Launcher",
     "LocalLauncher",
+    "make_process_transport",
     "share_out",
 )
+
+if TYPE_CHECKING:
+    from jaxpp_async.launch.launcher import DEFAULT_ACTOR as DEFAULT_ACTOR
+    from jaxpp_async.launch.launcher import ActorHandle as ActorHandle
+    from jaxpp_async.launch.launcher import Launcher as Launcher
+    from jaxpp_async.launch.launcher import LaunchSpec as LaunchSpec
+    from jaxpp_async.launch.local import LocalLauncher as LocalLauncher
+    from jaxpp_async.launch.process_supervisor import Death as Death
+    from jaxpp_async.launch.spawn import ActorRequest as ActorRequest
+    from jaxpp_async.launch.spawn import share_out as share_out
+    from jaxpp_async.program.instructions import CONTROLLER as CONTROLLER
+    from jaxpp_async.transport.registry import make_process_transport as make_process_transport
+
+_HOMES = {
+    "ActorHandle": "launch.launcher",
+    "ActorRequest": "launch.spawn",
+    "CONTROLLER": "program.instructions",
+    "DEFAULT_ACTOR": "launch.launcher",
+    "Death": "launch.process_supervisor",
+    "LaunchSpec": "launch.launcher",
+    "Launcher": "launch.launcher",
+    "LocalLauncher": "launch.local",
+    "make_process_transport": "transport.registry",
+    "share_out": "launch.spawn",
+}
+"""The module of each public name. It is imported with the name's first use, so that a host agent, which is a
+module of this package, starts without numpy and asyncio."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"jaxpp_async.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

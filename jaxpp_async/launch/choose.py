@@ -8,6 +8,7 @@ starts no actors.
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from jaxpp_async.base.gpu_inventory import read_visible
@@ -15,6 +16,7 @@ from jaxpp_async.errors import MeshError
 from jaxpp_async.launch import inline, local, ray, slurm, ssh
 from jaxpp_async.launch.host_agent_client import Reach
 from jaxpp_async.launch.hosts import Host, place, spread
+from jaxpp_async.launch.launcher import Launcher
 from jaxpp_async.launch.options import LauncherKind, LaunchOptions
 from jaxpp_async.launch.remote import RemoteLauncher
 
@@ -103,13 +105,24 @@ def _kind(options: LaunchOptions) -> LauncherKind:
         return LAUNCHERS["local" if options.hosts is None else "ssh"]
     if isinstance(launcher, str) and launcher in LAUNCHERS:
         return LAUNCHERS[launcher]
-    missing = [name for name in _METHODS if not hasattr(launcher, name)]
+    known = ", ".join(map(repr, LAUNCHERS))
+    if isinstance(launcher, str):
+        near = difflib.get_close_matches(launcher, LAUNCHERS, 1)
+        remedy = (
+            f"did you mean {near[0]!r}?" if near else "or give a Launcher of your own (docs/launching.md)"
+        )
+        raise MeshError(f"launcher {launcher!r} is none of {known}; {remedy}")
+    missing = [name for name in _METHODS if not _defines(launcher, name)]
     if missing:
-        known = ", ".join(map(repr, LAUNCHERS))
         raise MeshError(
             f"launcher {launcher!r} is none of {known}, nor a Launcher: it has no {', '.join(missing)}"
         )
     return _OWN
+
+
+def _defines(launcher: Any, name: str) -> bool:
+    """Return whether an object has a member of `Launcher` that it does not merely inherit from `Launcher`."""
+    return hasattr(launcher, name) and getattr(type(launcher), name, None) is not getattr(Launcher, name)
 
 
 def _set_process_slots(options: LaunchOptions, launcher: Any, num_actors: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpp_async.errors import MeshError
@@ -68,9 +68,8 @@ class LaunchOptions:
     @property
     def given(self) -> tuple[str, ...]:
         """The names of the options that the user set and that not every launcher uses."""
-        default = {f.name: f.default for f in fields(self)}
-        names = [name for name in _OF_SOME if getattr(self, name) != default[name]]
-        return tuple(name for name in names if name != "ssh_options" or self.ssh_options)  # [] counts as ()
+        is_given = {"lease_s": self.lease_s != LEASE_S, "ssh_options": len(self.ssh_options) > 0}
+        return tuple(n for n in _OF_SOME if is_given.get(n, getattr(self, n) is not None))
 
     def settings(self) -> Settings:
         """Make the settings that apply to every host.

@@ -10,6 +10,9 @@ task computes nor on how long that takes.
     global_order, simulate  one order of all tasks, simulated times, bubbles and memory (`simulate`)
 """
 
+import warnings
+from typing import Any
+
 from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules.base import Schedule
 from jaxpp_async.schedules.builtin import (
@@ -67,3 +70,14 @@ __all__ = [
     "split_backwards",
     "stage_actors",
 ]
+
+_OLD_NAMES = {"Timeline": "ScheduleTiming"}
+"""Names of earlier releases. They work for one release, with a warning."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OLD_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = _OLD_NAMES[name]
+    warnings.warn(f"{__name__}.{name} is now called {new}", DeprecationWarning, stacklevel=2)
+    return globals()[new]

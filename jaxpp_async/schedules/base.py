@@ -22,10 +22,10 @@ class Schedule(Protocol):
     one microbatch at a time, with stage s on actor s % num_actors:
 
         from dataclasses import dataclass
-        from jaxpp_async.schedules import Schedule, Task
+        from jaxpp_async.schedules import Task
 
         @dataclass(frozen=True)
-        class OneAtATime(Schedule):
+        class OneAtATime:
             num_stages: int
 
             def tasks(self, num_microbatches, num_actors):
@@ -42,13 +42,12 @@ class Schedule(Protocol):
     A frozen dataclass is best: equal schedules then share one traced step. Any object with these two members
     can be used, whether its class is a subclass of this one or not. `resolve` checks the lists before a step
     is compiled and names the rule of docs/schedules.md that is broken; `format_grid` draws the lists.
-
-    Attributes:
-        num_stages: the number of stages of the loop body, which is the number of its `pipeline_yield`s plus
-            one.
     """
 
-    num_stages: int
+    @property
+    def num_stages(self) -> int:
+        """The number of stages of the loop body, which is the number of its `pipeline_yield`s plus one."""
+        ...
 
     def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
         """Return one list of tasks per actor, each in order of execution.
@@ -89,7 +88,7 @@ def _advise_on_options(cls: type[_T]) -> type[_T]:
 
 @_advise_on_options
 @dataclass(frozen=True)
-class BuiltIn(Schedule):
+class BuiltIn:
     """A base class of the built-in schedules, which checks the counts; a subclass gives the order in `_rows`.
 
     Args:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task, TaskType
+from jaxpp_async.schedules.base import Schedule
 from jaxpp_async.schedules.simulate import Rows, num_stages_of, simulate
 from jaxpp_async.schedules.validate import LETTERS, plural, resolve
 
@@ -105,7 +106,7 @@ def schedule_from_csv(path: str | os.PathLike[str]) -> CsvSchedule:
 
 
 def schedule_to_csv(
-    schedule: Any, path: str | os.PathLike[str], num_microbatches: int, num_actors: int
+    schedule: Schedule | Rows, path: str | os.PathLike[str], num_microbatches: int, num_actors: int
 ) -> None:
     """Write a schedule to a file in torch.distributed.pipelining's compute-only CSV format.
 

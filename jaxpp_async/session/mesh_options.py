@@ -316,7 +316,7 @@ def make_actor_config(
         MeshError: `setup` does not name a function, `env` contains something other than strings or a variable
             that the mesh sets, or this process has too few devices for inline actors.
     """
-    if setup is not None and ":" not in setup:
+    if setup is not None and not all(setup.partition(":")):
         raise MeshError(f"setup is {setup!r}; name a function as 'module:function'")
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):

@@ -9,6 +9,9 @@ computed afterwards, when a user asks for it. `docs/timeline.md` explains how to
     timeline          combines all this for one step: `Timeline`, as tables and as a trace for Perfetto
 """
 
+import warnings
+from typing import Any
+
 from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares
 from jaxpp_async.timeline.events import ActorTimeline, Recorded, TimelineEvent, TimelineTransfer
 from jaxpp_async.timeline.timeline import Timeline, chrome_trace, make_timeline, write_trace
@@ -25,3 +28,19 @@ __all__ = (
     "make_timeline",
     "write_trace",
 )
+
+_OLD_NAMES = {
+    "Bill": "StepBreakdown",
+    "Event": "TimelineEvent",
+    "Shares": "TimeShares",
+    "Transfer": "TimelineTransfer",
+}
+"""Names of earlier releases. They work for one release, with a warning."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OLD_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = _OLD_NAMES[name]
+    warnings.warn(f"{__name__}.{name} is now called {new}", DeprecationWarning, stacklevel=2)
+    return globals()[new]

@@ -517,7 +517,6 @@ def bad_setup():
 @pytest.mark.parametrize(
     ("setup", "message"),
     [
-        ("nonsense", "not of the form"),
         ("no_such_module_here:f", "cannot import 'no_such_module_here'"),
         (f"{__name__}:bad_setup", f"setup='{__name__}:bad_setup' raised RuntimeError: no licence"),
     ],

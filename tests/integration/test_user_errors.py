@@ -901,7 +901,7 @@ OPTIONS = [
     (
         {"launcher": "kubernetes"},
         MeshError,
-        "'kubernetes' is none of 'local', 'inline', 'ssh', 'slurm', 'ray', nor",
+        "'kubernetes' is none of 'local', 'inline', 'ssh', 'slurm', 'ray'; or give a",
     ),
     ({"launcher": 3}, MeshError, "launcher 3 is none of .*, nor a Launcher: it has no listen_host, tra"),
     ({"transport": "pigeon"}, MeshError, "'pigeon' does not work between processes; .* 'ucx'"),
@@ -929,6 +929,8 @@ OPTIONS = [
         r"axis_types\['data'\] is 'manual'; it is 'auto' or 'explicit'",
     ),
     ({"max_inflight": 0}, MeshError, "max_inflight is 0; give a whole number of at least 1"),
+    ({"setup": "module:"}, MeshError, "setup is 'module:'; name a function as 'module:function'"),
+    ({"launcher": "sloorm"}, MeshError, "'sloorm' is none of .*; did you mean 'slurm'"),
     ({"setup": "nocolon"}, MeshError, "setup is 'nocolon'; name a function as 'module:function'"),
     ({"env": {"A": 1}}, MeshError, "env has 'A': 1; environment variables are strings"),
     (

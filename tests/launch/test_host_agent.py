@@ -93,3 +93,11 @@ def test_processes_below_this_one_are_found_while_they_live():
     finally:
         child.communicate()
     assert child.pid not in descendants(os.getpid())
+
+
+def test_a_host_agent_starts_without_what_only_meshes_need():
+    """It starts before anything else on every host, and stays as long as the mesh."""
+    code = (
+        "import sys, jaxpp_async.launch.host_agent; print(*sys.modules.keys() & {'numpy', 'asyncio', 'jax'})"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.split() == []

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 
 import jaxpp_async as jpp
 from jaxpp_async.errors import MeshError
 from jaxpp_async.jax_bridge import jax_config
-from jaxpp_async.launch import spawn
+from jaxpp_async.launch import Launcher, spawn
 from jaxpp_async.launch.choose import choose_launcher
 from jaxpp_async.launch.host_agent_protocol import StartActor, read_order, write_order
 from jaxpp_async.launch.hosts import (
@@ -313,3 +314,18 @@ def test_a_range_has_a_port_for_each_process_of_a_host(options, says):
     else:
         with pytest.raises(MeshError, match=says):
             jpp.RemoteMesh(2, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"ports": np.array([47000, 47100])}, {"cpus": np.arange(2)}, {"devices": np.array(["0"])}]
+)
+def test_options_may_be_arrays(options):
+    assert LaunchOptions(**options).given == tuple(options)
+
+
+def test_what_a_launcher_merely_inherits_from_the_interface_is_missing():
+    class WithoutStart(Launcher):
+        listen_host, transports = "127.0.0.1", ("ucx",)
+
+    with pytest.raises(MeshError, match="nor a Launcher: it has no make_transport, start, aclose"):
+        choose_launcher(LaunchOptions(launcher=WithoutStart()), 2)  # type: ignore[abstract]

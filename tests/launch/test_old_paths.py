@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from jaxpp_async import launch
+
 OLD = "jaxpp_async.actors.launch"
 
 
@@ -68,3 +70,26 @@ launcher = RemoteLauncher(reach, parse_hosts(["pod-0 slots=2", "pod-1 slots=2"])
 assert parse_hosts is hosts.parse_hosts and isinstance(launcher, remote.RemoteLauncher)
 """
     subprocess.run([sys.executable, "-c", script.replace("__file__", "'<string>'")], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("jaxpp_async.schedules", "Timeline", "ScheduleTiming"),
+        ("jaxpp_async.timeline", "Bill", "StepBreakdown"),
+        ("jaxpp_async.timeline", "Event", "TimelineEvent"),
+        ("jaxpp_async.timeline", "Shares", "TimeShares"),
+        ("jaxpp_async.timeline", "Transfer", "TimelineTransfer"),
+    ],
+)
+def test_an_old_name_is_the_new_one_and_warns(module, old, new):
+    home = importlib.import_module(module)
+    with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}"):
+        assert getattr(home, old) is getattr(home, new)
+
+
+def test_every_public_name_of_launch_is_there():
+    assert [name for name in launch.__all__ if getattr(launch, name, None) is None] == []
+    assert set(launch.__all__) <= set(dir(launch))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = launch.nothing

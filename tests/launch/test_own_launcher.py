@@ -6,8 +6,8 @@ host.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
-import json
 import os
 import re
 import signal
@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 from fake_actor import NullTransport, start_fakes
+from own_launcher import SubprocessLauncher
 from resources import nothing_left
 from rich.console import Console
 
@@ -32,7 +33,6 @@ from jaxpp_async.launch import hosts as addresses_module
 from jaxpp_async.launch.choose import choose_launcher
 from jaxpp_async.launch.hosts import Settings, parse_hosts, place
 from jaxpp_async.launch.options import LaunchOptions
-from jaxpp_async.launch.process_supervisor import Death
 from jaxpp_async.launch.remote import MAX_HANDSHAKES, CommandReach, HostLines, RemoteLauncher
 from jaxpp_async.launch.spawn import ActorRequest
 from jaxpp_async.protocol.frames import version_mismatch
@@ -40,89 +40,21 @@ from jaxpp_async.protocol.line_protocol import RECORD
 from jaxpp_async.protocol.task_group import all_of
 from tests.launch.test_local import HERE, environment, is_running
 
-# ---------------------------------------------------------------- the interface, by hand (docs/launching.md
-# shows it)
+# ---------------------------------------------------------------- the interface, by hand
 
 
-class MyHandle:
-    """One actor: its exit, its output, and its end."""
-
-    def __init__(self, process: asyncio.subprocess.Process):
-        self._process, self.host, self.pid = process, "my host", process.pid
-        self._tail: list[str] = []
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
-
-    async def wait_dead(self) -> Death:
-        await asyncio.shield(self._tasks[0])
-        return Death(await self._process.wait(), self.output_tail())
-
-    def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    def output_tail(self) -> tuple[str, ...]:
-        return tuple(self._tail[-50:])
-
-    def progress(self) -> None:
-        return None
-
-    async def aclose(self) -> None:
-        self._tasks[1].cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _signal(self, signum: int) -> None:
-        if self._process.returncode is None:
-            os.killpg(self.pid, signum)
-
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            self._tail.append(line.decode(errors="replace").rstrip())
-        await self._process.wait()
-
-    async def _beat(self) -> None:
-        assert self._process.stdin is not None
-        while True:
-            await asyncio.sleep(1.0)
-            self._process.stdin.write(b".")
-
-
-class MyLauncher:
-    """The least that a launcher can be: processes here, signs of life from the event loop."""
-
-    listen_host = "127.0.0.1"
-    transports = ("ucx",)
+class MyLauncher(SubprocessLauncher):
+    """The launcher of the example, for actors that do nothing."""
 
     def __init__(self) -> None:
-        self._handles: list[MyHandle] = []
+        super().__init__(actor="fake_actor:FakeActor")
 
     def make_transport(self, kind: str, network: Any) -> Any:
         return NullTransport()
 
-    async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> MyHandle:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "jaxpp_async.actors",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            env=environment() | {"JAX_PLATFORMS": spec.platform} | dict(spec.env),
-        )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(spec.config(actor="fake_actor:FakeActor")).encode() + b"\n")
-        self._handles.append(MyHandle(process))
-        return self._handles[-1]
-
-    async def aclose(self) -> None:
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.kill()
-            await handle.aclose()
+    async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> Any:
+        env = {**spec.env, "PYTHONPATH": environment()["PYTHONPATH"]}
+        return await super().start(dataclasses.replace(spec, env=env), adopt)
 
 
 async def start(launcher: Any, num_actors: int = 2) -> Controller:
@@ -140,7 +72,7 @@ async def test_a_launcher_of_ones_own(caplog):
         controller = await start(MyLauncher())
         step = await hanging_step(controller)
         os.kill(controller.actors[0].pid, signal.SIGKILL)
-        with pytest.raises(ActorDiedError, match=r"actor 0 \(host my host, pid \d+\) was killed by SIGKILL"):
+        with pytest.raises(ActorDiedError, match=r"actor 0 \(host this machine, pid \d+\) was killed by SIGKILL"):
             await step
         await controller.aclose()
 

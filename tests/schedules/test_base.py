@@ -18,6 +18,7 @@ from jaxpp_async.schedules.base import (
     neighbouring_stages,
     tasks_through,
 )
+from jaxpp_async.schedules.builtin import GPipe
 from jaxpp_async.schedules.validate import format_grid, resolve
 
 
@@ -131,3 +132,17 @@ def test_the_users_schedule_in_the_docstring_runs_one_microbatch_at_a_time():
         ["0F0", ".", "2F0", ".", ".", "2B0", ".", "0B0", "0F1", ".", "2F1", ".", ".", "2B1", ".", "0B1"],
         [".", "1F0", ".", "3F0", "3B0", ".", "1B0", ".", ".", "1F1", ".", "3F1", "3B1", ".", "1B1", "."],
     ]
+
+
+def test_frozen_schedules_are_schedules_to_a_type_checker():
+    """`make check` reads the assignments, which pyright refuses if `num_stages` had to be writable."""
+
+    @dataclass(frozen=True)
+    class Frozen:
+        num_stages: int
+
+        def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
+            return [[] for _ in range(num_actors)]
+
+    schedules: list[Schedule] = [Frozen(2), GPipe(2)]
+    assert all(isinstance(schedule, Schedule) for schedule in schedules)
