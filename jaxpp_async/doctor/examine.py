@@ -96,7 +96,7 @@ class _Target:
 
     Args:
         host: the host.
-        name: the host's name for messages.
+        name: the host's name for messages to the user.
         reach: the object that runs programs on the host.
         base: the settings of all hosts.
         platform: the platform on which JAX is to start on this host.
@@ -114,8 +114,8 @@ class _Target:
 
 
 class CallbackListener:
-    """A server on this machine that checks whether hosts can connect to it as actors would; each host proves
-    by a token which one it is.
+    """A server on this machine that checks whether hosts can connect to it as actors would. A host sends a
+    token, by which the server recognizes the host.
     """
 
     def __init__(self) -> None:
@@ -396,7 +396,7 @@ class HostLink(HostProgram[protocol.Record]):
     A host may run two such programs, with one connection each, to be measured against itself.
 
     Args:
-        name: the host's name for messages.
+        name: the host's name for error messages.
         login_mark: a line that the host prints once its login has succeeded; None if it prints none.
     """
 

@@ -135,7 +135,8 @@ def find_gpus() -> tuple[Driver | None, tuple[Gpu, ...], str]:
     """Find the NVIDIA driver and the GPUs of this host with NVIDIA's management library (NVML).
 
     Returns:
-        The driver, or None if none answers; its GPUs; and the reason why none answers, empty if one does.
+        The driver, or None if no driver answers; the host's GPUs; and the reason why no driver answers, empty
+        if one does.
     """
     try:
         with gpu_inventory.library() as nvml:

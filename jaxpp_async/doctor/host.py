@@ -204,7 +204,8 @@ class ProbeEnd:
             on the end that does not lead.
 
         Raises:
-            TransferError, ProtocolError: the ends cannot connect to each other, or a transfer fails.
+            TransferError: a transfer fails.
+            ProtocolError: the ends cannot connect to each other.
             TimeoutError: an end is too slow, or does not answer.
         """
         async with asyncio.timeout(MEASURE_S):

@@ -64,8 +64,8 @@ def choose_hosts(options: LaunchOptions) -> tuple[tuple[Host, ...] | None, Reach
         alone.
 
     Raises:
-        MeshError: as `choose_launcher`; also if this launcher knows its hosts only once it has started
-            something.
+        MeshError: the options are wrong in a way that `choose_launcher` refuses too, or the launcher knows
+            its hosts only once it has started something.
     """
     kind = _checked_kind(options)
     if kind.find_hosts is None:
@@ -74,8 +74,8 @@ def choose_hosts(options: LaunchOptions) -> tuple[tuple[Host, ...] | None, Reach
 
 
 def _checked_kind(options: LaunchOptions) -> LauncherKind:
-    """Return the kind of launcher that the options ask for, and refuse options for which that kind has no
-    use.
+    """Return the kind of launcher that the options ask for, after a check that it uses every option that the
+    user set.
 
     Raises:
         MeshError: an option has no effect with this kind of launcher, or `processes_per_actor` is not
@@ -113,8 +113,10 @@ def _kind(options: LaunchOptions) -> LauncherKind:
 
 
 def _set_process_slots(options: LaunchOptions, launcher: Any, num_actors: int) -> int:
-    """Decide how many processes each actor has, and tell a launcher with hosts how many slots each process
-    takes.
+    """Decide how many processes each actor has, and how many slots of a host each process takes.
+
+    A slot is a device of a host, or under Slurm and Ray a process. The number of slots is stored in the
+    launcher, if it has hosts.
 
     Returns:
         The number of processes of each actor.
@@ -145,7 +147,7 @@ def _set_process_slots(options: LaunchOptions, launcher: Any, num_actors: int) -
 
 
 def _check_ports(options: LaunchOptions, launcher: Any, num_processes: int) -> None:
-    """Refuse a range of ports that is too small for the processes of some host.
+    """Raise MeshError if the range of ports (`ports=`) is too small for the processes of some host.
 
     Each process of a host needs one port. If the mesh may restart actors, each process needs a second port,
     since a freed port cannot be used again for a minute.

@@ -47,7 +47,7 @@ class HostAgent:
 
     Args:
         lease: the time after which the agent, and each actor, ends itself if it hears nothing from the
-            driver.
+            driver (the user's process).
     """
 
     def __init__(self, lease: Lease):
@@ -67,8 +67,8 @@ class HostAgent:
             self._records.put(kp.write_record(record))
 
     def obey(self, order: kp.Order) -> None:
-        """Carry out an order to start or to signal an actor. `Close` is not handled by this method but by its
-        caller.
+        """Carry out an order to start or to signal an actor. The caller of this method handles the order
+        `Close`.
         """
         if isinstance(order, kp.StartActor):
             self._start(order)
@@ -76,8 +76,8 @@ class HostAgent:
             self._actors[order.key].process.signal_group(order.signum)
 
     def expire(self) -> None:
-        """Report that the actors end because the driver (the user's process) was silent for longer than the
-        lease, in case the driver resumes later.
+        """Report to the driver (the user's process) that the actors end because it was silent for longer than
+        the lease. A driver that was only stopped reads this when it resumes.
         """
         self._is_expired = True
         for key in tuple(self._actors):

@@ -150,7 +150,7 @@ def parse_tasks_per_node(text: str) -> list[int]:
     """Read the number of tasks of each node from Slurm's form, such as `"2(x3),1"` for `[2, 2, 2, 1]`.
 
     Raises:
-        MeshError: the text is no such list.
+        MeshError: the text does not have that form.
     """
     found: list[int] = []
     for part in text.split(","):

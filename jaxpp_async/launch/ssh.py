@@ -3,7 +3,7 @@ the user works.
 
 Each host has one connection, whatever the number of its actors. This needs the fewest logins, gives one
 stream whose end is noticed, and makes a new login unnecessary when an actor is replaced. The connection is
-never shared with the user's own (ControlMaster), because it would end together with that one. Signals do not
+never shared with a connection of the user (ControlMaster), because both would end together. Signals do not
 travel over ssh. Instead the host agent, the program that starts actors on the host, ends the actors when its
 stdin ends or its lease expires.
 """
