@@ -86,8 +86,11 @@ async def gather(platform: str) -> HostFacts:
 
 
 def find_packages() -> dict[str, str]:
-    """Return the version of each distribution of `PACKAGES` that is installed, by the name of the
-    distribution.
+    """Return the versions of the installed packages that matter to a run.
+
+    Returns:
+        A dictionary. Its keys are the names of those distributions in `PACKAGES` that are installed; its
+        values are their versions.
     """
     found: dict[str, str] = {}
     for name in PACKAGES:

@@ -228,8 +228,8 @@ def _judge_processes(
 def _find_refusal(
     report: HostReport, facts: HostFacts, num_processes: int, slots: ProcessSlots, asked: RequestedRun
 ) -> Finding | None:
-    """Return the error with which a starting mesh would refuse a host's processes, or None if it would accept
-    them.
+    """Return a finding with the error that a mesh would raise when it starts its processes on a host; None if
+    it would start them.
 
     The check calls the mesh's own functions, so that the finding has the text of the error that they would
     raise.

@@ -115,8 +115,8 @@ def _kind(options: LaunchOptions) -> LauncherKind:
 def _set_process_slots(options: LaunchOptions, launcher: Any, num_actors: int) -> int:
     """Decide how many processes each actor has, and how many slots of a host each process takes.
 
-    A slot is a device of a host, or under Slurm and Ray a process. The number of slots is stored in the
-    launcher, if it has hosts.
+    A slot is a device of a host, or under Slurm and Ray a process. If the launcher's hosts are known already,
+    the number of slots is stored in its `slots_each`.
 
     Returns:
         The number of processes of each actor.

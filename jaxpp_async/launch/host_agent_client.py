@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Stream(Protocol):
     """A connection that carries bytes to the stdin of a program on a host.
 
-    A thread of its own sends the program a sign of life (one byte) every few seconds.
+    A separate thread sends the program a sign of life (one byte) every few seconds.
     """
 
     def write(self, data: bytes) -> None:
@@ -67,10 +67,10 @@ class ProgramNotStartedError(Exception):
 
 
 class Reach(Protocol):
-    """The interface of the ways to run programs on hosts, such as ssh.
+    """The interface of the objects that run programs on hosts, such as by ssh.
 
-    Launchers use it to start host agents, the programs that start actors on other hosts, and the doctor uses
-    it to start its own program.
+    Launchers use it to start host agents, the programs that start actors on other hosts. The command `doctor`
+    uses it to start the program that examines a host.
     """
 
     agent_per_process: bool

@@ -143,7 +143,9 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlacement:
-    """The place of one process of an actor: it is the `index`-th of `count` processes on its host."""
+    """The host of one process of an actor, and which one of the host's `count` processes it is: `index`,
+    counted from 0.
+    """
 
     host: Host
     index: int
@@ -475,7 +477,7 @@ def address_towards(host: str) -> str | None:
 
 
 def _route_to(host: str) -> tuple[str, str] | None:
-    """Return the IPv4 address of this machine from which packets to a host leave, and the host's IPv4 address;
+    """Return two IPv4 addresses: the one of this machine from which packets to a host leave, and the host's.
     None if there is no route, or no host of that name.
 
     The two addresses are equal if the host is this machine.

@@ -3,7 +3,8 @@
 A `Reach` starts the agent by ssh, srun, Ray, or any command that runs a program on another host with its
 stdin and stdout connected. Hosts start in parallel, and at most `MAX_HANDSHAKES` of them log in at a time. If
 a host does not start, a `LaunchError` says which host, why, and what to do. If a host has other versions of
-packages than this machine, a `HandshakeError` says so. The secret goes only to agents that have sent their greeting.
+packages than this machine, a `HandshakeError` says so. Only agents that have sent their greeting get the
+mesh's secret.
 """
 
 from __future__ import annotations
