@@ -221,7 +221,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class ClockDifference:
-    """The number of seconds by which a host's wall clock is ahead of this machine's.
+    """The measured difference between a host's wall clock and that of this machine.
 
     Args:
         ahead_s: the difference in seconds; negative if the host's clock is behind.

@@ -74,8 +74,8 @@ def choose_hosts(options: LaunchOptions) -> tuple[tuple[Host, ...] | None, Reach
 
 
 def _checked_kind(options: LaunchOptions) -> LauncherKind:
-    """Return the kind of launcher that the options ask for, after a check that it uses every option that the
-    user set.
+    """Return the kind of launcher that the options ask for, after a check that this kind uses every option
+    that the user set.
 
     Raises:
         MeshError: an option has no effect with this kind of launcher, or `processes_per_actor` is not

@@ -44,7 +44,7 @@ def command_there(python: str, module: str, *arguments: str) -> list[str]:
 
 def inherited_environment() -> dict[str, str]:
     """Return this process's environment for another process on this machine. If this process was started with
-    `-E`, which makes Python ignore the variables `PYTHON*`, they are left out.
+    `-E`, which makes Python ignore the variables `PYTHON*`, those variables are left out.
 
     The other process does not get the option `-E` itself, because a mesh and its user also pass settings in
     these variables.

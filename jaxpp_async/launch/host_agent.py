@@ -77,8 +77,8 @@ class HostAgent:
             self._actors[order.key].process.signal_group(order.signum)
 
     def expire(self) -> None:
-        """Report to the driver (the user's process) that the actors end because it was silent for longer than
-        the lease. A driver that was only stopped reads this when it resumes.
+        """Report to the driver (the user's process) that the actors end because the driver was silent for
+        longer than the lease. A driver that was only stopped reads this when it resumes.
         """
         self._is_expired = True
         for key in tuple(self._actors):

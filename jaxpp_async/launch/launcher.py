@@ -71,7 +71,7 @@ class LaunchSpec:
 
         Args:
             actor: the actor class as `module:name`.
-            lease_s: the number of seconds of silence on its stdin after which the process ends itself.
+            lease_s: the number of seconds after which the process ends itself if its stdin is silent.
         """
         assert self.controller is not None  # it is None only for launchers without a `listen_host`
         return {
@@ -167,7 +167,7 @@ class Launcher(Protocol):
 
         Raises:
             OSError: this machine could not start the process.
-            LaunchError: another host could not start the process; the message says which host and why.
+            LaunchError: a host could not start the process; the message says which host and why.
             HandshakeError: a host has other versions of packages than this machine.
         """
         ...

@@ -31,7 +31,7 @@ class LocalLauncher:
         actor: the actor class as `module:name`, for tests of the control plane.
         forward: a function that is called with each line that an actor prints, prefixed with the actor's
             name; None to print the lines to `sys.stderr`.
-        lease_s: the number of seconds of silence on its stdin after which an actor ends itself.
+        lease_s: the number of seconds after which an actor ends itself if its stdin is silent.
     """
 
     listen_host = "127.0.0.1"
