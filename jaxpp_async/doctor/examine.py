@@ -122,7 +122,7 @@ class CallbackListener:
         self._expected: dict[bytes, asyncio.Event] = {}
 
     async def request_callback(self, link: HostLink, address: str, port: int) -> str:
-        """Have a host connect to an address of this machine.
+        """Have a host connect to an address of this machine, and wait until it has connected.
 
         Args:
             link: the connection to the doctor's program on the host.
@@ -416,7 +416,7 @@ class HostLink(HostProgram[protocol.Record]):
     async def ask(self, order: protocol.Order, expected: type[T], timeout_s: float) -> T:
         """Send an order to the program on the host, wait for its answer and return it.
 
-        A caller must wait for each answer before it sends the next order. If one answer does not come in
+        A caller must wait for each answer before it sends the next order. If one answer does not arrive in
         time, every further order fails, because a late answer would be mistaken for that of the next order.
 
         Args:

@@ -77,7 +77,7 @@ class RayReach:
 
     Args:
         bundle: the resources that Ray reserves for each process.
-        own_python: whether the user named an interpreter; otherwise agents use that of Ray's workers.
+        own_python: whether the user named an interpreter; otherwise agents use the one of Ray's workers.
     """
 
     agent_per_process = True

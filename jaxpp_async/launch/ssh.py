@@ -90,7 +90,7 @@ class SSHReach(CommandReach):
         return list(await asyncio.gather(*(self._resolve(host) for host in hosts)))
 
     def explain(self, host: Host, error: ProgramNotStartedError) -> Explanation | None:
-        """Explain why ssh did not log in to a host; None if it did (see `Reach.explain`)."""
+        """Explain why ssh did not log in to a host; None if ssh did log in (see `Reach.explain`)."""
         return explain_ssh(host, error.said, error.exit_status, is_logged_in=error.is_logged_in)
 
     async def _resolve(self, host: Host) -> str:
