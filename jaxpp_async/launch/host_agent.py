@@ -85,7 +85,7 @@ class HostAgent:
             self._forward(key, self._lease.last_words)
 
     def end(self) -> None:
-        """Kill all actors and the processes that they started, and write the records that are still queued."""
+        """Kill all actors and the processes that they started, and write the records still queued."""
         with contextlib.suppress(TimeoutError):  # some process does not die: exit nevertheless
             self._supervisor.close().result(_END_S)
         kill_descendants(_END_S)
