@@ -96,7 +96,7 @@ class _Target:
 
     Args:
         host: the host.
-        name: the host's name for messages.
+        name: the host's name for messages to the user.
         reach: the object that runs programs on the host.
         base: the settings of all hosts.
         platform: the platform on which JAX is to start on this host.
@@ -114,15 +114,15 @@ class _Target:
 
 
 class CallbackListener:
-    """A server on this machine that checks whether hosts can connect to it as actors would; each host proves
-    by a token which one it is.
+    """A server on this machine that checks whether hosts can connect to it as actors would. A host sends a
+    token, by which the server recognizes the host.
     """
 
     def __init__(self) -> None:
         self._expected: dict[bytes, asyncio.Event] = {}
 
     async def request_callback(self, link: HostLink, address: str, port: int) -> str:
-        """Have a host connect to an address of this machine.
+        """Have a host connect to an address of this machine, and wait until it has connected.
 
         Args:
             link: the connection to the doctor's program on the host.
@@ -396,7 +396,7 @@ class HostLink(HostProgram[protocol.Record]):
     A host may run two such programs, with one connection each, to be measured against itself.
 
     Args:
-        name: the host's name for messages.
+        name: the host's name for error messages.
         login_mark: a line that the host prints once its login has succeeded; None if it prints none.
     """
 
@@ -416,7 +416,7 @@ class HostLink(HostProgram[protocol.Record]):
     async def ask(self, order: protocol.Order, expected: type[T], timeout_s: float) -> T:
         """Send an order to the program on the host, wait for its answer and return it.
 
-        A caller must wait for each answer before it sends the next order. If one answer does not come in
+        A caller must wait for each answer before it sends the next order. If one answer does not arrive in
         time, every further order fails, because a late answer would be mistaken for that of the next order.
 
         Args:

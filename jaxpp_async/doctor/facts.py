@@ -168,13 +168,15 @@ class HostFacts:
     Args:
         executable: the path of the Python interpreter.
         python: the version of Python.
-        packages: the version of each installed package that matters, by the name of its distribution.
+        packages: a dictionary. Its keys are the names of the installed distributions that matter to a run;
+            its values are their versions.
         num_cpus: the number of CPUs that a process may use.
         memory_bytes: the size of the host's memory.
         shm_bytes: the number of free bytes in /dev/shm.
         memlock_bytes: the number of bytes that a process may lock in memory, or `UNLIMITED`.
-        gpu_error, ucx_error, jax_error: the reason why no driver was found, or why UCX or JAX did not start;
-            empty if nothing was wrong.
+        gpu_error: the reason why no NVIDIA driver was found; empty if one was found.
+        ucx_error: the reason why UCX did not start; empty if it started.
+        jax_error: the reason why JAX did not start; empty if it started.
         verbs_devices: the number of devices /dev/infiniband/uverbs* that this process may open.
         settings: the environment variables that configure JAX, UCX, NCCL and CUDA.
         source: the pip requirement that installs the same copy of this package (`install_hints.pip_source`).
@@ -219,7 +221,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class ClockDifference:
-    """The number of seconds by which a host's wall clock is ahead of this machine's.
+    """The measured difference between a host's wall clock and that of this machine.
 
     Args:
         ahead_s: the difference in seconds; negative if the host's clock is behind.

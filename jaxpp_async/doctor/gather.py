@@ -86,8 +86,11 @@ async def gather(platform: str) -> HostFacts:
 
 
 def find_packages() -> dict[str, str]:
-    """Return the version of each distribution of `PACKAGES` that is installed, by the name of the
-    distribution.
+    """Return the versions of the installed packages that matter to a run.
+
+    Returns:
+        A dictionary. Its keys are the names of those distributions in `PACKAGES` that are installed; its
+        values are their versions.
     """
     found: dict[str, str] = {}
     for name in PACKAGES:
@@ -135,7 +138,8 @@ def find_gpus() -> tuple[Driver | None, tuple[Gpu, ...], str]:
     """Find the NVIDIA driver and the GPUs of this host with NVIDIA's management library (NVML).
 
     Returns:
-        The driver, or None if none answers; its GPUs; and the reason why none answers, empty if one does.
+        The driver, or None if no driver answers; the host's GPUs; and the reason why no driver answers, empty
+        if one does.
     """
     try:
         with gpu_inventory.library() as nvml:

@@ -3,7 +3,7 @@
 
 The program runs over ssh or srun, or as a child process of the doctor for the doctor's own machine. The
 program reads orders from stdin and writes records to stdout (`doctor.protocol`). At the end of its stdin, or
-when its stdin is silent for longer than the lease, the program ends. JAX and UCX are not needed to start the
+when its stdin is silent for longer than `LEASE_S`, the program ends. JAX and UCX are not needed to start the
 program, so that it can report that they are missing.
 
 `ProbeEnd` measures latency and bandwidth between two such programs, with the transport that actors use and in
@@ -52,7 +52,7 @@ class ProbeServer:
             return protocol.ProbeFailed(str(error) or "it took too long")
 
     async def aclose(self) -> None:
-        """Close the end of the data plane that an earlier order has opened, if there is one."""
+        """If an earlier order has opened an end of the data plane, close it."""
         end, self._end = self._end, None
         if end is not None:
             await end.aclose()
@@ -105,7 +105,7 @@ def send_record(record: protocol.Record) -> None:
 
 async def serve() -> None:
     """Carry out the doctor's orders from stdin and write the answers to stdout, until stdin ends or is silent
-    for longer than the lease.
+    for longer than `LEASE_S` seconds.
     """
     orders: asyncio.Queue[protocol.Order] = asyncio.Queue()
     work = asyncio.get_running_loop().create_task(_answer_orders(orders), name="answer the doctor")
@@ -204,7 +204,8 @@ class ProbeEnd:
             on the end that does not lead.
 
         Raises:
-            TransferError, ProtocolError: the ends cannot connect to each other, or a transfer fails.
+            TransferError: the ends cannot connect to each other, or a transfer fails.
+            ProtocolError: the other end's address is not valid, or a message has an unexpected size.
             TimeoutError: an end is too slow, or does not answer.
         """
         async with asyncio.timeout(MEASURE_S):

@@ -228,8 +228,8 @@ def _judge_processes(
 def _find_refusal(
     report: HostReport, facts: HostFacts, num_processes: int, slots: ProcessSlots, asked: RequestedRun
 ) -> Finding | None:
-    """Return the error with which a starting mesh would refuse a host's processes, or None if it would accept
-    them.
+    """Return a finding with the error that a mesh would raise when it starts its processes on a host; None if
+    it would start them.
 
     The check calls the mesh's own functions, so that the finding has the text of the error that they would
     raise.
@@ -238,7 +238,7 @@ def _find_refusal(
         report: all that is known about the host.
         facts: the facts in that report.
         num_processes: the number of processes that the host gets.
-        slots: the number of processes of each actor, and of devices of each process.
+        slots: the number of processes of each actor, and the number of devices of each process.
         asked: the run that the user wants to start.
     """
     names, settings, members = facts.visible_gpus.names, facts.settings, list[ProcessDevices]()
@@ -296,8 +296,8 @@ def _suggest_fewer(fits: int, slots: ProcessSlots, found: Examination) -> str:
 def _judge_jax(name: str, facts: HostFacts) -> Iterator[Finding]:
     """Yield the findings about the packages for JAX on CUDA.
 
-    The packages must be installed, for one version of CUDA only, which the driver supports, and match the
-    installed JAX and ucxx.
+    The packages must be installed for one version of CUDA only. The driver must support that version, and the
+    installed JAX and ucxx must match the packages.
 
     Args:
         name: the name of the host.
@@ -429,9 +429,9 @@ def _group_by_value(by_name: Mapping[str, object]) -> dict[object, list[str]]:
 
 
 def _first_numbers(version: str) -> tuple[str, ...]:
-    """Return the first three numbers of a version, by which JAX's CUDA plugin is compared with jaxlib.
+    """Return the first three numbers of a version, to compare JAX's CUDA plugin with jaxlib.
 
-    A repaired plugin may differ from JAX after these numbers.
+    Further numbers are left out, because a later build of the plugin may differ from jaxlib in them.
     """
     return tuple(version.split(".")[:3])
 

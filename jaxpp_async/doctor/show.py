@@ -73,8 +73,8 @@ def as_flags(text: str) -> str:
 
 
 def print_findings(found: Examination, findings: Sequence[Finding], console: Console) -> None:
-    """Print the findings of each section, then whether the run would work: as tables on a terminal, otherwise
-    as lines of any length.
+    """Print the findings of each section, then whether the run would work. The findings are printed as tables
+    on a terminal, and otherwise as lines that are not wrapped.
     """
     (_print_tables if console.is_terminal else _print_lines)(findings, console)
     console.print(_summarize(found, findings), soft_wrap=True)

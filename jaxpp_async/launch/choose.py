@@ -66,8 +66,8 @@ def choose_hosts(options: LaunchOptions) -> tuple[tuple[Host, ...] | None, Reach
         alone.
 
     Raises:
-        MeshError: as `choose_launcher`; also if this launcher knows its hosts only once it has started
-            something.
+        MeshError: the options are wrong in a way that `choose_launcher` refuses too, or the launcher knows
+            its hosts only once it has started something.
     """
     kind = _checked_kind(options)
     if kind.find_hosts is None:
@@ -76,8 +76,8 @@ def choose_hosts(options: LaunchOptions) -> tuple[tuple[Host, ...] | None, Reach
 
 
 def _checked_kind(options: LaunchOptions) -> LauncherKind:
-    """Return the kind of launcher that the options ask for, and refuse options for which that kind has no
-    use.
+    """Return the kind of launcher that the options ask for, after a check that this kind uses every option
+    that the user set.
 
     Raises:
         MeshError: an option has no effect with this kind of launcher, or `processes_per_actor` is not
@@ -126,8 +126,10 @@ def _defines(launcher: Any, name: str) -> bool:
 
 
 def _set_process_slots(options: LaunchOptions, launcher: Any, num_actors: int) -> int:
-    """Decide how many processes each actor has, and tell a launcher with hosts how many slots each process
-    takes.
+    """Decide how many processes each actor has, and how many slots of a host each process takes.
+
+    A slot is a device of a host, or under Slurm and Ray a process. If the launcher's hosts are known already,
+    the number of slots is stored in its `slots_each`.
 
     Returns:
         The number of processes of each actor.
@@ -158,7 +160,7 @@ def _set_process_slots(options: LaunchOptions, launcher: Any, num_actors: int) -
 
 
 def _check_ports(options: LaunchOptions, launcher: Any, num_processes: int) -> None:
-    """Refuse a range of ports that is too small for the processes of some host.
+    """Raise MeshError if the range of ports (`ports=`) is too small for the processes of some host.
 
     Each process of a host needs one port. If the mesh may restart actors, each process needs a second port,
     since a freed port cannot be used again for a minute.

@@ -43,11 +43,11 @@ def command_there(python: str, module: str, *arguments: str) -> list[str]:
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return this process's environment for another process on this machine, without the variables that this
-    process was told to ignore (`-E`).
+    """Return this process's environment for another process on this machine. If this process was started with
+    `-E`, which makes Python ignore the variables `PYTHON*`, those variables are left out.
 
-    The other process does not get `-E` itself, because a mesh and its user also pass settings in Python's
-    variables.
+    The other process does not get the option `-E` itself, because a mesh and its user also pass settings in
+    these variables.
     """
     ignored = "PYTHON" if sys.flags.ignore_environment else "\0"
     return {name: value for name, value in os.environ.items() if not name.startswith(ignored)}

@@ -3,9 +3,10 @@ host to start and end the actors of that host.
 
 The launcher sends orders to the agent's stdin, and the agent writes records to its stdout
 (`host_agent_protocol`). The agent starts actors, forwards the lines that they print and reports how they end.
-When its stdin reaches end of file or is silent for longer than the lease, the agent ends the actors. All
-processes that the actors started end with them, also those that left the actors' process groups, because the
-agent is the subreaper of its descendants: the kernel makes it the parent of every orphan among them.
+When its stdin reaches end of file, or is silent for longer than a time limit (the lease), the agent ends the
+actors. All processes that the actors started end with them, also those that left the actors' process groups,
+because the agent is the subreaper of its descendants: the kernel makes it the parent of every orphan among
+them.
 
 The agent sends a greeting before it receives anything, so that the launcher sends no secret to another
 program that may have been started instead.
@@ -47,7 +48,7 @@ class HostAgent:
 
     Args:
         lease: the time after which the agent, and each actor, ends itself if it hears nothing from the
-            driver.
+            driver (the user's process).
     """
 
     def __init__(self, lease: Lease):
@@ -67,8 +68,8 @@ class HostAgent:
             self._records.put(kp.write_record(record))
 
     def obey(self, order: kp.Order) -> None:
-        """Carry out an order to start or to signal an actor. `Close` is not handled by this method but by its
-        caller.
+        """Carry out an order to start or to signal an actor. The caller of this method handles the order
+        `Close`.
         """
         if isinstance(order, kp.StartActor):
             self._start(order)
@@ -76,15 +77,15 @@ class HostAgent:
             self._actors[order.key].process.signal_group(order.signum)
 
     def expire(self) -> None:
-        """Report that the actors end because the driver (the user's process) was silent for longer than the
-        lease, in case the driver resumes later.
+        """Report to the driver (the user's process) that the actors end because the driver was silent for
+        longer than the lease. A driver that was only stopped reads this when it resumes.
         """
         self._is_expired = True
         for key in tuple(self._actors):
             self._forward(key, self._lease.last_words)
 
     def end(self) -> None:
-        """Kill every actor and all processes that it started, and write the records that are still queued."""
+        """Kill all actors and the processes that they started, and write the records still queued."""
         with contextlib.suppress(TimeoutError):  # some process does not die: exit nevertheless
             self._supervisor.close().result(_END_S)
         kill_descendants(_END_S)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Stream(Protocol):
     """A connection that carries bytes to the stdin of a program on a host.
 
-    A thread of its own sends the program a sign of life (one byte) every few seconds.
+    A separate thread sends the program a sign of life (one byte) every few seconds.
     """
 
     def write(self, data: bytes) -> None:
@@ -67,10 +67,10 @@ class ProgramNotStartedError(Exception):
 
 
 class Reach(Protocol):
-    """The interface of the ways to run programs on hosts, such as ssh.
+    """The interface of the objects that run programs on hosts, such as by ssh.
 
-    Launchers use it to start host agents, the programs that start actors on other hosts, and the doctor uses
-    it to start its own program.
+    Launchers use it to start host agents, the programs that start actors on other hosts. The command `doctor`
+    uses it to start the program that examines a host.
     """
 
     agent_per_process: bool
@@ -127,14 +127,13 @@ class Reach(Protocol):
 
 
 class HostProgram(Generic[R]):
-    """The local end of the connection to one program on a host. A subclass for each kind of program handles
-    its records.
+    """The local end of the connection to one program on a host.
 
-    A record is a message of the program, one per line of its output; other lines are text, such as a login
-    banner.
+    A line of the program's output is either a record (a message to this process) or text, such as a login
+    banner. Each kind of program has a subclass, which handles its records.
 
     Args:
-        name: the name of the host, for messages.
+        name: the name of the host, for error messages.
         read_record: a function that returns the record in a line, or None if the line is text, and that
             raises ValueError for a line that begins like a record and is not a valid one.
         login_mark: a line of output that shows that the host has accepted the login; a record shows that too.
@@ -162,8 +161,8 @@ class HostProgram(Generic[R]):
             return
 
     def attach(self, stream: Stream) -> None:
-        """Begin to use a stream that is connected to the program. Call this once, before any wait for the
-        program.
+        """Begin to use a stream that is connected to the program. Call this once, before the methods that
+        wait for the program.
         """
         self._stream = stream
         self._over = self._loop.create_task(self._watch(stream), name=f"watch what runs on {self.name}")
@@ -233,9 +232,9 @@ class HostProgram(Generic[R]):
         raise NotImplementedError
 
     def _take_text(self, line: str) -> None:
-        """Handle a line of the program's output that is plain text and no record (a message to this process).
+        """Handle a line of the program's output that is text and not a record (a message to this process).
 
-        By default the line is kept, to explain later why the program did not start.
+        By default the line is kept for the error message about a program that did not start.
         """
         if line.strip():
             self._said.append(line)
@@ -257,7 +256,8 @@ class _Actor:
         dead: a future of the report of how the process ended.
         forward: a function that is called with each line that the process prints.
         tail: the last lines that the process printed.
-        position: the process's last position in its program, which is known once it has ended.
+        position: the process's last position in its program (the instruction that it had reached); None until
+            the process has ended, or if the position is not known.
     """
 
     started: asyncio.Future[int]
@@ -271,9 +271,9 @@ class HostAgentClient(HostProgram[kp.Record]):
     """A client that controls one host agent, the program that starts and ends the actors of its host.
 
     Args:
-        name: the name of the agent's host, for messages.
-        forward: a function that is called with each line of output that is no message of the agent, once the
-            agent has started.
+        name: the name of the agent's host, for error messages.
+        forward: a function that is called with each line of output that is not a record (a message of the
+            agent), once the agent has started.
         login_mark: a line of output that shows that the host has accepted the login; None if there is no such
             line.
 
@@ -331,8 +331,8 @@ class HostAgentClient(HostProgram[kp.Record]):
             self._stream.write(kp.write_order(kp.SignalActor(key, signum)))
 
     async def aclose(self, timeout_s: float) -> None:
-        """Have the agent end the actors that still run, and then itself; kill the stream if that takes longer
-        than `timeout_s` seconds.
+        """Have the agent end the actors that still run, and then end itself. If that takes longer than
+        `timeout_s` seconds, kill the stream.
         """
         if self._stream is not None:
             self._stream.write(kp.write_order(kp.Close()))
@@ -408,7 +408,7 @@ class HostAgentHandle:
         return tuple(self._actor.tail)
 
     def progress(self) -> Position | None:
-        """Return the process's last position in its program; None until the process has died, or if the
-        position is not known.
+        """Return the process's last position in its program (the instruction that it had reached); None until
+        the process has died, or if the position is not known.
         """
         return self._actor.position

@@ -60,8 +60,8 @@ class AgentHello:
         host: the name of the agent's host.
         pid: the agent's process id.
         python: the path of the agent's interpreter.
-        versions: the version of each package that has to agree with the controller's; None for a package that
-            is missing.
+        versions: a dictionary. Its keys are the packages that must have the same version on the controller's
+            host; its values are their versions on the agent's host, None for a package that is missing.
     """
 
     host: str
@@ -101,8 +101,8 @@ class ActorEnded:
     Args:
         key: the name of the process.
         returncode: the exit status of the process, negative for a signal.
-        position: the process's last position in its program, as the fields of `actor_info.Position`; None if
-            it is not known.
+        position: the process's last position in its program (the instruction that it had reached), as the
+            fields of `actor_info.Position`; None if the position is not known.
     """
 
     key: str
@@ -110,7 +110,9 @@ class ActorEnded:
     position: tuple[int, int, int, bool, bool] | None
 
     def progress(self) -> Position | None:
-        """Return the process's last position in its program, or None if it is not known."""
+        """Return the process's last position in its program (the instruction that it had reached), or None if
+        the position is not known.
+        """
         return Position(*self.position) if self.position is not None else None
 
 

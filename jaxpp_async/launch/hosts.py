@@ -98,8 +98,8 @@ class Host:
     Args:
         name: the name of the host in the form that `ssh` accepts: a host name, an address, or an alias of the
             user's ssh configuration.
-        slots: the number of devices of the host that the mesh may use. If every host has one slot, and under
-            Slurm and Ray, it is a number of processes instead.
+        slots: the number of devices of the host that the mesh may use. If every host has one slot, and also
+            under Slurm and Ray, a slot stands for a process instead of a device.
         user: the user name for ssh; None for the one that ssh's configuration gives.
         port: the TCP port for ssh; None for the one that ssh's configuration gives.
         settings: the settings of this host alone.
@@ -131,8 +131,8 @@ class Host:
 
     @property
     def where(self) -> tuple[str, int | None]:
-        """The name and ssh port of the host, by which hosts are distinguished: two ssh servers on one machine
-        count as two hosts.
+        """The name and ssh port of the host, which identify it. Two ssh servers on one machine thus count as
+        two hosts.
         """
         return self.name, self.port
 
@@ -143,7 +143,9 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlacement:
-    """The place of one process of an actor: it is the `index`-th of `count` processes on its host."""
+    """The host of one process of an actor, and which one of the host's `count` processes it is: `index`,
+    counted from 0.
+    """
 
     host: Host
     index: int
@@ -164,11 +166,11 @@ class Spread:
 
 
 def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: int | None = None) -> Spread:
-    """Decide how many processes each actor has: as few as the hosts allow, where each process runs on one
-    host.
+    """Decide how many processes each actor has, and how many slots of a host each process takes.
 
-    A slot is a device, so that an actor which fits on no single host gets one process on each of several
-    hosts. If every host has one slot, that slot takes a process with any number of devices.
+    A slot is a device, and a process uses devices of one host only. An actor gets as few processes as
+    possible: one if it fits on a host, otherwise one process on each of several hosts. If every host has one
+    slot, that slot takes a process with any number of devices.
 
     Args:
         hosts: all hosts of the mesh.
@@ -205,7 +207,7 @@ def place(
         hosts: all hosts of the mesh.
         num_processes: the number of processes.
         slots_each: the number of slots of one host that each process takes.
-        per_actor: the number of processes of each actor, for the text of the error.
+        per_actor: the number of processes of each actor, for the error message.
 
     Returns:
         One placement per process, in the order of the processes' numbers.
@@ -283,7 +285,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     """Read CPU numbers, such as `"0-3,8"`, without duplicates.
 
     Raises:
-        ValueError: the text is no such list.
+        ValueError: the text is not a list of CPU numbers.
     """
     cpus: list[int] = []
     for part in text.split(","):
@@ -298,7 +300,7 @@ def parse_ports(text: str) -> tuple[int, int]:
     """Read the first and the last port from a range, such as `"47000-47100"`.
 
     Raises:
-        ValueError: the text is no such range.
+        ValueError: the text is not a range of ports.
     """
     first, dash, last = text.partition("-")
     if not dash or not first.isdigit() or not last.isdigit():
@@ -350,7 +352,7 @@ def parse_hostfile(text: str, name: str = "hostfile") -> tuple[Host, ...]:
 
     Args:
         text: the content of the file.
-        name: the name of the file, for errors.
+        name: the name of the file, for error messages.
 
     Raises:
         MeshError: a line is wrong; the error names file and line.
@@ -364,7 +366,7 @@ def parse_hosts(given: Sequence[str | Host], name: str = "hosts") -> tuple[Host,
 
     Args:
         given: the list.
-        name: the name of the list, for errors.
+        name: the name of the list, for error messages.
 
     Raises:
         MeshError: an element is wrong; the error names its index.
@@ -395,7 +397,7 @@ def _parse(line: str, at: str) -> Host | None:
 
     Args:
         line: the line.
-        at: the place of the line, such as `"hosts.txt:3"`, for errors.
+        at: the place of the line, such as `"hosts.txt:3"`, for error messages.
 
     Raises:
         MeshError: the line is wrong.
@@ -475,9 +477,10 @@ def address_towards(host: str) -> str | None:
 
 
 def _route_to(host: str) -> tuple[str, str] | None:
-    """Return the IPv4 address of this machine from which packets to a host leave, and the host's own address.
+    """Return two IPv4 addresses: the one of this machine from which packets to a host leave, and the host's.
+    None if there is no route, or no host of that name.
 
-    The two are equal if the host is this machine. None if there is no route, or no host of that name.
+    The two addresses are equal if the host is this machine.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -488,11 +491,11 @@ def _route_to(host: str) -> tuple[str, str] | None:
 
 
 def addresses_of_hosts(ends: Sequence[tuple[str, str]]) -> list[str]:
-    """Return, for each of some processes, the address by which the other ones can connect to its host.
+    """Return one address per process, by which other processes can connect to the host of that process.
 
     Args:
-        ends: for each process, the two addresses of its connection with this process: the one of the process,
-            and the one of this machine.
+        ends: one pair per process. The process has a connection to this process; the pair has the process's
+            address on that connection, then this machine's address on it.
     """
     outside = [own for theirs, own in ends if not is_loopback(theirs)]
     if not outside:

@@ -28,7 +28,8 @@ class LaunchSpec:
 
     Args:
         process_id: the number of the process in the mesh, counted from 0.
-        num_processes: the number of processes of the whole mesh, by which launchers share out CPU cores.
+        num_processes: the number of processes of the whole mesh, so that launchers can give each process its
+            share of the CPU cores.
         incarnation: which life of the process this is, counted from 0; each restart adds one.
         secret: the mesh's shared secret, 32 bytes, with which processes prove that they belong to it.
         controller: the host and port of the controller, to which the process connects; None for launchers
@@ -70,7 +71,7 @@ class LaunchSpec:
 
         Args:
             actor: the actor class as `module:name`.
-            lease_s: the number of seconds of silence on its stdin after which the process ends itself.
+            lease_s: the number of seconds after which the process ends itself if its stdin is silent.
         """
         assert self.controller is not None  # it is None only for launchers without a `listen_host`
         return {
@@ -122,8 +123,8 @@ class ActorHandle(Protocol):
         ...
 
     def progress(self) -> Position | None:
-        """Return the last position in its program that the process reported, also after its death; None if no
-        position is known.
+        """Return the process's last reported position in its program (the instruction that it had reached),
+        also after its death; None if no position is known.
         """
         ...
 
@@ -165,8 +166,9 @@ class Launcher(Protocol):
                 `listen_host` call it.
 
         Raises:
-            OSError, LaunchError, HandshakeError: the process could not be started; the message says on which
-                host and why.
+            OSError: this machine could not start the process.
+            LaunchError: a host could not start the process; the message says which host and why.
+            HandshakeError: a host has other versions of packages than this machine.
         """
         ...
 

@@ -25,13 +25,13 @@ class LocalLauncher:
 
     Args:
         pin_cores: whether to bind each process to its share of this process's CPU cores.
-        python: the interpreter that runs the actors; None for the one of `settings`, or else this process's
-            own.
+        python: the path of the interpreter that runs the actors; None for the interpreter in `settings`, or
+            for this process's interpreter if `settings` has none.
         settings: the devices, CPUs and network of the actors.
         actor: the actor class as `module:name`, for tests of the control plane.
         forward: a function that is called with each line that an actor prints, prefixed with the actor's
             name; None to print the lines to `sys.stderr`.
-        lease_s: the number of seconds of silence on its stdin after which an actor ends itself.
+        lease_s: the number of seconds after which an actor ends itself if its stdin is silent.
     """
 
     listen_host = "127.0.0.1"

@@ -30,7 +30,8 @@ class Explanation:
 def explain_ssh(
     host: Host, said: Sequence[str], exit_status: int | None, *, is_logged_in: bool
 ) -> Explanation | None:
-    """Explain why ssh did not log in to a host; None if it did, so that the reason must be another one.
+    """Explain why ssh did not log in to a host. The result is None if ssh did log in, so that the program on
+    the host failed for another reason.
 
     Args:
         host: the host.

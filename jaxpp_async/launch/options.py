@@ -67,7 +67,7 @@ class LaunchOptions:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The names of the options that the user set and that not every launcher uses."""
+        """The names of those options that the user set and that only some launchers use."""
         is_given = {"lease_s": self.lease_s != LEASE_S, "ssh_options": len(self.ssh_options) > 0}
         return tuple(n for n in _OF_SOME if is_given.get(n, getattr(self, n) is not None))
 
@@ -127,8 +127,8 @@ class LauncherKind:
         uses: the names of the options in `LaunchOptions.given` that the launcher uses; giving any other one
             of them is an error.
         find_hosts: a function that returns the hosts and the `Reach` that runs programs on them, without
-            starting anything; it returns (None, None) for this machine alone. None if such a launcher knows
-            its hosts only once it has started something.
+            starting anything; it returns (None, None) for this machine alone. None if launchers of this kind
+            know their hosts only once they have started something.
         splits_actors: whether an actor may consist of several processes.
     """
 
@@ -140,10 +140,10 @@ class LauncherKind:
 
 
 def _read(name: str, value: Any, parse: Any, convert: Any = None) -> Any:
-    """Return the value of an option that the user gave as a string or as a sequence.
+    """Return as a tuple the value of an option that the user gave as a string or as a sequence.
 
     Args:
-        name: the name of the option, for errors.
+        name: the name of the option, for error messages.
         value: the value that the user gave; None if the option was not given.
         parse: a function that reads the value from a string, and raises ValueError if it cannot.
         convert: a function to apply to each element of a sequence; None to keep the elements as they are.

@@ -65,10 +65,10 @@ class OutputLines:
     )
 
     def feed(self, data: bytes, *, final: bool = False) -> None:
-        """Process output bytes, which come in pieces of any size.
+        """Forward and keep the lines that the next bytes of output complete.
 
         Args:
-            data: the bytes.
+            data: the bytes, which may begin and end inside a line.
             final: whether the output has ended, so that an unfinished line counts as a line too.
         """
         lines = (self._rest + self._decoder.decode(data, final)).split("\n")

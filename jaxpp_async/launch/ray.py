@@ -77,7 +77,7 @@ class RayReach:
 
     Args:
         bundle: the resources that Ray reserves for each process.
-        own_python: whether the user named an interpreter; otherwise agents use that of Ray's workers.
+        own_python: whether the user named an interpreter; otherwise agents use the one of Ray's workers.
     """
 
     agent_per_process = True
@@ -245,8 +245,8 @@ class _RayStream:
         self._over.set()
 
     def _read(self) -> int:
-        """Forward the agent's output, and send the signs of life without which the agent would end itself,
-        until the output ends; return the agent's exit status.
+        """Until the agent's output ends, forward it and send the signs of life without which the agent would
+        end itself. Return the agent's exit status.
         """
         reading = self._actor.read.options(concurrency_group="read").remote()
         next_beat_s = time.monotonic() + self._beat_s

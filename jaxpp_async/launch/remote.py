@@ -2,8 +2,9 @@
 
 A `Reach` starts the agent by ssh, srun, Ray, or any command that runs a program on another host with its
 stdin and stdout connected. Hosts start in parallel, and at most `MAX_HANDSHAKES` of them log in at a time. If
-a host does not start, a `LaunchError` gives host, reason and remedy; if its versions differ, a
-`HandshakeError` does. The secret goes only to agents that have sent their greeting.
+a host does not start, a `LaunchError` says which host, why, and what to do. If a host has other versions of
+packages than this machine, a `HandshakeError` says so. Only agents that have sent their greeting get the
+mesh's secret.
 """
 
 from __future__ import annotations
@@ -158,8 +159,8 @@ class RemoteLauncher:
         return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
-        """Start one process of an actor on its host, and first the host's agent if it does not run yet; see
-        `Launcher.start`.
+        """Start one process of an actor on its host. If the host's agent does not run yet, it is started
+        first; see `Launcher.start`.
 
         Raises:
             LaunchError: the host agent, or the process, did not start.

@@ -35,8 +35,8 @@ def srun_command(
         placement: the process and its host.
         host_agent: the agent's argument vector.
         version: the version of Slurm, such as (22, 5, 8). Since 20.11 a step has its resources to itself
-            unless it asks for `--overlap`; without that option the driver's own step, or another actor's,
-            would block this one for ever.
+            unless it asks for `--overlap`. Without that option the step of the driver, or of another actor,
+            would block this step for ever.
     """
     overlap = ["--overlap"] if version >= _OVERLAP_SINCE else []
     # The step asks for no CPUs and no memory of its own: actors share those of the host among themselves.
@@ -66,7 +66,7 @@ class SlurmReach(CommandReach):
 
 
 def explain_srun(said: Sequence[str], *, is_late: bool) -> Explanation | None:
-    """Explain why srun did not start a task; None if its output shows no such failure.
+    """Explain why srun did not start a task. The result is None if srun's output does not show the reason.
 
     Args:
         said: the lines that srun, and the program that it started, printed.
@@ -150,7 +150,7 @@ def parse_tasks_per_node(text: str) -> list[int]:
     """Read the number of tasks of each node from Slurm's form, such as `"2(x3),1"` for `[2, 2, 2, 1]`.
 
     Raises:
-        MeshError: the text is no such list.
+        MeshError: the text does not have that form.
     """
     found: list[int] = []
     for part in text.split(","):

@@ -94,8 +94,8 @@ def spawn_actor(
 
 @dataclass(frozen=True, slots=True)
 class ActorRequest:
-    """A description of how to start one actor's process, which the process's host completes with what only
-    that host knows.
+    """A description of how to start one actor's process. The process's host adds the settings that only that
+    host knows.
 
     The description is sent to host agents as JSON over stdin, since it contains the mesh's secret.
 
@@ -110,8 +110,8 @@ class ActorRequest:
             may use.
         pin_cores: whether to bind the process to its share of the CPUs.
         gpus: the number of GPUs that the process needs; 0 if it needs none.
-        gpus_are_its_own: whether the GPUs that the host's environment names belong to this process alone,
-            because a cluster assigned them, and not to all of the mesh's processes on the host.
+        gpus_are_its_own: whether the GPUs that the host's environment names are for this process alone,
+            because a cluster assigned them. Otherwise all processes of the mesh on the host share them.
         defaults: variables that apply where neither the host's environment nor `env` has them.
     """
 

@@ -1,11 +1,11 @@
 """Start actors on other hosts with the system's own `ssh`, so that every option, ssh agent and jump host of
 the user works.
 
-Each host has one connection, whatever the number of its actors. This needs the fewest logins, gives one
-stream whose end is noticed, and makes a new login unnecessary when an actor is replaced. The connection is
-never shared with the user's own (ControlMaster), because it would end together with that one. Signals do not
+Each host has one connection, whatever the number of its actors. This needs the fewest logins, and no new
+login when an actor is replaced; the end of the one stream tells that the connection is lost. The connection
+is never shared with a connection of the user (ControlMaster), because both would end together. Signals do not
 travel over ssh. Instead the host agent, the program that starts actors on the host, ends the actors when its
-stdin ends or its lease expires.
+stdin ends, or is silent for longer than a time limit (the lease).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SSHReach(CommandReach):
         return list(await asyncio.gather(*(self._resolve(host) for host in hosts)))
 
     def explain(self, host: Host, error: ProgramNotStartedError) -> Explanation | None:
-        """Explain why ssh did not log in to a host; None if it did (see `Reach.explain`)."""
+        """Explain why ssh did not log in to a host; None if ssh did log in (see `Reach.explain`)."""
         return explain_ssh(host, error.said, error.exit_status, is_logged_in=error.is_logged_in)
 
     async def _resolve(self, host: Host) -> str:
