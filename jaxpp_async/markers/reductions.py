@@ -21,7 +21,8 @@ from jaxpp_async.jax_bridge import private_api
 class Reduction:
     """An operator that joins one result of the loop's function over microbatches.
 
-    Its subclasses are `Sum`, `Max`, `Min`, `Mean`, `Stack` and `Concat`.
+    The subclasses are `Sum`, `Max`, `Min`, `Mean`, `Stack` and `Concat`. The accumulator is the array that
+    each microbatch's value is added to, or joined with.
     """
 
     grows = False
@@ -39,9 +40,9 @@ class Reduction:
         return shape
 
     def spec(self, spec: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return how mesh axes split the accumulator if `spec` is how they split each microbatch's value.
+        """Return the sharding spec of the accumulator, given the sharding spec of one microbatch's value.
 
-        Both are tuples with one entry per dimension, as in `PartitionSpec`.
+        Both specs are tuples with one entry per dimension, as in `PartitionSpec`.
         """
         return spec
 
@@ -50,7 +51,7 @@ class Reduction:
 
         Args:
             shape: the shape of one microbatch's value.
-            dtype: its dtype.
+            dtype: the dtype of one microbatch's value.
             num_microbatches: the number of microbatches.
         """
         raise NotImplementedError
@@ -64,7 +65,7 @@ class Reduction:
         return accumulator
 
     def check(self, dtype: Any, ndim: int) -> str | None:
-        """Return an error text if values of this dtype and rank cannot be reduced; None if they can."""
+        """Return the text of an error if values of this dtype and rank cannot be joined; None if they can."""
         if private_api.is_key_dtype(dtype):
             return f"{type(self).__name__} cannot reduce PRNG keys; use Stack()"
         return None
@@ -130,7 +131,7 @@ class Min(Reduction):
 
 
 def _extreme(dtype: Any, sign: int) -> Any:
-    """Return the largest (`sign` 1) or smallest (-1) value of a dtype."""
+    """Return the largest value of a dtype if `sign` is 1, or the smallest if it is -1."""
     if dtype == jnp.bool_:
         return sign > 0
     if jnp.issubdtype(dtype, jnp.inexact):
