@@ -317,7 +317,7 @@ AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def has_explicit_axes(mesh: Any) -> bool:
-    """Return whether some axis of `mesh` has type Explicit, so that types contain shardings; False for None."""
+    """Return whether a mesh has an axis of type Explicit, so that types contain shardings; False for None."""
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
@@ -371,8 +371,7 @@ def struct_with_spec(leaf: Any, mesh: Any, spec: Sequence[Any]) -> jax.ShapeDtyp
 
 
 def unreduced_axes(sharding: NamedSharding | None) -> tuple[str, ...]:
-    """Return the mesh axes over which a value is unreduced: each device has one summand, still to be added
-    up.
+    """Return the mesh axes over which a value is unreduced: each device has one summand of the value.
 
     Returns:
         The names of the axes, in the mesh's order; () if `sharding` is None.

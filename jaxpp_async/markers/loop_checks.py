@@ -166,11 +166,10 @@ def reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...]
 
 
 def _has_several_parts(shapes: Any) -> bool:
-    """Return whether a function's result is a nonempty tuple, so that by default its parts are joined
-    differently.
+    """Return whether a function's result is a nonempty tuple, whose first part is gradients by default.
 
-    By default the first part, the gradients, is summed, and the other parts are stacked. A NamedTuple does
-    not count as a tuple: all of it may be gradients.
+    By default the gradients are summed and the other parts are stacked. A NamedTuple does not count as a
+    tuple: all of it may be gradients.
     """
     return type(shapes) is tuple and len(shapes) > 0
 

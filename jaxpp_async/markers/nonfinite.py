@@ -73,8 +73,7 @@ class NonfiniteChecker:
             self._found.append(_worst_value(value))
 
     def run_closed(self, closed: Any, args: Sequence[Any], around: str) -> list[Any]:
-        """Evaluate a closed jaxpr on `args`, check the values that its equations make, and return its
-        results.
+        """Evaluate a closed jaxpr on `args`, check each value that an equation makes, and return the results.
 
         Args:
             closed: the closed jaxpr.
@@ -93,7 +92,7 @@ class NonfiniteChecker:
         return [read(a) for a in closed.jaxpr.outvars]
 
     def run_equation(self, eqn: Any, operands: Sequence[Any], around: str) -> list[Any]:
-        """Evaluate an equation, check the values that it makes, and return its results.
+        """Evaluate an equation, check the values that it makes, and return them.
 
         Equations inside calls and scans are checked one by one. Any other equation that has jaxprs inside is
         checked as one operation.
