@@ -210,8 +210,7 @@ def cache_settings(folder: str) -> dict[str, Any]:
 def set_cache(settings: Mapping[str, Any]) -> None:
     """Change settings of JAX's compilation cache, and make JAX read these settings again.
 
-    JAX reads the settings only once, at its first compilation: then it decides whether it has a cache, and in
-    which folder.
+    Otherwise JAX decides only once, at its first compilation, whether it has a cache and in which folder.
 
     Args:
         settings: the new values, by the name of the setting in `jax.config`.

@@ -281,8 +281,7 @@ def shown(traceback: TracebackType | None, *, says_all: bool) -> TracebackType |
 
 
 def _hidden(frames: list[FrameType]) -> tuple[list[bool], int]:
-    """Return which frames of a traceback may be left out, and which is the innermost frame in the user's
-    code.
+    """Return which frames of a traceback may be left out, and which is the innermost one of the user's code.
 
     Args:
         frames: the frames, outermost first.

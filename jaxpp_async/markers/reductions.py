@@ -131,9 +131,7 @@ class Min(Reduction):
 
 
 def _extreme(dtype: Any, sign: int) -> Any:
-    """Return the largest value of a dtype if `sign` is 1, or the smallest if it is -1; floats have
-    infinities.
-    """
+    """Return the largest value of a dtype (infinity for floats) if `sign` is 1, the smallest if it is -1."""
     if dtype == jnp.bool_:
         return sign > 0
     if jnp.issubdtype(dtype, jnp.inexact):

@@ -266,7 +266,7 @@ class Recv:
 
 @frozen()
 class Delete:
-    """An instruction that frees a buffer, immediately or when sends of the buffer that are in progress end."""
+    """An instruction that frees a buffer, immediately or when sends of it that are in progress have ended."""
 
     buffer: BufferId
 
