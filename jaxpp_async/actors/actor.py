@@ -28,7 +28,7 @@ from jaxpp_async.actors.loaded_program import LoadedProgram, load_program
 from jaxpp_async.actors.process_group import DroppedStep, TaskCount, catch_up
 from jaxpp_async.actors.server import failed_reply
 from jaxpp_async.actors.setup import ActorResources, make_resources
-from jaxpp_async.actors.shards import memory_held
+from jaxpp_async.actors.shards import count_memory
 from jaxpp_async.actors.step_queue import StepQueue
 from jaxpp_async.actors.step_run import DeviceStepRun, StepEnd, StepRun
 from jaxpp_async.base.descriptors import num_descriptors
@@ -181,7 +181,7 @@ class Actor:
                 return self._stored(message.request, entries)
             case m.Fetch():
                 values = self._resources.host_values
-                return values.fetch(message, values.hold_arrays(message), self._steps.epoch)
+                return values.fetch(message, values.start_copies(message), self._steps.epoch)
             case m.BeginSnapshot():
                 return self._resources.checkpoints.begin(message)
             case m.WriteFile():
@@ -197,16 +197,16 @@ class Actor:
             case m.ResetTransport():
                 return self._reset_transport(message)
             case m.TakeReplica():
-                return self._resources.rollbacks.take_replica(message, self._steps.arrays_to_free())
+                return self._resources.replica_requests.take_replica(message, self._steps.arrays_to_free())
             case m.SendReplica():
                 return self._send_replica(message)
             case m.ReceiveReplica():
                 return self._receive_replica(message)
             case m.DropReplicas():
-                self._replica_store.forget(message.generation)
+                self._replica_store.keep_only(message.generation)
                 return m.Done(message.request)
             case m.Rollback():
-                return self._resources.rollbacks.roll_back(message)
+                return self._resources.replica_requests.roll_back(message)
             case m.Inspect():
                 return m.Inspected(message.request, self._count_resources())
             case m.Report():
@@ -241,7 +241,7 @@ class Actor:
         }
         await self._resources.transports.connect(peers)
         step_resources, routes = self._resources.step_resources, {}
-        if step_resources.device is not None:
+        if step_resources.device_work is not None:
             routes = {peer: step_resources.transport.routes(peer) for peer in peers if peer != CONTROLLER}
         return m.Connected(message.request, routes)
 
@@ -350,7 +350,7 @@ class Actor:
             if command.result in message.outputs:
                 aval = program.plan.avals[command.buffer]
                 results[command.result] = self._store.expect(message.outputs[command.result], aval)
-        kind = StepRun if resources.step_resources.device is None else DeviceStepRun
+        kind = StepRun if resources.step_resources.device_work is None else DeviceStepRun
         return kind(message, program, resources.step_resources, bound, results, on_end)
 
     def _bind(self, plan: ExecutionPlan, message: m.Step) -> tuple[dict[int, StoredArray], list[int]]:
@@ -421,7 +421,7 @@ class Actor:
         """Return what the actor stores and has done, for the `Inspect` request: counts, and sizes in bytes,
         by name."""
         resources, run = self._resources, self._steps.current
-        live_arrays, live_bytes = memory_held(jax.live_arrays())
+        live_arrays, live_bytes = count_memory(jax.live_arrays())
         return {
             "live_arrays": live_arrays,
             "live_bytes": live_bytes,
@@ -470,7 +470,7 @@ def _open_transfers(run: StepRun) -> list[OpenTransfer]:
     unsent = {command.instruction for command in executor.unsent}
     found: list[OpenTransfer] = []
     for command in plan.commands[: executor.at]:
-        if isinstance(command, BindInput) and not executor.is_here(command.buffer):
+        if isinstance(command, BindInput) and not executor.is_available(command.buffer):
             kind, peer, tag, posted = "argument", CONTROLLER, -1, True
         elif isinstance(command, PostRecv) and command.instruction in under_way:
             kind, peer, tag, posted = "receive", command.from_actor, command.tag, True

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxpp_async.actors.array_store import ArrayStore, StoredArray, fill
-from jaxpp_async.actors.host_values import HostCopy, hold_array
+from jaxpp_async.actors.host_values import HostCopy, copy_when_available
 from jaxpp_async.actors.shards import Layout, Layouts, join_on_host, place
 from jaxpp_async.base.printable import shown
 from jaxpp_async.errors import CheckpointError
@@ -65,7 +65,7 @@ class CheckpointRequests:
         if message.folder in self._saves:
             raise CheckpointError(f"{shown(message.folder)}: another save is writing there")
         entries = {array_id: self._store.get(array_id) for array_id in message.array_ids}
-        copies = {array_id: hold_array(entry, self._layouts) for array_id, entry in entries.items()}
+        copies = {array_id: copy_when_available(entry, self._layouts) for array_id, entry in entries.items()}
         save = self._saves[message.folder] = _Save(copies)
         return save.begun(message.request)
 
@@ -73,8 +73,8 @@ class CheckpointRequests:
         """Write one file of a save. The arrays to write are looked up before this method returns.
 
         Returns:
-            A coroutine that writes the file and returns the reply. It raises `CheckpointError` if the file
-            cannot be written, and then leaves no part of the file behind.
+            A coroutine that writes the file and returns the reply. If the file cannot be written, the
+            coroutine raises `CheckpointError` and leaves no part of the file behind.
 
         Raises:
             CheckpointError: no save to this folder is under way.
@@ -117,8 +117,8 @@ class CheckpointRequests:
         """End the save to a folder immediately, so that another save may begin, and remove files.
 
         Returns:
-            A coroutine that removes the files that the request names, and returns the reply. It raises
-            `CheckpointError` if a file cannot be removed.
+            A coroutine that removes the files that the request names, and returns the reply. The coroutine
+            raises `CheckpointError` if a file cannot be removed.
         """
         save = self._saves.pop(message.folder, None)
         if save is not None:

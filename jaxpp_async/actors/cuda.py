@@ -75,8 +75,8 @@ class CudaStream(Protocol):
     time may use it."""
 
     def record(self, arrays: Sequence[jax.Array]) -> CudaEvent:
-        """Return an event that happens once the given arrays are computed. They may be donated after this
-        call.
+        """Return an event that happens once the given arrays are computed. The arrays may be donated after
+        this call.
 
         The call blocks only for arrays of types that DLPack does not support, and where JAX uses its TFRT
         client.
@@ -302,8 +302,8 @@ def _import_cupy() -> Any:
 # ---------------------------------------------------------------- callbacks for the devices' work
 
 OnReached: TypeAlias = Callable[[float, Exception | None], object]
-"""Called on the event loop with the time (`time.monotonic`) at which an event was reached, and with its
-failure."""
+"""A function that is called on the event loop when a device has reached an event, with the time
+(`time.monotonic`) at which it did and the device's exception or None."""
 
 
 class DeviceWork:
@@ -317,7 +317,7 @@ class DeviceWork:
     """
 
     def __init__(self, devices: CudaDevices, name: str, loop: asyncio.AbstractEventLoop):
-        self._runs, self._copies, self._spreads = (devices.make_stream() for _ in range(3))
+        self._runs, self._copies, self._device_copies = (devices.make_stream() for _ in range(3))
         self._run_watcher = _Watcher(f"{name}-runs", loop)
         self._copy_watcher = _Watcher(f"{name}-copies", loop)
 
@@ -342,10 +342,10 @@ class DeviceWork:
         """
         self._copy_watcher.watch(self._copies.record(arrays), on_reached)
 
-    def spread(self, copies: Sequence[DeviceCopy], on_reached: OnReached) -> None:
+    def copy_between_devices(self, copies: Sequence[DeviceCopy], on_reached: OnReached) -> None:
         """Copy bytes between devices, and call `on_reached` once all copies are complete. Must be called on
         the event loop."""
-        self._copy_watcher.watch(self._spreads.copy(copies), on_reached)
+        self._copy_watcher.watch(self._device_copies.copy(copies), on_reached)
 
     async def aclose(self, timeout_s: float = 1.0) -> None:
         """End the threads. A thread that still waits for its device after `timeout_s` seconds is

@@ -1,8 +1,8 @@
 """Compile serialized tasks (`jax.export.Exported`) for an actor's devices, and check results for NaNs and
 infinities.
 
-A compiled task takes and returns flat lists of arrays. It is JAX's own `Compiled`, whose calls run in C++
-after the first one: with the arguments already on the devices and synchronous dispatch (`jax_runtime`), a
+A compiled task takes and returns flat lists of arrays. The task is JAX's own `Compiled`, whose calls run in
+C++ after the first one: with the arguments already on the devices and synchronous dispatch (`jax_runtime`), a
 call costs no more than calling the loaded executable and wrapping its results by hand.
 
 `call_checked` gives tasks what `jax_debug_nans` and `jax_debug_infs` promise: an error for a result that has
@@ -34,16 +34,16 @@ from jaxpp_async.jax_bridge import jax_config
 from jaxpp_async.markers import nonfinite
 
 ContentKey = str
-"""Identifies a serialized task by its content."""
+"""A key that identifies a serialized task by its content."""
 
 ExecutableKey = tuple[ContentKey, tuple[int, ...]]
-"""Content key, and the donated positions that the task is compiled for."""
+"""The key of one executable: its task's content key, and the positions of the arguments that it donates."""
 
 Signature = tuple[tuple[int, ...], Any, Any]
-"""Shape, dtype and sharding."""
+"""The shape, the dtype and the sharding of one argument or result of an executable."""
 
 _LOOP = b"while_v1"
-"""The name of a loop in serialized StableHLO, also of one with a constant number of iterations."""
+"""The name of a loop in serialized StableHLO, used also for a loop with a constant number of iterations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +186,9 @@ def _compiler_options(devices: Devices) -> dict[str, str | bool]:
     """Return the XLA options for compiling tasks: on CPUs they switch off the concurrency-optimized
     scheduler.
 
-    That scheduler starts independent operations at the same time. It computes all gradients of a stage before
-    it accumulates the first one: for eight matrices this took eight times the temporary memory and twice the
-    time. If `XLA_FLAGS` names the scheduler, the user's choice is kept.
+    That scheduler starts independent operations at the same time, and so computes all gradients of a stage
+    before it accumulates the first one. For eight matrices this took eight times the temporary memory and
+    twice the time. If `XLA_FLAGS` names the scheduler, the user's choice is kept.
     """
     if not devices.is_cpu or _SCHEDULER in os.environ.get("XLA_FLAGS", ""):
         return {}
@@ -230,8 +230,8 @@ def _input_shardings(exported: Any, devices: Devices) -> list[Any]:
 
 
 _WARNING_FILTERS = threading.Lock()
-"""Held while a thread changes warning filters, which belong to the whole process, until it has restored
-them."""
+"""A lock for Python's warning filters, which belong to the whole process. A thread that changes them holds
+the lock until it has restored them."""
 
 
 @contextlib.contextmanager

@@ -1,10 +1,10 @@
 """Decide what a step does next: the caller reports events, and the executor returns the commands that follow.
 
-The executor goes through the instructions in program order. It posts a receive and continues without its
-data. It passes over a send, which starts once its buffer is available. It passes over a deletion, which is
-carried out once no send reads the buffer any more. Only at a `Run` does it stop, until the executable has
-computed its results. The count of memory in use, and with it the peak, therefore depends on the program alone
-and not on timing.
+The executor goes through the instructions in program order. At a receive, the executor posts the receive and
+continues without the data. At a send, the executor continues too, and the send starts once its buffer is
+available. At a deletion, the executor continues as well, and the deletion is carried out once no send reads
+the buffer any more. Only at a `Run` does the executor stop, until the executable has computed its results.
+The count of memory in use, and with it the peak, therefore depends on the program alone and not on timing.
 
 While one `Run` executes, the next one may be issued early if its inputs are available or are results of the
 executing one. Memory is still counted in program order.
@@ -36,9 +36,9 @@ class Executor:
 
     Args:
         plan: the program, prepared for execution.
-        alone: the indices of `Run` instructions during which the next `Run` is not issued early. It is meant
-            for quick tasks, which run on the event loop's thread: the sends that follow such a `Run` then
-            start before the next `Run`.
+        alone: the indices of the `Run` instructions of quick tasks, which run on the event loop's thread.
+            During them the next `Run` is not issued early, so that the sends that follow such a `Run` start
+            before the next `Run`.
 
     Attributes:
         peak_bytes: the greatest number of bytes of buffers in use so far.
@@ -59,7 +59,7 @@ class Executor:
     def __init__(self, plan: ExecutionPlan, *, alone: Container[int] = ()):
         self.plan, self._alone = plan, alone
         count = len(plan.avals)
-        self._here = [False] * count
+        self._available = [False] * count
         self._sends = [0] * count
         self._held = [0] * count  # the bytes that each buffer now adds to table_bytes
         self._unsent: dict[BufferKey, list[StartSend]] = {}
@@ -69,14 +69,15 @@ class Executor:
 
     # ------------------------------------------------------------ events
 
-    def start(self, here: Iterable[BufferKey] = ()) -> list[Command]:
+    def start(self, available: Iterable[BufferKey] = ()) -> list[Command]:
         """Begin the step, and return the first commands.
 
         Args:
-            here: the keys of buffers of step arguments that are available already and need no `BindInput`.
+            available: the keys of the buffers of step arguments that are available already and so need no
+                `BindInput`.
         """
-        for key in here:
-            self._here[key] = True
+        for key in available:
+            self._available[key] = True
         return self._advance([])
 
     def arrived(self, buffer: BufferKey) -> list[Command]:
@@ -84,14 +85,14 @@ class Executor:
         follow."""
         out: list[Command] = []
         self._open -= 1
-        self._here[buffer] = True
+        self._available[buffer] = True
         if buffer in self._unsent:
             out.extend(self._unsent.pop(buffer))
         if buffer in self._unkept:
             out.extend(self._unkept.pop(buffer))
         if buffer in self._pending:
             self._release(buffer, out)
-        return self._settled(buffer, out)
+        return self._after_transfer(buffer, out)
 
     def ran(self, instruction: int) -> list[Command]:
         """Report that a `Run` instruction has computed its results; return the commands that follow.
@@ -109,7 +110,7 @@ class Executor:
         for position in run.donated:
             table -= held[run.inputs[position]]
         for key in run.outputs:
-            self._here[key] = True
+            self._available[key] = True
             table += sizes[key]
             held[key] = sizes[key]
         self.table_bytes = table
@@ -127,7 +128,7 @@ class Executor:
         self._sends[buffer] -= 1
         if buffer in self._pending:
             self._release(buffer, out)
-        return self._settled(buffer, out)
+        return self._after_transfer(buffer, out)
 
     # ------------------------------------------------------------ state
 
@@ -148,9 +149,9 @@ class Executor:
         available yet."""
         return [command for commands in self._unsent.values() for command in commands]
 
-    def is_here(self, buffer: BufferKey) -> bool:
+    def is_available(self, buffer: BufferKey) -> bool:
         """Return whether the data of a buffer is available on this actor."""
-        return self._here[buffer]
+        return self._available[buffer]
 
     def position(self) -> str:
         """Return the text of the instruction under way, with the number of buffers or transfers that it waits
@@ -169,7 +170,7 @@ class Executor:
         Args:
             out: the list of commands to return; new commands are appended.
         """
-        commands, here, sends = self.plan.commands, self._here, self._sends
+        commands, available, sends = self.plan.commands, self._available, self._sends
         count, at = len(commands), self.at
         while at < count:
             command = commands[at]
@@ -177,19 +178,19 @@ class Executor:
                 key = command.buffer
                 size = self._held[key]
                 self.table_bytes -= size
-                if here[key] and not sends[key]:
+                if available[key] and not sends[key]:
                     out.append(command)
                 else:
                     self._pending[key] = command
                     self.pending_bytes += size
             elif isinstance(command, Execute):
                 self.at = at
-                self._reach(command, out)
+                self._process_run(command, out)
                 return out
             elif isinstance(command, StartSend):
                 self._open += 1
                 sends[command.buffer] += 1
-                if here[command.buffer]:
+                if available[command.buffer]:
                     out.append(command)
                 else:
                     self._unsent.setdefault(command.buffer, []).append(command)
@@ -198,7 +199,7 @@ class Executor:
             else:
                 assert not isinstance(command, Finish)  # no program contains one
                 self._define(command.buffer)
-                if not here[command.buffer]:
+                if not available[command.buffer]:
                     self._open += 1
                     out.append(command)
             at += 1
@@ -218,7 +219,7 @@ class Executor:
         key = command.buffer
         self.table_bytes -= self._held[key]
         self._held[key] = 0
-        if self._here[key]:
+        if self._available[key]:
             out.append(command)
         else:
             self._unkept.setdefault(key, []).append(command)
@@ -226,13 +227,13 @@ class Executor:
     def _release(self, key: BufferKey, out: list[Command]) -> None:
         """Append the command that frees a deleted buffer to `out`, if its data has arrived and no send reads
         it."""
-        if self._here[key] and not self._sends[key]:
+        if self._available[key] and not self._sends[key]:
             out.append(self._pending.pop(key))
             self.pending_bytes -= self._held[key]
 
     # ------------------------------------------------------------ runs
 
-    def _reach(self, run: Execute, out: list[Command]) -> None:
+    def _process_run(self, run: Execute, out: list[Command]) -> None:
         """Process a `Run` instruction: issue it, unless that has been done early, or note which buffers it
         waits for.
 
@@ -245,7 +246,7 @@ class Executor:
             self._running, self._issued = run, None
             self._look_ahead(run, out)
             return
-        self._await(run, made=())
+        self._find_missing(run, made=())
         if self._awaited:
             self.starved = True
             return
@@ -261,14 +262,14 @@ class Executor:
             return
         run = self.plan.commands[following]
         assert isinstance(run, Execute)
-        self._await(run, made=running.outputs)
+        self._find_missing(run, made=running.outputs)
         if not self._awaited:
             self._issue_candidate(out)
 
-    def _await(self, run: Execute, made: tuple[BufferKey, ...]) -> None:
-        here, awaited = self._here, set()
+    def _find_missing(self, run: Execute, made: tuple[BufferKey, ...]) -> None:
+        available, awaited = self._available, set()
         for key in run.inputs:
-            if not here[key] and key not in made:
+            if not available[key] and key not in made:
                 awaited.add(key)
         for position in run.donated:
             if self._sends[run.inputs[position]]:
@@ -286,7 +287,7 @@ class Executor:
         self.starved = False
         self._look_ahead(run, out)
 
-    def _settled(self, buffer: BufferKey, out: list[Command]) -> list[Command]:
+    def _after_transfer(self, buffer: BufferKey, out: list[Command]) -> list[Command]:
         """Issue the `Run` that waits for buffers, or end the step, if nothing else has to happen first.
 
         This is called after a buffer has arrived or has been sent.
@@ -298,7 +299,7 @@ class Executor:
         Returns:
             The list `out`.
         """
-        if buffer in self._awaited and self._here[buffer] and not self._consumed_while_sent(buffer):
+        if buffer in self._awaited and self._available[buffer] and not self._consumed_while_sent(buffer):
             self._awaited.discard(buffer)
             if not self._awaited and self._candidate is not None:
                 self._issue_candidate(out)

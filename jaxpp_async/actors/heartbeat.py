@@ -27,15 +27,16 @@ from jaxpp_async.protocol.messages import Beat
 from jaxpp_async.protocol.parent_watch import LEASE_S, ExitCode
 
 BEAT_S = 0.5
-"""The time between two heartbeats."""
+"""The time in seconds between two heartbeats."""
 
 ORDERLY_S = 2.0
-"""How long the event loop, which may have noticed as well, may take to end the process in order."""
+"""The time in seconds for which the heartbeat's thread, before it ends the process, waits for the event loop
+to end it in an orderly way, since the loop may have noticed the same loss."""
 
 _ATTEMPTS, _PAUSE_S = 20, 0.5
 _SETTLED_S = 3.0
-"""A connection that lasted longer was accepted by the controller; after a shorter one the thread connects
-again."""
+"""The time in seconds after which a connection counts as accepted by the controller, so that its loss is
+final. If a connection breaks earlier, the thread connects again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class Heartbeat:
         secret: the 32 bytes that all processes of the mesh share.
         controller: the host and the port of the controller.
         lost_s: the time in seconds after which the controller counts as unreachable, if sent bytes are not
-            acknowledged or a connection is not established. It must be at least as long as the time for which
-            the controller may be silent.
+            acknowledged or a connection is not established; at least as long as the time for which the
+            controller may be silent.
     """
 
     identity: Identity

@@ -89,7 +89,7 @@ class HostValues:
             if put.data is not None:
                 entry.resolve(place(_shaped(np.frombuffer(put.data, np.uint8), layout), layout))
                 return entry
-            if layout.is_here:
+            if layout.is_on_one_process:
                 memory = aligned_bytes(layout.size_bytes)
                 arrival = self.transport.recv(memory, CONTROLLER, make_tag(epoch, HOST_CHANNEL, put.sequence))
                 placing = partial(self._place_whole, layout, memory, arrival)
@@ -146,7 +146,7 @@ class HostValues:
         await piece.arrival
         await asyncio.gather(*(self.transport.send(piece.memory, peer, piece.tag) for peer in piece.others))
 
-    def hold_arrays(self, message: Fetch) -> list[HostCopy]:
+    def start_copies(self, message: Fetch) -> list[HostCopy]:
         """Look up the arrays of a fetch, and have them copied to the host before a later step can reuse their
         memory.
 
@@ -157,14 +157,14 @@ class HostValues:
             ArrayError: an array is not on this actor.
         """
         entries = [self._store.get(array_id) for array_id in message.array_ids]
-        return [hold_array(entry, self._layouts) for entry in entries]
+        return [copy_when_available(entry, self._layouts) for entry in entries]
 
     async def fetch(self, message: Fetch, copies: list[HostCopy], epoch: int) -> Fetched:
         """Copy arrays to the host, and start to send the large ones to the controller.
 
         Args:
             message: the controller's request.
-            copies: the arrays of the request, as `hold_arrays` returned them.
+            copies: the arrays of the request, as `start_copies` returned them.
             epoch: the mesh's epoch (it counts aborts), which is part of the tags of large values.
 
         Returns:
@@ -177,7 +177,7 @@ class HostValues:
         arrays = zip(message.array_ids, copies, found, message.sequences, strict=True)
         for array_id, copy, shards, sequence in arrays:
             layout = copy.layout
-            if layout.is_here:
+            if layout.is_on_one_process:
                 data = host_bytes(await self._join(shards, layout))
                 shape, dtype = layout.aval.shape, layout.aval.dtype
             else:
@@ -240,7 +240,7 @@ class HostCopy:
 
     Args:
         layout: the distribution of the array over the devices.
-        shards: a future of the shards; `hold` sets its result.
+        shards: a future of the shards; `copy_from` sets its result.
         read: returns the distinct shards of an array, in a way that allows a later step to consume the array.
     """
 
@@ -254,7 +254,7 @@ class HostCopy:
     ):
         self.layout, self.shards, self._read = layout, shards, read
 
-    def hold(self, entry: StoredArray) -> None:
+    def copy_from(self, entry: StoredArray) -> None:
         """Copy the array of an entry to the host. The array must be available, or the entry must have failed.
 
         The shards become the result of the future `shards`. A failure becomes its exception and is not
@@ -271,7 +271,7 @@ class HostCopy:
             self.shards.set_exception(in_words(error))
 
 
-def hold_array(entry: StoredArray, layouts: Layouts) -> HostCopy:
+def copy_when_available(entry: StoredArray, layouts: Layouts) -> HostCopy:
     """Copy an array to the host as soon as it is available, so that a later step may consume the array
     itself.
 
@@ -284,7 +284,7 @@ def hold_array(entry: StoredArray, layouts: Layouts) -> HostCopy:
     """
     read = fetch_shards if layouts.devices.is_cpu else start_host_copies
     copy = HostCopy(layouts.of(entry.aval), asyncio.get_running_loop().create_future(), read)
-    entry.when_done(copy.hold)
+    entry.when_done(copy.copy_from)
     return copy
 
 

@@ -40,12 +40,13 @@ from jaxpp_async.transport.network import listening_sockets, refuse_strangers
 from jaxpp_async.transport.ucx.net_devices import interface_with
 
 ONE_DEVICE_AXIS = "device"
-"""The axis name of the mesh of an actor without `spmd_mesh`."""
+"""The name of the only axis of an actor's mesh if the user gave no `spmd_mesh`."""
 
 
 INLINE_DEVICES = threading.Lock()
-"""Held while an inline actor executes over several devices. XLA's CPU collectives of two executables at once
-can occupy each other's threads for ever, and all actors of a process share one set of devices."""
+"""A lock that an inline actor with several devices holds while an executable runs. All inline actors share
+one set of devices, and XLA's CPU collectives of two executables that run at the same time can block each
+other's threads for ever."""
 
 
 class Devices:
@@ -231,10 +232,11 @@ def _make_mesh(configure: Configure) -> Mesh:
 # ---------------------------------------------------------------- the processes of one actor
 
 JOIN_S = 60
-"""How long the other processes may take to come."""
+"""The longest time in seconds that a process waits for the other processes of its actor to join."""
 
 _NEVER_S = 10**6
-"""The time after which JAX itself takes a silent process for dead."""
+"""The time in seconds after which JAX itself assumes that a silent process is dead. The value is so long that
+this never happens, since the mesh detects dead processes itself."""
 
 
 def reserve_port() -> socket.socket:

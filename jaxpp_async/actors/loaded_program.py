@@ -1,8 +1,8 @@
 """Prepare a program before its first step: parse, plan and compile it, and allocate its receive buffers.
 
 A `LoadedProgram` contains everything about a program that does not change from step to step: executables,
-layouts, and the messages of its transfers. It also learns from measured times which tasks are quick, and so
-may run on the event loop's thread.
+layouts, and the messages of its transfers. A `LoadedProgram` also learns from measured times which tasks are
+quick, and so may run on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -39,19 +39,21 @@ from jaxpp_async.transport.nccl.order import OrderedMessage, StepOrder, order_of
 Call = Callable[..., Sequence[jax.Array]]
 
 QUICK_S = 0.0003
-"""A task that takes less time runs on the event loop's thread: handing it to another thread and back costs
-some 100 us, and the loop can be without its other work for that long."""
+"""The time in seconds below which a task runs on the event loop's thread. Handing the task to another thread
+and back would cost some 100 us, and the loop can be kept from its other work for so short a time."""
 
 _QUICK_AFTER = 3
-"""The number of runs in a row before a task counts as quick: the first run fills JAX's caches."""
+"""The number of runs after which a task may count as quick. The first run is slow, because it fills JAX's
+caches."""
 
 _GROWTH = 0.05
-"""The share of a longer run by which the typical time grows, and by which it grows at most. A shorter run
-sets the typical time at once: disturbances only ever make a run longer."""
+"""The fraction of its difference to the time of a longer run by which the typical time of a task grows. The
+difference counts up to the typical time itself. A shorter run replaces the typical time immediately, because
+disturbances only ever make a run longer."""
 
 _FAR_FROM_QUICK = 100
-"""A run that takes this many times `QUICK_S` sets the typical time at once as well: the loop cannot be
-without its other work for as many runs as slow growth would take."""
+"""The multiple of `QUICK_S` above which the time of a run replaces the typical time immediately too, because
+slow growth would keep the event loop from its other work for many such runs."""
 
 
 class LoadedTask:
@@ -238,8 +240,8 @@ def _group_runs(runs: Mapping[int, Execute], loops: Container[int]) -> dict[int,
 
     Args:
         runs: the commands of all `Run` instructions, by the instruction's index.
-        loops: the `Run` instructions that contain a loop. They never count as quick, and are left out of the
-            result.
+        loops: the indices of the `Run` instructions that contain a loop. These instructions never count as
+            quick, and are left out of the result.
     """
     of_executable: dict[tuple[int, tuple[int, ...]], _RunTimes] = {}
     found: dict[int, _RunTimes] = {}

@@ -28,9 +28,9 @@ from jaxpp_async.protocol.messages import Cluster
 _LOG = logging.getLogger("jaxpp_async")
 
 AGREE_S, END_S = 4.0, 4.0
-"""How long the others may take to say how far they are, and how long all may take to end the tasks that they
-have begun. Where tasks used to take longer, they go on before the next step's tasks, as in an actor of one
-process."""
+"""The longest time in seconds that a process waits for the other processes of its actor to report how many
+tasks they have begun, and the longest time that all of them may take to end these tasks. Tasks that usually
+take longer continue after that, before the tasks of the next step, as in an actor of one process."""
 
 
 class TaskCount:
@@ -105,7 +105,7 @@ async def catch_up(
     Args:
         name: the name of this exchange, the same in all processes and used once.
         dropped: the aborted steps that were under way or waiting, in order.
-        task_count: the counter of begun tasks. It lets no tasks begin until this function has succeeded.
+        task_count: the counter of begun tasks, which lets no tasks begin until this function has succeeded.
         cluster: the processes of the actor.
         compute: the thread that runs the tasks.
         workers: threads for waiting for the other processes.

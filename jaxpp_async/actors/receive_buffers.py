@@ -72,7 +72,7 @@ class ReceiveBuffer:
     def give_back(self) -> None:
         """Return this buffer to the pool for later messages. The caller must no longer use its memory or its
         array."""
-        self._owner.give(self)
+        self._owner.put_back(self)
 
 
 class FreeBuffers:
@@ -97,7 +97,7 @@ class FreeBuffers:
         """Return an unused buffer; allocate a new one if there is none."""
         return self.free.pop() if self.free else self._make()
 
-    def give(self, buffer: ReceiveBuffer) -> None:
+    def put_back(self, buffer: ReceiveBuffer) -> None:
         """Add a buffer to the unused ones, or free it if as many as `reserve` asked for are unused
         already."""
         if len(self.free) < self._most:
@@ -212,7 +212,9 @@ def _copied(buffer: ReceiveBuffer) -> jax.Array:
     shards = layout.views(buffer.memory)
     if layout.is_whole:
         return place(shards[0], layout)
-    if layout.aval.unreduced or not layout.is_here:  # no single host array has the data of all devices
+    if (
+        layout.aval.unreduced or not layout.is_on_one_process
+    ):  # no single host array has the data of all devices
         return join_privately(shards, layout)
     whole = join_on_host(shards, layout)
     return ensure_private(jax.device_put(whole, layout.sharding), [whole])

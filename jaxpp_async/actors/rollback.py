@@ -15,14 +15,14 @@ import jax
 import numpy as np
 
 from jaxpp_async.actors.array_store import ArrayStore, StoredArray, fill
-from jaxpp_async.actors.host_values import HostCopy, hold_array
+from jaxpp_async.actors.host_values import HostCopy, copy_when_available
 from jaxpp_async.actors.shards import Layouts, host_bytes, join_privately
 from jaxpp_async.layout.state_replicas import ReplicaStore, StateReplica
 from jaxpp_async.program.instructions import ProcessId
 from jaxpp_async.protocol.messages import ArrayId, Done, ReplicaArray, ReplicaTaken, Rollback, TakeReplica
 
 
-class Rollbacks:
+class ReplicaRequests:
     """The component of an actor process that copies its arrays for restarts and restores them from a copy.
 
     Args:
@@ -58,7 +58,7 @@ class Rollbacks:
             A coroutine that waits until the arrays are available, copies them, and returns the reply.
         """
         entries = {i: entry for i, entry in self._store.entries().items() if i not in leaving}
-        copies = {array_id: hold_array(entry, self._layouts) for array_id, entry in entries.items()}
+        copies = {array_id: copy_when_available(entry, self._layouts) for array_id, entry in entries.items()}
         return self._replica_taken(message, entries, copies)
 
     async def _replica_taken(

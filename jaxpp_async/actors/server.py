@@ -27,7 +27,7 @@ from jaxpp_async.transport.network import Network
 _LOG = logging.getLogger("jaxpp_async.control")
 
 CLOSE_S = 3.0
-"""How long closing an actor may take."""
+"""The longest time in seconds that closing an actor may take."""
 
 
 class ActorLike(Protocol):
@@ -41,7 +41,8 @@ class ActorLike(Protocol):
     def handle(self, message: Request) -> None:
         """Start to carry out one request; called in the order in which requests arrive.
 
-        This returns quickly. It raises no exception for a request that fails, but sends a reply that says so.
+        This call returns quickly. For a request that fails, this call raises no exception, but sends a reply
+        that says so.
         """
         ...
 

@@ -32,7 +32,7 @@ from jaxpp_async.actors.jax_runtime import (
     start_devices,
 )
 from jaxpp_async.actors.receive_buffers import ReceivePool
-from jaxpp_async.actors.rollback import Rollbacks
+from jaxpp_async.actors.rollback import ReplicaRequests
 from jaxpp_async.actors.shards import Layouts
 from jaxpp_async.layout.state_replicas import ReplicaStore
 from jaxpp_async.protocol.actor_info import NoteProgress, ProcessRank, no_progress
@@ -52,7 +52,7 @@ class ActorResources:
         host_values: stores values from the controller, and returns arrays to it.
         step_resources: the transport, devices and thread that steps use.
         checkpoints: saves arrays to files and restores them.
-        rollbacks: copies arrays for restarts and restores them from a copy.
+        replica_requests: copies arrays for restarts and restores them from a copy.
         transports: the transports of programs and of host values.
         open_transports: opens new transports for a given epoch (the mesh's count of aborts).
     """
@@ -61,7 +61,7 @@ class ActorResources:
     host_values: HostValues
     step_resources: StepResources
     checkpoints: CheckpointRequests
-    rollbacks: Rollbacks
+    replica_requests: ReplicaRequests
     transports: ActorTransports
     open_transports: Callable[[int], ActorTransports]
 
@@ -80,8 +80,8 @@ class ActorResources:
         """End every transfer, and close the transports and the threads."""
         await self.transports.aclose()
         await self.step_resources.compute.aclose()
-        if self.step_resources.device is not None:
-            await self.step_resources.device.aclose()
+        if self.step_resources.device_work is not None:
+            await self.step_resources.device_work.aclose()
 
 
 async def make_resources(
@@ -145,14 +145,14 @@ async def make_resources(
         device_lock=INLINE_DEVICES if shared else None,
         note_progress=note_progress,
         may_begin=may_begin,
-        device=None if cuda is None else DeviceWork(cuda, name, loop),
+        device_work=None if cuda is None else DeviceWork(cuda, name, loop),
     )
     resources = ActorResources(
         executables=Executables(devices, workers),
         host_values=HostValues(store, layouts, transports.host, workers, spawn, process_rank),
         step_resources=step_resources,
         checkpoints=CheckpointRequests(store, layouts, workers),
-        rollbacks=Rollbacks(process_rank.process, store, layouts, replica_store, workers),
+        replica_requests=ReplicaRequests(process_rank.process, store, layouts, replica_store, workers),
         transports=transports,
         open_transports=open_anew,
     )
@@ -179,12 +179,12 @@ class StepResources:
         compute: the thread that runs tasks off the event loop.
         pool: the source of receive buffers.
         layouts: the distributions of arrays over this process's devices.
-        device_lock: a lock to hold while an executable runs, or None. It is needed where several actors share
-            the devices.
+        device_lock: a lock to hold while an executable runs if several actors share the devices; None if they
+            do not.
         note_progress: records the position of a step in its program; called at every instruction that a step
             begins or waits at.
-        device: reports the end of asynchronous work on devices whose memory the transport reads and writes.
-            None where arrays are in host memory or pass through it.
+        device_work: reports the end of asynchronous work on devices whose memory the transport reads and
+            writes. None where arrays are in host memory or pass through it.
         may_begin: called before each task in an actor of several processes, from any thread; False stops the
             step. None in an actor of one process.
     """
@@ -195,13 +195,13 @@ class StepResources:
     layouts: Layouts
     device_lock: threading.Lock | None = None
     note_progress: NoteProgress = no_progress
-    device: DeviceWork | None = None
+    device_work: DeviceWork | None = None
     may_begin: Callable[[CountedStep], bool] | None = None
 
 
 Job = Callable[[], Callable[[], None] | None]
 """A function that runs on the compute thread and returns the function to call on the event loop afterwards,
-or None. Must not raise."""
+or None. A job must not raise an exception."""
 
 
 class ComputeThread:

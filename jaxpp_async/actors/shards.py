@@ -29,10 +29,10 @@ ALIGNMENT = 64
 """The alignment in bytes of host memory that becomes a CPU device buffer without a copy."""
 
 _SMALL_BYTES = 1 << 16
-"""Copying this many bytes takes less time than making an array."""
+"""The size in bytes up to which copying an array takes less time than the call that makes the array."""
 
 _PACKED = ("int2", "int4", "uint2", "uint4", "float4", "float6")
-"""The types of which devices may keep several elements in a byte."""
+"""The dtypes of which a device may store several elements in one byte."""
 
 
 Put: TypeAlias = Callable[[np.ndarray], jax.Array]
@@ -71,7 +71,7 @@ class Layout:
         sharding: the JAX sharding on the actor's mesh.
         shards: the distinct shards that this process's devices store, in the order of transfer.
         devices: the devices of this process.
-        is_here: whether this process alone has all devices of the actor, and so all of each array.
+        is_on_one_process: whether this process alone has all devices of the actor, and so all of each array.
         is_whole: whether the array is not split, so that its only part is the whole array.
         is_plain: whether the elements have the same format in a device's memory as in numpy, with at least
             one byte each, and the device is a CPU.
@@ -86,7 +86,7 @@ class Layout:
     sharding: NamedSharding
     shards: tuple[Shard, ...]
     devices: tuple[Any, ...]
-    is_here: bool
+    is_on_one_process: bool
     is_whole: bool
     is_plain: bool
     size_bytes: int
@@ -157,7 +157,7 @@ class Layouts:
             sharding=sharding,
             shards=shards,
             devices=devices.devices,
-            is_here=devices.size == len(devices.devices),
+            is_on_one_process=devices.size == len(devices.devices),
             is_whole=len(parts) == 1,
             is_plain=is_plain,
             size_bytes=size_bytes,
@@ -179,7 +179,7 @@ def send_memories(array: jax.Array, layout: Layout) -> list[Memory]:
     """
     array.block_until_ready()  # asking for an array's address does not wait for its values
     if layout.is_plain and layout.is_whole:
-        if len(layout.shards[0].positions) > 1 or not layout.is_here:
+        if len(layout.shards[0].positions) > 1 or not layout.is_on_one_process:
             array = array.addressable_data(0)
         return [Memory(array.unsafe_buffer_pointer(), layout.size_bytes, array)]
     return [memory_of(host_bytes(shard), writable=False) for shard in fetch_shards(array, layout)]
@@ -199,7 +199,7 @@ def device_parts(array: jax.Array, layout: Layout) -> list[jax.Array]:
     """List the single-device arrays on this process's devices of which an array consists, in the order of the
     devices.
 
-    They share the memory of the array.
+    The single-device arrays share the memory of the array.
     """
     if len(array.sharding.device_set) == 1:
         return [array]
@@ -307,7 +307,7 @@ def place(host: np.ndarray, layout: Layout) -> jax.Array:
     if layout.is_small:
         return layout.put(host).block_until_ready()
     # For an array on devices of several processes, `put` would make JAX check that all put the same value.
-    if not layout.is_here:
+    if not layout.is_on_one_process:
         return ensure_private(join_shards([host[shard.index] for shard in layout.shards], layout), [host])
     return ensure_private(layout.put(host), [host])
 
@@ -367,7 +367,7 @@ def buffer_addresses(array: jax.Array) -> list[int]:
     return [part.data.unsafe_buffer_pointer() for part in parts]
 
 
-def memory_held(arrays: Iterable[jax.Array]) -> tuple[int, int]:
+def count_memory(arrays: Iterable[jax.Array]) -> tuple[int, int]:
     """Return the number of arrays that have memory of their own, and the total size of this memory in bytes.
 
     Replicas of an array are counted once. `jax.live_arrays` also lists the views of one device's part that

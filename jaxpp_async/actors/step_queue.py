@@ -22,10 +22,10 @@ from jaxpp_async.program.instructions import ActorId
 from jaxpp_async.protocol import messages as m
 
 REPLIES_KEPT = 16
-"""How many steps' replies are kept for requests that come twice."""
+"""The number of latest steps whose replies are kept, to answer a request that arrives twice."""
 
 StepKey = tuple[int, int]
-"""Epoch, and number of the step."""
+"""The key of a step: the mesh's epoch (which counts aborts) and the number of the step."""
 
 
 class StepQueue:

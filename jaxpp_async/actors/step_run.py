@@ -7,9 +7,9 @@ commands, and these are carried out immediately. A step is one object; no instru
 a future.
 
 `StepRun` is for devices that have computed the results when a call returns. `DeviceStepRun` is for devices
-that compute after a call has returned (`StepResources.device`). For the executor, a task on such a device
-ends when the device reports its end. Sends therefore start when the value is available, and memory is freed
-or overwritten when no work on the device reads it any more, as on CPUs.
+that compute after a call has returned (`StepResources.device_work`). For the executor, a task on such a
+device ends when the device reports its end. Sends therefore start when the value is available, and memory is
+freed or overwritten when no work on the device reads it any more, as on CPUs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ from jaxpp_async.protocol.messages import Step, StepStats
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Memory, OnEnd, Transport, make_tag
 
 MAX_PASS_S = 0.002
-"""How long tasks may follow each other on the event loop before it turns to its other work."""
+"""The longest time in seconds for which tasks run on the event loop one after the other before the loop does
+its other work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class StepRun:
         # Where actors share devices, a task may have to wait for its turn, and the event loop must not be
         # blocked. On devices that compute after a call has returned, no task is over when its call returns.
         self._quick = (
-            program.quick if resources.device_lock is None and resources.device is None else frozenset()
+            program.quick if resources.device_lock is None and resources.device_work is None else frozenset()
         )
         self.executor = Executor(program.plan, alone=self._quick)
         self.program, self._resources, self._on_end = program, resources, on_end
@@ -258,8 +259,8 @@ class StepRun:
             relay.receive(pieces, transfers, relays)
             return
         tag_base, post = self._tag_base, self._resources.transport.post_recv
-        for piece, peer, sequence in transfers:
-            if post(pieces[piece], peer, tag_base + sequence, done):
+        for part_index, peer, sequence in transfers:
+            if post(pieces[part_index], peer, tag_base + sequence, done):
                 done(None)
 
     def _piece_received(self, command: PostRecv, error: Exception | None) -> None:
@@ -298,8 +299,8 @@ class StepRun:
         self._pieces_left[instruction] = len(transfers)
         done = partial(self._piece_sent, command)
         tag_base, post = self._tag_base, self._resources.transport.post_send
-        for piece, peer, sequence in transfers:
-            if post(pieces[piece], peer, tag_base + sequence, done):
+        for part_index, peer, sequence in transfers:
+            if post(pieces[part_index], peer, tag_base + sequence, done):
                 done(None)
         if not transfers:  # other processes of the actor own all parts of the array, and send them
             self._pieces_left[instruction] = 1
@@ -367,8 +368,8 @@ class StepRun:
 
         Args:
             copy: the copy.
-            entry: the store's entry for the step result. It gets the copy only after this wait, since nothing
-                may read the copy earlier.
+            entry: the store's entry for the step result, which gets the copy only after this wait, since
+                nothing may read the copy earlier.
 
         Returns:
             The function to call on the event loop afterwards, or None.
@@ -511,8 +512,8 @@ _CARRY_OUT: dict[type, str] = {
     KeepOutput: "_keep",
     Finish: "_finish",
 }
-"""The method for each command, by name: a table of bound methods in each step would be a reference cycle,
-which keeps the step's arrays until the garbage collector finds it."""
+"""The name of the method that carries out each type of command. A table of bound methods in each step would
+be a reference cycle, which would keep the step's arrays until the garbage collector finds it."""
 
 
 def _shared_entries(bound: Mapping[int, StoredArray]) -> frozenset[int]:
@@ -523,8 +524,8 @@ def _shared_entries(bound: Mapping[int, StoredArray]) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class TransferRelay:
-    """A receive whose data other processes of the actor need as well. It receives each part (a distinct box
-    of the array) and forwards it to them.
+    """A receive whose data other processes of the actor need as well: each part (a distinct box of the array)
+    is forwarded to them after its receive.
 
     Args:
         transport: carries the parts.
@@ -552,10 +553,10 @@ class TransferRelay:
             transfers: the messages that bring the parts.
             relays: for the index of each part that is forwarded: the messages that forward it.
         """
-        for piece, peer, sequence in transfers:
-            onward = relays.get(piece, ())
-            on_end = partial(self._pass_on, pieces[piece], onward) if onward else self.done
-            if self.transport.post_recv(pieces[piece], peer, self.tag_base + sequence, on_end):
+        for part_index, peer, sequence in transfers:
+            onward = relays.get(part_index, ())
+            on_end = partial(self._pass_on, pieces[part_index], onward) if onward else self.done
+            if self.transport.post_recv(pieces[part_index], peer, self.tag_base + sequence, on_end):
                 on_end(None)
 
     def _pass_on(self, memory: Memory, onward: Sequence[PieceTransfer], error: Exception | None) -> None:
@@ -585,10 +586,10 @@ class DeviceStepRun(StepRun):
     _run_ended_s = 0.0  # the time at which the last executable ended
 
     @cached_property
-    def _device(self) -> DeviceWork:
-        device = self._resources.device
-        assert device is not None  # otherwise the step would be a `StepRun`
-        return device
+    def _device_work(self) -> DeviceWork:
+        device_work = self._resources.device_work
+        assert device_work is not None  # otherwise the step would be a `StepRun`
+        return device_work
 
     @cached_property
     def _unready(self) -> set[BufferKey]:
@@ -613,7 +614,7 @@ class DeviceStepRun(StepRun):
         called_s = time.monotonic()
         try:
             outputs = self._run(command, wait=False)
-            self._device.after_run(outputs, partial(self._ran_on_device, command, called_s))
+            self._device_work.after_run(outputs, partial(self._ran_on_device, command, called_s))
         except Exception as error:  # as in `StepRun._compute`
             return partial(self.fail, error, command.instruction)
         return None
@@ -646,7 +647,7 @@ class DeviceStepRun(StepRun):
             return
         go_on = partial(self._received_everywhere, command, buffer)
         try:
-            self._device.spread(buffer.replicas, self._unless_failed(command, go_on))
+            self._device_work.copy_between_devices(buffer.replicas, self._unless_failed(command, go_on))
         except Exception as error:  # the device refused the copy, which fails the step, not the transport
             self.fail(error, command.instruction)
 
@@ -722,7 +723,7 @@ class DeviceStepRun(StepRun):
             None. If the device refuses, a function that fails the step, to be called on the event loop.
         """
         try:
-            self._device.after_copy((array,), self._unless_failed(command, go_on))
+            self._device_work.after_copy((array,), self._unless_failed(command, go_on))
         except Exception as error:  # the array failed
             return partial(self.fail, error, command.instruction)
         return None
@@ -747,7 +748,7 @@ class DeviceStepRun(StepRun):
 
     def _wait_copied(self, copy: jax.Array, entry: StoredArray) -> Callable[[], None] | None:
         try:
-            self._device.after_copy((copy,), lambda _, error: self._copied(entry, error or copy))
+            self._device_work.after_copy((copy,), lambda _, error: self._copied(entry, error or copy))
         except Exception as error:  # as in `StepRun._wait_copied`
             return partial(self._copied, entry, error)
         return None

@@ -397,7 +397,7 @@ class Controller:
         self._check_usable()
         self._send_frees()
         gathering = Gathering(wanted, self.scattering)
-        fetches = {process: self._fetch_from(process, asked) for process, asked in gathering.asked.items()}
+        fetches = {process: self._fetch_from(process, asked) for process, asked in gathering.requests.items()}
         return gathering.arrays(await all_of(fetches, "fetch"))
 
     def free(self, actor: ActorId, array_id: ArrayId) -> None:

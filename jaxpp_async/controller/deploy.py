@@ -29,7 +29,7 @@ from jaxpp_async.program.instructions import ActorId, Aval, ProcessId, Recv, Sen
 from jaxpp_async.protocol.actor_info import Position, ProcessRank, Topology
 from jaxpp_async.protocol.messages import Done, JoinLink, JoinLinks, LinksOffered, Load, Loaded, OfferLinks
 from jaxpp_async.protocol.task_group import OwnedTasks, all_of
-from jaxpp_async.transport.nccl.order import NcclLink, batches, rounds
+from jaxpp_async.transport.nccl.order import NcclLink, links_by_maker, rounds
 from jaxpp_async.transport.registry import kind_of
 
 
@@ -276,7 +276,7 @@ class LinkSetup:
             return
         epoch, new = self._epoch, sorted(set(links) - self._made)
         ends = sorted({end for link in new for end in (link.sender, link.receiver)})
-        makers = batches(new)
+        makers = links_by_maker(new)
         offers: dict[ProcessId, LinksOffered] = await self._actor_group.ask_each(
             {end: OfferLinks(self._request_log.number(), len(makers.get(end, ()))) for end in ends},
             LinksOffered,

@@ -18,7 +18,7 @@ from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import PendingRequest, RequestLog
 from jaxpp_async.controller.stall_detector import SLOW_BYTES_PER_S
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, RemoteError, StateLostError, TransferError
-from jaxpp_async.layout.state_replicas import ReplicaStore, holders
+from jaxpp_async.layout.state_replicas import ReplicaStore, choose_holders
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
 from jaxpp_async.protocol.messages import (
     Done,
@@ -200,7 +200,7 @@ class StateReplication:
             await answered.wait()
         self._generation, self._contents = generation, kept
         self._request_log.forget_before(mark)
-        self._replica_store.forget(generation)
+        self._replica_store.keep_only(generation)
         await self._ask_each(sorted(kept), lambda: DropReplicas(self._request_log.number(), generation))
         _LOG.debug("copy %d of the state is whole", generation)
 
@@ -315,7 +315,9 @@ class StateReplication:
             [self._actor_group.links[p].info.host for p in processes.processes_of(actor)]
             for actor in self._actor_group.actors
         ]
-        return processes.process(holders(hosts)[processes.actor_of(process)], processes.rank_of(process))
+        return processes.process(
+            choose_holders(hosts)[processes.actor_of(process)], processes.rank_of(process)
+        )
 
     async def _ask_each(self, processes: Collection[ProcessId], make: Callable[[], Request]) -> None:
         for pending in [self._actor_group.links[process].ask(make(), Done) for process in processes]:

@@ -24,7 +24,7 @@ from jaxpp_async.doctor.facts import ClockDifference, Examination, HostReport, L
 from jaxpp_async.doctor.gather import CHILD_S
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch.commands import command_here, command_there
-from jaxpp_async.launch.host_agent_client import HostProgram, NotUpError, Reach
+from jaxpp_async.launch.host_agent_client import HostProgram, ProgramNotStartedError, Reach
 from jaxpp_async.launch.hosts import (
     ANY,
     Host,
@@ -110,7 +110,7 @@ class _Target:
 
     @property
     def settings(self) -> Settings:
-        return self.host.settings.over(self.base)
+        return self.host.settings.merged_over(self.base)
 
 
 class CallbackListener:
@@ -219,9 +219,9 @@ class _Examiner:
             )
         except OSError as error:
             return Explanation(f"could not be reached: {error}", "")
-        except NotUpError as error:
+        except ProgramNotStartedError as error:
             return target.reach.explain(target.host, error) or explain_python(
-                target.host, python, error.said, error.ended
+                target.host, python, error.said, error.exit_status
             )
         except HostError as error:
             return _explain_silence(error)
@@ -409,7 +409,7 @@ class HostLink(HostProgram[protocol.Record]):
         """Wait until the program on the host has reported that Python and the package have started.
 
         Raises:
-            NotUpError: the program did not report within `timeout_s` seconds, or it ended.
+            ProgramNotStartedError: the program did not report within `timeout_s` seconds, or it ended.
         """
         await self._wait(self._records.get(), timeout_s)
 
@@ -433,7 +433,7 @@ class HostLink(HostProgram[protocol.Record]):
         self._stream.write(protocol.write_order(order))
         try:
             record = await self._wait(self._records.get(), timeout_s)
-        except NotUpError as error:
+        except ProgramNotStartedError as error:
             self._silence = _describe_silence(error, timeout_s)
             raise HostError(self._silence) from None
         if isinstance(record, protocol.ProbeFailed):
@@ -450,9 +450,9 @@ class HostLink(HostProgram[protocol.Record]):
         self._records.put_nowait(record)
 
 
-def _describe_silence(error: NotUpError, timeout_s: float) -> str:
-    if error.ended is None:
+def _describe_silence(error: ProgramNotStartedError, timeout_s: float) -> str:
+    if error.exit_status is None:
         return f"it did not answer within {timeout_s:g} s"
     last = f": {error.said[-1].strip()}" if error.said else ""
-    how = f"code {error.ended}" if error.ended >= 0 else f"signal {-error.ended}"
+    how = f"code {error.exit_status}" if error.exit_status >= 0 else f"signal {-error.exit_status}"
     return f"its program ended with {how}{last}"

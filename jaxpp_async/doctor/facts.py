@@ -379,7 +379,7 @@ SECTIONS: Final = {
     "control": "Control connection",
     "transfer": "Transfers",
 }
-"""Key and title, in the order in which they are shown."""
+"""The titles of the sections of the doctor's findings, by key, in the order in which they are shown."""
 
 
 @dataclass(frozen=True, slots=True)

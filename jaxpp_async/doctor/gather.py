@@ -1,8 +1,8 @@
 """Gather the facts about this host that the doctor (the command that checks whether a run would work) judges.
 
-They come from files, devices, and the output of short child programs. The folder of the compilation cache is
-made, as an actor would make it; nothing else is changed. UCX and JAX are started in child processes, because
-either may end the process that starts it, and because this process must not have started them yet.
+The facts come from files, devices, and the output of short child programs. The folder of the compilation
+cache is made, as an actor would make it; nothing else is changed. UCX and JAX are started in child processes,
+because either may end the process that starts it, and because this process must not have started them yet.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ PACKAGES = (
     "jax-cuda12-plugin", "jax-cuda13-plugin", "ucxx-cu12", "ucxx-cu13", "libucx-cu12", "libucx-cu13",
     "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nccl4py", "nvidia-ml-py",
 )  # fmt: skip
-"""Distributions that matter to a run."""
+"""The names of the Python distributions whose versions matter to a run."""
 
 CHILD_S = 45.0
-"""How many seconds starting JAX, or UCX, may take: JAX with eight GPUs takes ten."""
+"""The longest time in seconds that starting JAX or UCX may take. JAX with eight GPUs takes ten seconds."""
 
 _SETTINGS = re.compile(r"(UCX|NCCL|XLA|JAX|CUDA|RAPIDS_LIBUCX)_\w+|LD_LIBRARY_PATH")
 _SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")

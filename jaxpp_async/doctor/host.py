@@ -1,10 +1,10 @@
 """The program that the doctor (the command that checks whether a run would work) runs on every host: `python
 -m jaxpp_async.doctor.host`.
 
-It runs over ssh or srun, or as a child process of the doctor for the doctor's own machine. The program reads
-orders from stdin and writes records to stdout (`doctor.protocol`). It ends at the end of its stdin, or when
-its stdin is silent for longer than the lease. It starts without JAX and UCX, so that it can report that they
-are missing.
+The program runs over ssh or srun, or as a child process of the doctor for the doctor's own machine. The
+program reads orders from stdin and writes records to stdout (`doctor.protocol`). At the end of its stdin, or
+when its stdin is silent for longer than the lease, the program ends. JAX and UCX are not needed to start the
+program, so that it can report that they are missing.
 
 `ProbeEnd` measures latency and bandwidth between two such programs, with the transport that actors use and in
 host memory; it does not start JAX.
@@ -29,7 +29,7 @@ from jaxpp_async.transport.base import PROGRAM_CHANNEL, Transport, make_tag
 from jaxpp_async.transport.registry import make_process_transport
 
 CALL_S = 5.0
-"""How many seconds connecting back may take."""
+"""The longest time in seconds that connecting back to the doctor may take."""
 
 _READ_BYTES = 1 << 16
 
@@ -159,14 +159,18 @@ def main() -> None:
 
 PINGS, WARM_PINGS = 300, 30
 LARGE_BYTES, WINDOW = 8 << 20, 4
-"""The size of a large message in bytes, and how many are under way at once, each with its own buffers."""
+"""The size in bytes of a large message, and the number of large messages under way at the same time, each
+with its own buffers.
+"""
 
 SECONDS = 0.5
-"""For about how many seconds large messages are sent."""
+"""The approximate time in seconds for which large messages are sent."""
 
 MOST_ROUNDS = 256
 MEASURE_S = 20.0
-"""How many seconds both measurements may take; a link of 100 Mbit/s needs several of them."""
+"""The longest time in seconds that both measurements may take together; a link of 100 Mbit/s needs several
+seconds.
+"""
 
 _PING, _READY, _LARGE, _COUNT = (make_tag(0, PROGRAM_CHANNEL, sequence) for sequence in range(4))
 _LARGE_TAGS = tuple(make_tag(0, PROGRAM_CHANNEL, 16 + lane) for lane in range(WINDOW))

@@ -29,13 +29,17 @@ from jaxpp_async.doctor.facts import (
 from jaxpp_async.errors import MeshError
 
 CLOCK_S = 1.0
-"""Clocks that differ by more seconds make logs and file times hard to read."""
+"""The difference in seconds from which clocks of two hosts make logs and file times hard to read."""
 
 SAME_EVERYWHERE = ("jaxpp-async", *SAME_VERSIONS)
-"""Packages of which hosts need this machine's version: programs are made here and run there."""
+"""The packages of which hosts need the same version as this machine, because programs are made on this
+machine and run on the hosts.
+"""
 
 SHM_BYTES = 64 << 20
-"""The bytes that UCX's queues between a few actors of a host need; a container has that little by default."""
+"""The size in bytes of the shared memory that UCX's queues between a few actors of one host need. A container
+has only that much by default.
+"""
 
 _OLDEST_PYTHON = (3, 11)
 _SHOWN = ("jaxpp-async", "jax", "jaxlib", "numpy")
@@ -257,8 +261,8 @@ def _format_count(number: int, what: str) -> str:
 def _judge_driving_machine(found: Examination) -> Iterator[Finding]:
     """Yield the findings about this machine if it runs no actors but drives the run.
 
-    It then traces the program and takes part in the data plane, so that it needs fewer things than a host of
-    actors.
+    This machine then traces the program and takes part in the data plane, so that it needs fewer things than
+    a host of actors.
     """
     if found.is_local:
         return

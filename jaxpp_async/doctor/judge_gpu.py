@@ -28,19 +28,21 @@ from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.nccl.order import ranks_may_share
 
 DRIVERS: Mapping[int, str] = {12: "525.60.13", 13: "580"}
-"""The oldest driver for each CUDA on Linux.
+"""The oldest driver that supports each major version of CUDA on Linux.
 
 Source: JAX's installation page; NVIDIA's CUDA compatibility guide.
 """
 
 NCCL_FROM = (2, 31, 2)
-"""The oldest NCCL whose grouped transfers do not hang.
+"""The oldest version of NCCL whose grouped transfers do not hang.
 
 Source: https://github.com/marin-community/marin/issues/7024
 """
 
 MOST_USED = 0.1
-"""The part of a GPU's memory that others may use: an actor alone on a GPU reserves nine tenths at once."""
+"""The fraction of a GPU's memory that other programs may use, because an actor that has a GPU alone reserves
+nine tenths of its memory when it starts.
+"""
 
 _GIB = 1 << 30
 
@@ -294,8 +296,8 @@ def _suggest_fewer(fits: int, slots: ProcessSlots, found: Examination) -> str:
 def _judge_jax(name: str, facts: HostFacts) -> Iterator[Finding]:
     """Yield the findings about the packages for JAX on CUDA.
 
-    They must be installed, for one version of CUDA only, which the driver supports, and match the installed
-    JAX and ucxx.
+    The packages must be installed, for one version of CUDA only, which the driver supports, and match the
+    installed JAX and ucxx.
 
     Args:
         name: the name of the host.

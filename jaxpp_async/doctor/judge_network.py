@@ -23,13 +23,17 @@ from jaxpp_async.doctor.facts import (
 )
 
 MEMLOCK_BYTES = 1 << 30
-"""How much memory a process should be able to lock: RDMA pins the memory that it reads and writes."""
+"""The amount of memory in bytes that a process should be able to lock, because RDMA pins the memory that it
+reads and writes.
+"""
 
 SLOW = 0.2
-"""A rate below this part of what both hosts' RDMA ports could do did not go through these ports."""
+"""A fraction of the rate that the RDMA ports of both hosts could reach. If a measured rate is below it, the
+transfer did not use these ports.
+"""
 
 WHEEL = "/site-packages/libucx/"
-"""Part of the path of a UCX that pip has installed."""
+"""A part of the path of a UCX library that pip has installed."""
 
 _RDMA = ("rc", "dc", "ud")
 
@@ -250,8 +254,9 @@ def judge_link(link: LinkReport, found: Examination) -> Finding:
 def _find_fastest_port_rate(link: LinkReport, found: Examination) -> float:
     """Return the rate in bytes per second that a link could have over RDMA; 0 if that is not known.
 
-    It is the lower one of two rates: for each of the two hosts, the rate of its fastest active RDMA port. It
-    is not known if a host has no active port, or if both ends of the link are on the same host.
+    The result is the lower one of two rates: for each of the two hosts, the rate of its fastest active RDMA
+    port. The rate is not known if a host has no active port, or if both ends of the link are on the same
+    host.
     """
     if link.first == link.second:
         return 0.0

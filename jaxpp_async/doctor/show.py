@@ -24,10 +24,13 @@ _MARKS = {
 }
 _MARK_WIDTH, _MAX_NAME_WIDTH = 7, 32
 _OPTION: Final = re.compile(
-    r"(?<![-/\w])(hosts|python|interface|ports|devices|control_address|ssh_options|processes_per_actor|platform)"
+    r"(?<![-/\w])"
+    r"(hosts|python|interface|ports|devices|control_address|ssh_options|processes_per_actor|platform)"
     r"=(\S?)"
 )
-"""Match an option of `RemoteMesh` in an error or a remedy, and the character behind it; no flag, no path."""
+"""A pattern for an option of `RemoteMesh` in an error or a remedy, with the character after the `=`. Flags of
+the command line and parts of paths do not match.
+"""
 
 _OTHER_SPELLINGS: Final = (
     (
@@ -41,7 +44,9 @@ _OTHER_SPELLINGS: Final = (
         "on this machine alone (without --hosts and --slurm)",
     ),
 )
-"""Patterns of what the doctor spells with another option than `RemoteMesh`, and its spelling."""
+"""Patterns for phrases about options of `RemoteMesh` which the doctor spells differently, each with the
+doctor's spelling.
+"""
 
 
 def as_json(found: Examination, findings: Sequence[Finding]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ LAUNCHERS = {
     "slurm": slurm.KIND,
     "ray": ray.KIND,
 }
-"""The launchers by the names that users give."""
+"""The kinds of launchers, by the names that users give."""
 
 _OWN = LauncherKind(
     make=lambda options, num_processes: options.launcher,
@@ -154,7 +154,7 @@ def _check_ports(options: LaunchOptions, launcher: Any, num_processes: int) -> N
     used = [(settings.ports, num_processes, "this machine")]
     if isinstance(launcher, RemoteLauncher):
         placements = place(launcher.hosts, num_processes, launcher.slots_each) if launcher.hosts else ()
-        used = [(p.host.settings.over(settings).ports, p.count, f"host {p.host}") for p in placements]
+        used = [(p.host.settings.merged_over(settings).ports, p.count, f"host {p.host}") for p in placements]
     for ports, count, where in used:
         least = count * 2 if options.max_restarts else count
         if ports is None or ports[1] - ports[0] + 1 >= least:

@@ -3,9 +3,9 @@ host to start and end the actors of that host.
 
 The launcher sends orders to the agent's stdin, and the agent writes records to its stdout
 (`host_agent_protocol`). The agent starts actors, forwards the lines that they print and reports how they end.
-It ends them when its stdin reaches end of file or is silent for longer than the lease. All processes that the
-actors started end with them, also those that left the actors' process groups, because the agent is the
-subreaper of its descendants: the kernel makes it the parent of every orphan among them.
+When its stdin reaches end of file or is silent for longer than the lease, the agent ends the actors. All
+processes that the actors started end with them, also those that left the actors' process groups, because the
+agent is the subreaper of its descendants: the kernel makes it the parent of every orphan among them.
 
 The agent sends a greeting before it receives anything, so that the launcher sends no secret to another
 program that may have been started instead.

@@ -51,19 +51,19 @@ class Stream(Protocol):
         ...
 
 
-class NotUpError(Exception):
+class ProgramNotStartedError(Exception):
     """An error which says that a program on a host did not start, or did not answer in time.
 
     Attributes:
         said: the lines that the host printed instead of an answer.
-        ended: the exit status of the stream's process; None if that process still runs, so that the program
-            took too long.
+        exit_status: the exit status of the stream's process; None if that process still runs, so that the
+            program took too long.
         is_logged_in: whether the host had accepted the login.
     """
 
-    def __init__(self, said: tuple[str, ...], ended: int | None, is_logged_in: bool):
-        super().__init__(f"no answer: {ended}, {said[-3:]}")
-        self.said, self.ended, self.is_logged_in = said, ended, is_logged_in
+    def __init__(self, said: tuple[str, ...], exit_status: int | None, is_logged_in: bool):
+        super().__init__(f"no answer: {exit_status}, {said[-3:]}")
+        self.said, self.exit_status, self.is_logged_in = said, exit_status, is_logged_in
 
 
 class Reach(Protocol):
@@ -74,17 +74,20 @@ class Reach(Protocol):
     """
 
     agent_per_process: bool
-    """Whether every process has a host agent, and so a stream, of its own; else there is one for each host.
-    With one for each process a slot is a process (a task, a bundle), else a device.
+    """True if every process has a host agent, and so a stream, of its own; False if there is one per host. If
+    every process has its own, a slot is a process (such as a Slurm task or a Ray bundle); otherwise a slot is
+    a device.
     """
 
     login_mark: str | None
-    """A line that shows that the host has accepted the login, before Python starts; None if there is no such
-    line.
+    """A line of output that shows that the host has accepted the login, printed before Python starts; None if
+    the connection prints no such line.
     """
 
     lease: Lease
-    """How long the programs that it runs go on without a sign of life; the launcher sets it."""
+    """The time for which the started programs continue without a sign of life from the launcher, which sets
+    this attribute.
+    """
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
         """Return, for each host, the name or address by which to look up the network route to it; the name
@@ -108,7 +111,7 @@ class Reach(Protocol):
         """
         ...
 
-    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
+    def explain(self, host: Host, error: ProgramNotStartedError) -> Explanation | None:
         """Explain why a program did not start, if the reason lies in the connection to the host (such as ssh)
         and not in the program; else return None.
 
@@ -132,8 +135,8 @@ class HostProgram(Generic[R]):
 
     Args:
         name: the name of the host, for messages.
-        read_record: a function that returns the record in a line, or None if the line is text. It raises
-            ValueError for a line that begins like a record and is not a valid one.
+        read_record: a function that returns the record in a line, or None if the line is text, and that
+            raises ValueError for a line that begins like a record and is not a valid one.
         login_mark: a line of output that shows that the host has accepted the login; a record shows that too.
             None if the connection prints no such line.
     """
@@ -169,7 +172,7 @@ class HostProgram(Generic[R]):
         """Wait until the host has accepted the login, which the login mark or a record shows.
 
         Raises:
-            NotUpError: the stream ended, or took longer than `timeout_s` seconds.
+            ProgramNotStartedError: the stream ended, or took longer than `timeout_s` seconds.
         """
         await self._wait(self._logged_in.wait(), timeout_s)
 
@@ -181,7 +184,7 @@ class HostProgram(Generic[R]):
             timeout_s: the number of seconds to wait at most.
 
         Raises:
-            NotUpError: the stream ended first, or the program took longer.
+            ProgramNotStartedError: the stream ended first, or the program took longer.
         """
         assert self._over is not None
         task = asyncio.ensure_future(wanted)
@@ -189,8 +192,8 @@ class HostProgram(Generic[R]):
             await asyncio.wait([task, self._over], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            ended = self._over.result().returncode if self._over.done() else None
-            raise NotUpError(tuple(self._said), ended, self._logged_in.is_set())
+            exit_status = self._over.result().returncode if self._over.done() else None
+            raise ProgramNotStartedError(tuple(self._said), exit_status, self._logged_in.is_set())
         finally:
             task.cancel()
 
@@ -288,7 +291,7 @@ class HostAgentClient(HostProgram[kp.Record]):
         """Wait until the agent has started, and return its greeting.
 
         Raises:
-            NotUpError: the agent did not start within `timeout_s` seconds, or its stream ended.
+            ProgramNotStartedError: the agent did not start within `timeout_s` seconds, or its stream ended.
         """
         hello = await self._wait(asyncio.shield(self.hello), timeout_s)
         for line in self._said:

@@ -15,8 +15,8 @@ from jaxpp_async.protocol.actor_info import Position
 from jaxpp_async.protocol.line_protocol import LineProtocol
 
 TEXT_CHARS = 600
-"""Longest piece of an actor's line in a record: in JSON escapes it is still a line that a pipe
-carries whole.
+"""The greatest number of characters of an actor's line that one record contains. Even with JSON escapes, a
+record of this size is a line that a pipe transfers as a whole.
 """
 
 

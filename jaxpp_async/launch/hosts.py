@@ -81,7 +81,7 @@ class Settings:
         if self.ports is not None and not 1 <= self.ports[0] <= self.ports[1] <= 65535:
             raise MeshError(f"ports is {self.ports}; give the first and the last TCP port, from 1 to 65535")
 
-    def over(self, base: Settings) -> Settings:
+    def merged_over(self, base: Settings) -> Settings:
         """Merge these settings with `base`: where a value in these settings is None, the result has the value
         of `base`.
 
@@ -233,20 +233,21 @@ def place(
 KEEP_MEMORY = MappingProxyType(
     {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_ARENA_MAX": "1"}
 )
-"""Settings of glibc's malloc with which it keeps memory that is freed. Without them it returns large memory
-to the system, and a step asks for as much again: some ten thousand page faults a step, 8 % of its CPU time.
-One arena, because those of threads end at 64 MiB. Other C libraries do not know these variables.
+"""Environment variables that make glibc's malloc keep freed memory. Without them malloc returns large blocks
+to the system, and each step requests as much again, which causes some ten thousand page faults per step and
+takes 8 % of its CPU time. There is only one arena, because the arenas of threads are limited to 64 MiB. Other
+C libraries ignore these variables.
 """
 
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
-"""Memory in huge pages, where the kernel gives them to programs that ask: every task reads its weights from
-end to end, and each page of 4 KiB has to be looked up anew.
+"""A glibc setting that allocates memory in huge pages, if the kernel gives them to programs that ask. Every
+task reads its weights from end to end, and each page of 4 KiB would need an address lookup of its own.
 """
 
 DEFAULTS = MappingProxyType(
     {**KEEP_MEMORY, "GLIBC_TUNABLES": ":".join([COPIES_PAST_CACHES["GLIBC_TUNABLES"], _HUGE_PAGES])}
 )
-"""Variables of an actor's process, which its host's own settings override."""
+"""Environment variables of an actor's process, which the settings of its host override."""
 
 
 def defaults(settings: Settings) -> dict[str, str]:
@@ -456,8 +457,8 @@ def _with_setting(settings: Settings, key: str, value: str) -> Settings:
 # ---------------------------------------------------------------- addresses
 
 ANY = "0.0.0.0"
-"""A control address with which the controller listens on every interface, and tells each host the address
-that reaches it.
+"""A control address with which the controller listens on every interface, and tells each host the address by
+which the host can connect to it.
 """
 
 _ELSEWHERE = "192.0.2.1"  # RFC 5737: nobody has this address, so the default route leads there

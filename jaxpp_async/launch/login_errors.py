@@ -12,7 +12,8 @@ from typing import Final
 from jaxpp_async.launch.hosts import Host
 
 SSH_FAILED: Final = 255
-"""The exit status of ssh itself; any other is that of the remote command."""
+"""The exit status by which ssh reports an error of its own; any other status is that of the remote command.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +28,28 @@ class Explanation:
 
 
 def explain_ssh(
-    host: Host, said: Sequence[str], ended: int | None, *, is_logged_in: bool
+    host: Host, said: Sequence[str], exit_status: int | None, *, is_logged_in: bool
 ) -> Explanation | None:
     """Explain why ssh did not log in to a host; None if it did, so that the reason must be another one.
 
     Args:
         host: the host.
         said: all lines that were printed before the program on the host answered.
-        ended: the exit status of ssh; None if ssh had not ended yet.
+        exit_status: the exit status of ssh; None if ssh had not ended yet.
         is_logged_in: whether the login shell on the host has run the command.
     """
     if is_logged_in:
         return None
     text = "\n".join(said)
-    if ended is None:
+    if exit_status is None:
         return Explanation(
             "did not finish the login in time",
             f"try `{_by_hand(host)} true`: it has to end by itself, asking nothing; start-up files of the "
             "login shell must not wait for input",
         )
-    if ended != SSH_FAILED:
+    if exit_status != SSH_FAILED:
         return Explanation(
-            f"let us in, but its login shell ended with code {ended} before it ran our command"
+            f"let us in, but its login shell ended with code {exit_status} before it ran our command"
             + (", after it wrote a banner" if text else ""),
             f"`{_by_hand(host)} true` has to succeed: no forced command, no start-up file (.bashrc, "
             ".profile) that exits or starts another program where there is no terminal",
@@ -112,20 +113,22 @@ _SSH: Final = (
         "correct ~/.ssh/config or ssh_options=",
     ),
 )
-"""Pattern in what ssh printed, its meaning, and what to do; the first pattern that fits counts."""
+"""Patterns of text that ssh prints, each with its meaning and the remedy; the first pattern that matches
+counts.
+"""
 
 
-def explain_python(host: Host, python: str, said: Sequence[str], ended: int | None) -> Explanation:
+def explain_python(host: Host, python: str, said: Sequence[str], exit_status: int | None) -> Explanation:
     """Explain why the interpreter on a host, or this package in it, did not start.
 
     Args:
         host: the host.
         python: the path of the interpreter.
         said: the lines that were printed instead of the program's greeting.
-        ended: the exit status of the program, negative for a signal; None if it had not ended yet.
+        exit_status: the exit status of the program, negative for a signal; None if it had not ended yet.
     """
     text = "\n".join(said)
-    if ended is None:
+    if exit_status is None:
         return Explanation(
             f"{python} did not start within the time allowed", "is its disk, or a shared folder, stuck?"
         )
@@ -148,13 +151,13 @@ def explain_python(host: Host, python: str, said: Sequence[str], ended: int | No
     lost = re.search(
         r"^.*(No such file or directory|not found|Permission denied|cannot execute).*$", text, re.MULTILINE
     )
-    if ended in (126, 127) or (lost is not None and python in lost[0]):
+    if exit_status in (126, 127) or (lost is not None and python in lost[0]):
         return Explanation(
             f"there is no Python at {python}" + (f" ({lost[0].strip()})" if lost else ""),
             "install it there, or say where it is with python= (for the mesh, or on the host's line)",
         )
     last = said[-1].strip() if said else "it said nothing"
-    how = f"code {ended}" if ended >= 0 else f"signal {-ended}"
+    how = f"code {exit_status}" if exit_status >= 0 else f"signal {-exit_status}"
     return Explanation(f"{python} ended with {how} before it was ready: {last}", "")
 
 

@@ -18,10 +18,10 @@ from jaxpp_async.protocol.parent_watch import LEASE_S
 from jaxpp_async.transport.ucx.net_devices import check_devices
 
 OF_PROCESSES = frozenset({"lease_s", "python", "cpus", "devices", "interface", "ports"})
-"""Options that every launcher uses which starts processes."""
+"""The names of the options that every launcher which starts processes uses."""
 
 OF_HOSTS = OF_PROCESSES | {"control_address"}
-"""Options that every launcher uses which starts processes on other hosts."""
+"""The names of the options that every launcher which starts processes on other hosts uses."""
 
 _OF_SOME = ("hosts", "ssh_options", *sorted(OF_HOSTS))
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxpp_async.base.install_hints import pip_install
 from jaxpp_async.errors import InstallError, MeshError
-from jaxpp_async.launch.host_agent_client import NotUpError, Stream
+from jaxpp_async.launch.host_agent_client import ProgramNotStartedError, Stream
 from jaxpp_async.launch.hosts import Host, ProcessPlacement
 from jaxpp_async.launch.login_errors import Explanation
 from jaxpp_async.launch.options import OF_HOSTS, LauncherKind, LaunchOptions
@@ -163,7 +163,7 @@ class RayReach:
         )(HostAgentRunner)
         return _RayStream(self._ray, runner.remote(list(command)), on_line, self.lease.beat_s)
 
-    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
+    def explain(self, host: Host, error: ProgramNotStartedError) -> Explanation | None:
         """Explain why a host agent did not start, if Ray reported an error; else return None (see
         `Reach.explain`).
         """
@@ -195,8 +195,8 @@ class RayReach:
 class _RayStream:
     """A `Stream` to a host agent through a Ray actor.
 
-    It has a thread of its own, so that a blocked event loop does not delay the signs of life without which
-    the agent would end itself.
+    The stream has a thread of its own, so that a blocked event loop does not delay the signs of life without
+    which the agent would end itself.
     """
 
     def __init__(self, ray: Any, actor: Any, on_line: Callable[[str], None], beat_s: float):

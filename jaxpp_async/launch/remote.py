@@ -28,7 +28,7 @@ import jaxpp_async
 from jaxpp_async.base.install_hints import SAME_VERSIONS
 from jaxpp_async.errors import HandshakeError, LaunchError
 from jaxpp_async.launch.commands import command_here, command_there, inherited_environment
-from jaxpp_async.launch.host_agent_client import HostAgentClient, NotUpError, Reach, Stream
+from jaxpp_async.launch.host_agent_client import HostAgentClient, ProgramNotStartedError, Reach, Stream
 from jaxpp_async.launch.host_agent_protocol import AgentHello
 from jaxpp_async.launch.hosts import (
     ANY,
@@ -53,15 +53,15 @@ from jaxpp_async.transport.network import Network
 from jaxpp_async.transport.registry import make_process_transport, transport_names
 
 HOST_AGENT = "jaxpp_async.launch.host_agent"
-"""The program that runs actors on other hosts."""
+"""The name of the module that runs on other hosts to start actors there."""
 
 MAX_HANDSHAKES = 8
-"""Number of hosts that may be between the first packet and the login at one time: by default, sshd drops
-connections beyond ten.
+"""The greatest number of hosts that may be between the first packet and the login at the same time. By
+default, sshd drops connections when there are more than ten.
 """
 
 CLOSE_S = 1.0
-"""Seconds that host agents may take to end in order."""
+"""The longest time in seconds that host agents may take to end in an orderly way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class RemoteLauncher:
         """Return the names of the GPUs that `devices=` gives to the actors of a host, in the form of
         `CUDA_VISIBLE_DEVICES`; None if the option was not given.
         """
-        return host.settings.over(self._settings).devices
+        return host.settings.merged_over(self._settings).devices
 
     async def prepare(self) -> None:
         """Find the address on which the controller listens for the actors, so that `listen_host` does not
@@ -209,7 +209,7 @@ class RemoteLauncher:
 
     async def _open(self, placement: ProcessPlacement, actor_id: int) -> HostAgentClient:
         host = placement.host
-        settings = host.settings.over(self._settings)
+        settings = host.settings.merged_over(self._settings)
         python = settings.python or sys.executable
         command = command_there(python, HOST_AGENT, f"{self._lease.seconds:g}")
         prefix = f"[host {host}] "
@@ -230,9 +230,9 @@ class RemoteLauncher:
             await link.aclose(0.0)
             if isinstance(error, OSError):
                 error = self._failure(host, actor_id, Explanation(f"could not be reached: {error}", ""), ())
-            elif isinstance(error, NotUpError):
+            elif isinstance(error, ProgramNotStartedError):
                 found = self._reach.explain(host, error) or explain_python(
-                    host, python, error.said, error.ended
+                    host, python, error.said, error.exit_status
                 )
                 error = self._failure(host, actor_id, found, error.said)
             if not isinstance(error, asyncio.CancelledError):
@@ -258,7 +258,7 @@ class RemoteLauncher:
     async def _request(
         self, placement: ProcessPlacement, spec: LaunchSpec, hello: AgentHello
     ) -> ActorRequest:
-        settings = placement.host.settings.over(
+        settings = placement.host.settings.merged_over(
             replace(self._settings, env={**self._settings.env, **spec.env})
         )
         config = spec.config(actor=self._actor, lease_s=self._lease.seconds)
@@ -328,7 +328,7 @@ class CommandReach:
         spawned = self._supervisor.spawn([*with_parent, *command], inherited_environment(), b"", on_line)
         return ProcessStream(self._supervisor, await asyncio.wrap_future(spawned))
 
-    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
+    def explain(self, host: Host, error: ProgramNotStartedError) -> Explanation | None:
         """Return None, because nothing is known about the command's errors; see `Reach.explain`."""
         return None
 
@@ -372,8 +372,8 @@ def _is_over(task: asyncio.Task[HostAgentClient]) -> bool:
 _LOG = logging.getLogger("jaxpp_async")
 
 MAX_LINES = 24
-"""With more hosts than this, the display counts them by state: a live display taller than its terminal
-flickers.
+"""The greatest number of hosts for which the display has one line each. For more hosts it shows counts by
+state, because a live display that is taller than its terminal flickers.
 """
 
 

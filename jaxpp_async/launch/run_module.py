@@ -2,8 +2,8 @@
 
 A child process on this machine has to run the same copy of the package as its parent, whether that copy was
 installed, is in a clone, or is on an import path that only the parent has. This script loads the package from
-the folder that contains this file, so that the import path does not have to name it. It is a separate module
-because it runs before the package can be imported.
+the folder that contains this file, so that the import path does not have to name it. The script is a separate
+module because it runs before the package can be imported.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpp_async.errors import MeshError
-from jaxpp_async.launch.host_agent_client import NotUpError
+from jaxpp_async.launch.host_agent_client import ProgramNotStartedError
 from jaxpp_async.launch.hosts import Host, ProcessPlacement
 from jaxpp_async.launch.login_errors import Explanation
 from jaxpp_async.launch.options import OF_HOSTS, LauncherKind
@@ -58,11 +58,11 @@ class SlurmReach(CommandReach):
     def __init__(self, version: tuple[int, ...]):
         super().__init__(lambda placement, host_agent: srun_command(placement, host_agent, version))
 
-    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
+    def explain(self, host: Host, error: ProgramNotStartedError) -> Explanation | None:
         """Explain why a host agent did not start, if srun printed the reason; else return None (see
         `Reach.explain`).
         """
-        return explain_srun(error.said, is_late=error.ended is None)
+        return explain_srun(error.said, is_late=error.exit_status is None)
 
 
 def explain_srun(said: Sequence[str], *, is_late: bool) -> Explanation | None:

@@ -31,7 +31,9 @@ PROGRAM = "jaxpp_async.actors"
 _ONLINE: Final = Path("/sys/devices/system/cpu/online")
 
 _CHATTER = "Expected number of connected peer ranks"
-"""A line that gloo prints for every group of devices that computes together. It is dropped."""
+"""A part of the line that gloo prints for every group of devices that computes together; such lines are
+dropped.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class ActorRequest:
     """A description of how to start one actor's process, which the process's host completes with what only
     that host knows.
 
-    It travels to host agents as JSON over stdin, since it contains the mesh's secret.
+    The description is sent to host agents as JSON over stdin, since it contains the mesh's secret.
 
     Args:
         python: the path of the interpreter.
@@ -154,7 +156,7 @@ class ActorRequest:
     def first_line(self, progress_page: int | None) -> bytes:
         """Make the first line of the process's stdin: JSON with its configuration and the secret.
 
-        It goes over stdin because that is the one channel that no other user can read.
+        The secret is sent over stdin because that is the one channel that no other user can read.
 
         Args:
             progress_page: the file descriptor of the shared page for the process's progress; None for no

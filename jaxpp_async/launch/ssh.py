@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpp_async.errors import MeshError
-from jaxpp_async.launch.host_agent_client import NotUpError
+from jaxpp_async.launch.host_agent_client import ProgramNotStartedError
 from jaxpp_async.launch.hosts import Host, load_hostfile, parse_hosts
 from jaxpp_async.launch.login_errors import Explanation, explain_ssh
 from jaxpp_async.launch.options import OF_HOSTS, LauncherKind, LaunchOptions
@@ -51,7 +51,7 @@ _OPTIONS = {
 def ssh_command(
     host: Host, host_agent: Sequence[str], ssh_options: Sequence[str] = (), program: str = "ssh"
 ) -> list[str]:
-    """Return the argument vector that runs a host agent on `host` by ssh. It contains no secret.
+    """Return the argument vector, without any secret, that runs a host agent on `host` by ssh.
 
     Args:
         host: the host.
@@ -89,9 +89,9 @@ class SSHReach(CommandReach):
         """
         return list(await asyncio.gather(*(self._resolve(host) for host in hosts)))
 
-    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
+    def explain(self, host: Host, error: ProgramNotStartedError) -> Explanation | None:
         """Explain why ssh did not log in to a host; None if it did (see `Reach.explain`)."""
-        return explain_ssh(host, error.said, error.ended, is_logged_in=error.is_logged_in)
+        return explain_ssh(host, error.said, error.exit_status, is_logged_in=error.is_logged_in)
 
     async def _resolve(self, host: Host) -> str:
         port = ["-p", str(host.port)] if host.port else []

@@ -53,7 +53,7 @@ class Part:
         controller.
 
         Args:
-            salt: the tag of a transfer, or the id of an array. It makes different processes the owners in
+            salt: the tag of a transfer, or the id of an array, so that different processes are the owners in
                 different transfers, which spreads the work.
         """
         return self.ranks[(self.number + salt) % len(self.ranks)]
@@ -142,19 +142,19 @@ class PieceTransfer(NamedTuple):
     """One message between two processes, which carries one part of an array.
 
     Args:
-        piece: the index of the part among the parts that this process stores.
+        part_index: the index of the part among the parts that this process stores.
         peer: the process at the other end, which receives the message or sends it.
         sequence: the sequence number in the message's wire tag, by which the transport matches a send with
             its receive.
     """
 
-    piece: int
+    part_index: int
     peer: ProcessId
     sequence: int
 
 
 def plan_sends(
-    process_rank: ProcessRank, held: Sequence[Part], tag: Tag, to_actor: ActorId, num_devices: int
+    process_rank: ProcessRank, stored_parts: Sequence[Part], tag: Tag, to_actor: ActorId, num_devices: int
 ) -> tuple[PieceTransfer, ...]:
     """List the messages by which one process carries out a `Send` instruction: one for each part that it
     owns.
@@ -164,21 +164,21 @@ def plan_sends(
 
     Args:
         process_rank: the process, with its actor and its rank in that actor.
-        held: the parts (distinct boxes) of the array that the process stores.
+        stored_parts: the parts (distinct boxes) of the array that the process stores.
         tag: the tag of the transfer in the program.
         to_actor: the actor that receives the array.
         num_devices: the number of devices of one actor.
     """
     peer = process_rank.counterpart_in(to_actor)
     return tuple(
-        PieceTransfer(piece, peer, sequence_number(tag, part, num_devices))
-        for piece, part in enumerate(held)
+        PieceTransfer(part_index, peer, sequence_number(tag, part, num_devices))
+        for part_index, part in enumerate(stored_parts)
         if part.owner(tag) == process_rank.rank
     )
 
 
 def plan_receives(
-    process_rank: ProcessRank, held: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
+    process_rank: ProcessRank, stored_parts: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
 ) -> tuple[PieceTransfer, ...]:
     """List the messages by which one process carries out a `Recv` instruction: one for each part that it
     stores.
@@ -189,26 +189,26 @@ def plan_receives(
 
     Args:
         process_rank: the process, with its actor and its rank in that actor.
-        held: the parts (distinct boxes) of the array that the process stores.
+        stored_parts: the parts (distinct boxes) of the array that the process stores.
         tag: the tag of the transfer in the program.
         from_actor: the actor that sends the array.
         num_devices: the number of devices of one actor.
     """
     return tuple(
         PieceTransfer(
-            piece,
+            part_index,
             process_rank.counterpart_in(from_actor)
             if owner == process_rank.rank
             else process_rank.process_of_rank(owner),
             sequence_number(tag, part, num_devices),
         )
-        for piece, part in enumerate(held)
+        for part_index, part in enumerate(stored_parts)
         for owner in [part.owner(tag)]
     )
 
 
 def plan_relays(
-    process_rank: ProcessRank, held: Sequence[Part], tag: Tag, num_devices: int
+    process_rank: ProcessRank, stored_parts: Sequence[Part], tag: Tag, num_devices: int
 ) -> dict[int, tuple[PieceTransfer, ...]]:
     """List the messages by which one process forwards received parts to the other processes of its actor that
     need them.
@@ -217,21 +217,23 @@ def plan_relays(
 
     Args:
         process_rank: the process, with its actor and its rank in that actor.
-        held: the parts (distinct boxes) of the array that the process stores.
+        stored_parts: the parts (distinct boxes) of the array that the process stores.
         tag: the tag of the transfer in the program.
         num_devices: the number of devices of one actor.
 
     Returns:
-        For each part that is forwarded, by its index in `held`: the messages that carry it. Parts that this
-        process does not forward are left out.
+        For each part that is forwarded, by its index in `stored_parts`: the messages that carry it. Parts
+        that this process does not forward are left out.
     """
     return {
-        piece: tuple(
-            PieceTransfer(piece, process_rank.process_of_rank(rank), sequence_number(tag, part, num_devices))
+        part_index: tuple(
+            PieceTransfer(
+                part_index, process_rank.process_of_rank(rank), sequence_number(tag, part, num_devices)
+            )
             for rank in part.ranks
             if rank != process_rank.rank
         )
-        for piece, part in enumerate(held)
+        for part_index, part in enumerate(stored_parts)
         if part.owner(tag) == process_rank.rank and len(part.ranks) > 1
     }
 
@@ -260,23 +262,23 @@ def sequence_number(tag: Tag, part: Part, num_devices: int) -> int:
 
 
 def order_sends(
-    process_rank: ProcessRank, held: Sequence[Part], tag: Tag, to_actor: ActorId, num_devices: int
+    process_rank: ProcessRank, stored_parts: Sequence[Part], tag: Tag, to_actor: ActorId, num_devices: int
 ) -> Iterator[OrderedMessage]:
     """Yield the messages of a `Send` instruction in order, each with the NCCL link that carries it.
 
     Args:
         process_rank: the sending process, with its actor and its rank in that actor.
-        held: the parts (distinct boxes) of the array that the process stores.
+        stored_parts: the parts (distinct boxes) of the array that the process stores.
         tag: the tag of the transfer in the program.
         to_actor: the actor that receives the array.
         num_devices: the number of devices of one actor.
     """
-    transfers = plan_sends(process_rank, held, tag, to_actor, num_devices)
-    return _on_links(process_rank, held, transfers, num_devices, sends=True)
+    transfers = plan_sends(process_rank, stored_parts, tag, to_actor, num_devices)
+    return _on_links(process_rank, stored_parts, transfers, num_devices, sends=True)
 
 
 def order_receives(
-    process_rank: ProcessRank, held: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
+    process_rank: ProcessRank, stored_parts: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
 ) -> Iterator[OrderedMessage]:
     """Yield the messages of a `Recv` instruction in order, each with the NCCL link that carries it.
 
@@ -285,29 +287,31 @@ def order_receives(
 
     Args:
         process_rank: the receiving process, with its actor and its rank in that actor.
-        held: the parts (distinct boxes) of the array that the process stores.
+        stored_parts: the parts (distinct boxes) of the array that the process stores.
         tag: the tag of the transfer in the program.
         from_actor: the actor that sends the array.
         num_devices: the number of devices of one actor.
     """
-    transfers = plan_receives(process_rank, held, tag, from_actor, num_devices)
-    yield from _on_links(process_rank, held, transfers, num_devices, sends=False)
-    for relays in plan_relays(process_rank, held, tag, num_devices).values():
-        yield from _on_links(process_rank, held, relays, num_devices, sends=True)
+    transfers = plan_receives(process_rank, stored_parts, tag, from_actor, num_devices)
+    yield from _on_links(process_rank, stored_parts, transfers, num_devices, sends=False)
+    for relays in plan_relays(process_rank, stored_parts, tag, num_devices).values():
+        yield from _on_links(process_rank, stored_parts, relays, num_devices, sends=True)
 
 
 def _on_links(
     process_rank: ProcessRank,
-    held: Sequence[Part],
+    stored_parts: Sequence[Part],
     transfers: Iterable[PieceTransfer],
     num_devices: int,
     *,
     sends: bool,
 ) -> Iterator[OrderedMessage]:
     devices_each = num_devices // process_rank.size
-    for piece, peer, sequence in transfers:
-        here = _first_device(held[piece], process_rank.rank, devices_each)
-        there = _first_device(held[piece], actor_and_rank(peer, process_rank.size)[1], devices_each)
+    for part_index, peer, sequence in transfers:
+        here = _first_device(stored_parts[part_index], process_rank.rank, devices_each)
+        there = _first_device(
+            stored_parts[part_index], actor_and_rank(peer, process_rank.size)[1], devices_each
+        )
         process = process_rank.process
         ends = (process, peer, here, there) if sends else (peer, process, there, here)
         yield OrderedMessage(sequence, NcclLink(*ends))
@@ -405,14 +409,14 @@ class Gathering:
         scattering: how arrays are split among the processes of an actor.
 
     Attributes:
-        asked: for each process, the ids of the arrays to request from it, each with the aval of the reply.
+        requests: for each process, the ids of the arrays to request from it, each with the aval of the reply.
             With several processes per actor a reply is the bytes of the parts that the process owns, a flat
             uint8 array.
     """
 
     def __init__(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]], scattering: Scattering):
         self._wanted = wanted
-        self.asked: dict[ProcessId, list[tuple[ArrayId, Aval]]] = {}
+        self.requests: dict[ProcessId, list[tuple[ArrayId, Aval]]] = {}
         # For each process and each array requested from it: the array's position in `wanted`, and the parts
         # that the reply contains. None instead of parts means that the reply is the array itself.
         self._contents: dict[ProcessId, list[tuple[int, Sequence[Part] | None]]] = {}
@@ -421,14 +425,14 @@ class Gathering:
             for rank, parts in owned.items():
                 process = scattering.process(actor, rank)
                 asked = aval if parts is None else Aval((total_bytes(parts, aval),), "uint8", (None,))
-                self.asked.setdefault(process, []).append((array_id, asked))
+                self.requests.setdefault(process, []).append((array_id, asked))
                 self._contents.setdefault(process, []).append((position, parts))
 
     def arrays(self, answers: Mapping[ProcessId, Sequence[Array]]) -> list[Array]:
         """Join the replies of all processes, and return the arrays in the order in which they were requested.
 
         Args:
-            answers: for each process in `asked`: its replies, in the order of its entry in `asked`.
+            answers: for each process in `requests`: its replies, in the order of its entry in `requests`.
         """
         found: list[list[tuple[Sequence[Part] | None, Array]]] = [[] for _ in self._wanted]
         for process, arrays in answers.items():

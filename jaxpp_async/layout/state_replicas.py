@@ -41,7 +41,7 @@ class StateReplica:
         """The total size of the copy in bytes."""
         return sum(shard.nbytes for shards in self.shards for shard in shards)
 
-    def tagged(self, epoch: int) -> list[tuple[Bytes, int]]:
+    def shards_with_tags(self, epoch: int) -> list[tuple[Bytes, int]]:
         """List the nonempty shards of all arrays in the order of sending, each with its wire tag, by which
         the transport matches a send with its receive.
 
@@ -90,7 +90,7 @@ class ReplicaStore:
             raise ProtocolError(f"copy {generation} of process {of}'s arrays is not here")
         return self._copies[generation, of]
 
-    def forget(self, generation: int) -> None:
+    def keep_only(self, generation: int) -> None:
         """Drop all copies except those of the given generation (round of copying)."""
         self._copies = {key: copy for key, copy in self._copies.items() if key[0] == generation}
 
@@ -111,7 +111,9 @@ class ReplicaStore:
             TransferError: the link failed.
         """
         copy = self.get(message.generation, message.owner)
-        await _finish([transport.send(data, message.to, tag) for data, tag in copy.tagged(message.epoch)])
+        await _finish(
+            [transport.send(data, message.to, tag) for data, tag in copy.shards_with_tags(message.epoch)]
+        )
 
     async def receive(self, transport: Transport, message: ReceiveReplica) -> None:
         """Receive a copy of arrays from another process, and keep it in this store.
@@ -125,11 +127,13 @@ class ReplicaStore:
         """
         shards = tuple(tuple(np.empty(n, np.uint8) for n in array.shard_bytes) for array in message.arrays)
         copy = StateReplica(message.arrays, shards)
-        await _finish([transport.recv(data, message.source, tag) for data, tag in copy.tagged(message.epoch)])
+        await _finish(
+            [transport.recv(data, message.source, tag) for data, tag in copy.shards_with_tags(message.epoch)]
+        )
         self.put(message.generation, message.owner, copy)
 
 
-def holders(hosts: Sequence[Sequence[str]]) -> dict[int, int]:
+def choose_holders(hosts: Sequence[Sequence[str]]) -> dict[int, int]:
     """Choose for each actor another actor that keeps the copy of its arrays for restarts.
 
     All actors are shifted by one number, so that each actor keeps one copy. The number is chosen so that as

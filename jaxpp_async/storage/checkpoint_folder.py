@@ -32,21 +32,22 @@ CheckpointPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 MANIFEST = "manifest.json"
 LOCK = f"{MANIFEST}.lock"
-"""The file that a process locks while it puts a manifest in place or removes one. The lock ends with its
-process; the file is empty."""
+"""The name of the empty file that a process locks while it puts a manifest in place or removes one. If the
+process ends, the lock ends too."""
 
 MAX_MANIFEST_BYTES = 256 << 20
-"""The most that `read_manifest` reads: enough for a million arrays."""
+"""The greatest size in bytes of a manifest that `read_manifest` reads, which is enough for a million
+arrays."""
 
 LOCK_WAIT_S, LOCK_LOOK_S = 30.0, 0.02
-"""How long a process waits for the lock, which others hold for a few file operations; and how often it
-tries."""
+"""The longest time in seconds that a process waits for the lock, which others hold for a few file operations,
+and the interval in seconds at which it tries to get the lock."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""The errors of file systems without locks."""
+"""The error codes of file systems that do not support locks."""
 
 _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
-"""The errors of a file that is not there, nor can be."""
+"""The error codes for a file that does not exist or cannot exist."""
 
 _SAVE_ID = "[0-9a-f]{16}"
 _FILE = re.compile(rf"{_SAVE_ID}-(actor-\d+|controller)-\d+\.safetensors")

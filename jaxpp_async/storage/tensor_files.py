@@ -27,11 +27,11 @@ from jaxpp_async.errors import CheckpointError
 from jaxpp_async.layout.array_parts import numpy_dtype
 
 PARTIAL = ".partial"
-"""The end of the name of a file that is being written."""
+"""The suffix of the name of a file that is being written."""
 
 _BLOCK_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""The greatest size in bytes that the format allows for a header."""
 
 _FILE_END = 1 << 63
 """An offset beyond the end of every file."""
@@ -54,11 +54,11 @@ _FORMAT_NAMES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""The dtypes that every reader of the format knows. Others are stored as U8 with one more axis, of the
-element's bytes."""
+"""The format's names for the dtypes that every reader of the format knows. Arrays of other dtypes are stored
+as U8 with one more axis, for the bytes of each element."""
 
 Index: TypeAlias = tuple[slice, ...]
-"""A box of an array, as one slice for each axis."""
+"""A box of an array, as one slice per axis."""
 
 
 @dataclass(frozen=True, slots=True)

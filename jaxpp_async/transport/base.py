@@ -2,15 +2,16 @@
 
 A transport moves plain buffers between peers, without knowing of programs, steps or arrays.
 
-Buffers are checked and never copied (see `memory_of`). They are numpy arrays of any dtype, bfloat16 and the
-like too, or device arrays with `__cuda_array_interface__`. An array that is not C-contiguous is refused, and
-so is a read-only array into which bytes would be received: UCX would accept it and write over other memory.
+Buffers are checked and never copied (see `memory_of`). A buffer is a numpy array of any dtype, bfloat16 and
+the like too, or a device array with `__cuda_array_interface__`. An array that is not C-contiguous is refused,
+and so is a read-only array into which bytes would be received: UCX would accept it and write over other
+memory.
 
 The raw address that a medium such as UCX gives is later passed to code that trusts it: one garbage byte in a
 UCX worker address ends the process. Raw addresses are therefore sealed before they are sent (see `seal`):
 together with their medium, owner and epoch (which counts aborts of the whole mesh) and a SHA-256 of all of
-that. The seal finds damaged, mixed-up and outdated addresses. It does not prove who made an address. That is
-the control channel's part: its frames carry a MAC, and it is the only way by which addresses come.
+that. The seal finds damaged, mixed-up and outdated addresses, but does not prove who made an address. The
+control channel proves that: its frames carry a MAC, and addresses come by no other way.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from jaxpp_async.errors import ProtocolError, TransferError
 from jaxpp_async.transport.shared_memory import SharedBlock
 
 Peer: TypeAlias = int
-"""A process's number in the mesh, or `program.CONTROLLER`."""
+"""The number of a process in the mesh, or `program.CONTROLLER`."""
 
 OnEnd: TypeAlias = Callable[[Exception | None], object]
-"""Is called with the outcome of a posted transfer: None, or the error that a future would raise. Must not
-raise."""
+"""A function that is called with the outcome of a posted transfer: None, or the error that a future would
+raise. The function must not raise an exception."""
 
 Post: TypeAlias = "Callable[[Memory, Peer, int, OnEnd], bool]"
-"""`Transport.post_send` or `Transport.post_recv`."""
+"""The type of `Transport.post_send` and `Transport.post_recv`."""
 
 EPOCH_BITS, SENDER_BITS, CHANNEL_BITS, SEQUENCE_BITS = 16, 16, 8, 24
 
 PROGRAM_CHANNEL, HOST_CHANNEL, COPY_CHANNEL = 1, 2, 3
-"""The channels of a program's transfers, of values between controller and actors, and of replicas for
-restarts."""
+"""The channels of tags for the transfers of a program, for values between the controller and actors, and for
+replicas (copies of the state kept for restarts)."""
 
 
 def make_tag(epoch: int, channel: int, sequence: int) -> int:
@@ -73,7 +74,7 @@ def make_tag(epoch: int, channel: int, sequence: int) -> int:
 SENDER_SHIFT = CHANNEL_BITS + SEQUENCE_BITS
 EPOCH_SHIFT = SENDER_BITS + SENDER_SHIFT
 MISPLACED_TAG_BITS = ~((1 << EPOCH_SHIFT + EPOCH_BITS) - 1) | ((1 << SENDER_BITS) - 1) << SENDER_SHIFT
-"""Bits that no tag of `make_tag` has (all of them in a negative number)."""
+"""The bits that no tag made by `make_tag` has; in a negative number all of them are set."""
 
 
 def check_tag(tag: int) -> None:
@@ -185,8 +186,8 @@ class Transport(Protocol):
             tag: the message's tag, made by `make_tag`.
             done: the callback for the outcome. If the result is False, it is called exactly once, with None
                 or with the error that `send` would raise on its future: on the loop's thread, from the
-                transport's own progress or its `abort`, never inside a post call. It may post transfers, and
-                must not block.
+                transport's own progress or its `abort`, never inside a post call. The callback may post
+                transfers, and must not block.
 
         Returns:
             True if the send has completed already; `done` is then never called.
@@ -220,10 +221,11 @@ class Transport(Protocol):
         """Tell the transport whether the caller has nothing to compute and only waits for transfers. This is
         a hint; it is off at first.
 
-        While it is on, the transport may poll for messages for up to a millisecond before the loop sleeps, if
-        polling has helped recently. It may also hold back a large send for up to a millisecond, together with
-        all later sends under the same tag, if the send is faster once the peer has posted the receive.
-        Meanwhile the core is offered to other processes, and the loop's other work is not delayed.
+        While the hint is on, the transport may poll for messages for up to a millisecond before the loop
+        sleeps, if polling has helped recently. The transport may also hold back a large send for up to a
+        millisecond, together with all later sends under the same tag, if the send is faster once the peer has
+        posted the receive. Meanwhile the core is offered to other processes, and the loop's other work is not
+        delayed.
         """
         ...
 
@@ -345,7 +347,7 @@ class TransportBase:
 # ---------------------------------------------------------------- memory
 
 _Start = ctypes.c_char * 0
-"""An array of no bytes: enough to read where a buffer starts, whatever its size."""
+"""The type of an array without elements, by which the address of a buffer of any size can be read."""
 
 
 class Memory(NamedTuple):
@@ -394,7 +396,8 @@ def locate(buffer: Any, *, writable: bool) -> tuple[int, int]:
         try:
             # This costs a third of __array_interface__, but accepts only contiguous, writable arrays of
             # plain dtypes.
-            return ctypes.addressof(_Start.from_buffer(buffer)), buffer.nbytes  # pyright: ignore[reportArgumentType]
+            start = _Start.from_buffer(buffer)  # pyright: ignore[reportArgumentType]
+            return ctypes.addressof(start), buffer.nbytes
         except (TypeError, ValueError, BufferError):
             pass
     elif (interface := getattr(buffer, "__cuda_array_interface__", None)) is not None:

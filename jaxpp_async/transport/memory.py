@@ -19,10 +19,11 @@ from jaxpp_async.transport.base import Memory, OnEnd, Peer, TransportBase, check
 from jaxpp_async.transport.network import Network
 
 Rule: TypeAlias = Callable[[Peer, Peer, int, int], float]
-"""Gives a delay in seconds for (sender, receiver, tag, size in bytes)."""
+"""A function that returns a delay in seconds for a message, given its sender, receiver, tag and size in
+bytes."""
 
 Choice: TypeAlias = Callable[[Peer, Peer, int, int], bool]
-"""Answers yes or no for (sender, receiver, tag, size in bytes)."""
+"""A function that decides something about a message, given its sender, receiver, tag and size in bytes."""
 
 
 class MemoryNetwork:
@@ -81,7 +82,7 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """A message that is still delayed or has arrived. It has its own copy of the bytes or, if it is large,
+    """A message that is still delayed or has arrived, with its own copy of the bytes or, if it is large, with
     the sender's memory and the sender's open transfer."""
 
     bytes: bytes | Memory

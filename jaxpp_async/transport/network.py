@@ -76,16 +76,16 @@ _TCP_MD5SIG_EXT: Final = 32
 _FLAG_PREFIX: Final = 1  # TCP_MD5SIG_FLAG_PREFIX
 _KEY_BYTES: Final = 80
 _PREFIX_LENGTHS: Final = {4: (32, 28, 24, 20, 16, 12, 8, 0), 6: (128, 96, 64, 48, 32, 0)}
-"""Lengths of the prefixes of admitted networks, by IP version. The next shorter one is tried where the ranges
-that remain to be refused are more than the kernel keeps for a socket."""
+"""The prefix lengths of admitted networks to try, by IP version. If admitting networks of one length leaves
+more ranges to refuse than the kernel can keep for a socket, the next shorter length is tried."""
 
 
 _MAX_RANGES: Final = 256
-"""How many ranges one socket refuses at most: each costs memory that the kernel counts, and time when a
-connection begins."""
+"""The greatest number of address ranges that one socket refuses. Each range costs memory, which the kernel
+limits, and time when a connection begins."""
 
 _IPV4_MAPPED: Final = bytes(10) + b"\xff\xff"
-"""The prefix of an IPv4 address for a socket that takes both versions."""
+"""The prefix with which a socket that serves both IP versions represents an IPv4 address."""
 
 
 class ListeningSocket(NamedTuple):
@@ -122,8 +122,8 @@ class AddressFilter:
         sockets: the sockets to protect.
 
     Attributes:
-        admitted: the networks whose addresses may connect. They include more addresses than were asked for if
-            the kernel cannot keep enough ranges for a socket.
+        admitted: the networks whose addresses may connect, with more addresses than were asked for if the
+            kernel cannot keep enough ranges for a socket.
 
     Raises:
         OSError: the kernel cannot refuse connections (it was built without TCP's MD5 option).
@@ -132,28 +132,28 @@ class AddressFilter:
     def __init__(self, sockets: Iterable[ListeningSocket]):
         self._sockets = tuple(sockets)
         self._key = os.urandom(_KEY_BYTES)
-        self._shut: dict[ListeningSocket, set[IPNetwork]] = {one: set() for one in self._sockets}
+        self._refused: dict[ListeningSocket, set[IPNetwork]] = {listener: set() for listener in self._sockets}
         self.admitted: frozenset[IPNetwork] = frozenset()
-        for one in self._sockets:
-            self._set(one, complement((), _version(one.address)))
+        for listener in self._sockets:
+            self._refuse(listener, complement((), _version(listener.address)))
 
     @classmethod
-    def for_reached(cls, sockets: Iterable[ListeningSocket]) -> AddressFilter | None:
+    def for_reachable(cls, sockets: Iterable[ListeningSocket]) -> AddressFilter | None:
         """Make a filter for those of the sockets to which other machines can connect.
 
         Returns:
             The filter. None if there are no such sockets, or if the kernel cannot refuse connections, which
             is logged.
         """
-        reached = [one for one in sockets if not is_loopback(one.address)]
+        reachable = [listener for listener in sockets if not is_loopback(listener.address)]
         try:
-            return cls(reached) if reached else None
+            return cls(reachable) if reachable else None
         except OSError as error:
             _LOG.warning(
                 "the kernel here does not let this process refuse strangers' connections (%s): keep them "
                 "from %s by a firewall",
                 error,
-                ", ".join(f"{one.address}:{one.port}" for one in reached),
+                ", ".join(f"{listener.address}:{listener.port}" for listener in reachable),
             )
             return None
 
@@ -165,8 +165,8 @@ class AddressFilter:
         """
         wanted = {ip_network(address) for address in addresses}
         self.admitted = frozenset()
-        for one in self._sockets:
-            version = _version(one.address)
+        for listener in self._sockets:
+            version = _version(listener.address)
             own = [net for net in wanted if net.version == version]
             for prefix in _PREFIX_LENGTHS[version]:
                 admitted = {
@@ -176,7 +176,7 @@ class AddressFilter:
                 if len(others) > _MAX_RANGES and not is_last:
                     continue
                 try:
-                    self._set(one, others)
+                    self._refuse(listener, others)
                 except OSError as error:
                     if error.errno != errno.ENOMEM or is_last:
                         raise
@@ -184,34 +184,34 @@ class AddressFilter:
                     self.admitted |= admitted
                     break
 
-    def _set(self, one: ListeningSocket, wanted: set[IPNetwork]) -> None:
+    def _refuse(self, listener: ListeningSocket, wanted: set[IPNetwork]) -> None:
         """Make a socket refuse exactly the given address ranges. While the change is made, and if it fails,
         the socket refuses everybody.
 
         Args:
-            one: the socket.
+            listener: the socket.
             wanted: the address ranges to refuse.
         """
-        shut, everybody = self._shut[one], complement((), _version(one.address))
-        if shut == wanted:
+        refused, everybody = self._refused[listener], complement((), _version(listener.address))
+        if refused == wanted:
             return
-        with contextlib.suppress(_GoneError), _open_own(one) as sock:
+        with contextlib.suppress(_GoneError), _open_own(listener) as sock:
             for nets, key in (
-                (everybody - shut, self._key),
-                (shut - wanted - everybody, b""),
-                (wanted - shut - everybody, self._key),
+                (everybody - refused, self._key),
+                (refused - wanted - everybody, b""),
+                (wanted - refused - everybody, self._key),
                 (everybody - wanted, b""),
             ):
                 for net in nets:
                     _require_signature(sock, net, key)
-                    shut.symmetric_difference_update({net})
+                    refused.symmetric_difference_update({net})
 
     def has_connections(self) -> bool:
         """Return whether anybody has connected to one of the sockets or is waiting to be accepted. Since this
         is asked before any peer knows of the sockets, such a connection is a stranger's."""
-        places = {(one.address, one.port) for one in self._sockets}
-        for one in self._sockets:
-            with contextlib.suppress(_GoneError), _open_own(one) as sock:
+        places = {(listener.address, listener.port) for listener in self._sockets}
+        for listener in self._sockets:
+            with contextlib.suppress(_GoneError), _open_own(listener) as sock:
                 queue = select.poll()
                 queue.register(sock, select.POLLIN)
                 if queue.poll(0):
@@ -231,7 +231,7 @@ def refuse_strangers(sockets: Iterable[ListeningSocket], addresses: Iterable[str
     Raises:
         OSError: the kernel refuses a change although it supports the option.
     """
-    own = AddressFilter.for_reached(sockets)
+    own = AddressFilter.for_reachable(sockets)
     if own is not None:
         own.admit(addresses)
 
@@ -278,13 +278,13 @@ class _GoneError(Exception):
 
 
 @contextlib.contextmanager
-def _open_own(one: ListeningSocket):
+def _open_own(listener: ListeningSocket):
     try:
-        if os.fstat(one.descriptor).st_ino != one.inode:
+        if os.fstat(listener.descriptor).st_ino != listener.inode:
             raise _GoneError
     except OSError:
         raise _GoneError from None
-    with borrowed_socket(one.descriptor) as sock:
+    with borrowed_socket(listener.descriptor) as sock:
         yield sock
 
 

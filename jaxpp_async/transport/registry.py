@@ -19,8 +19,9 @@ from jaxpp_async.transport.nccl.order import NcclLink, StepOrder
 from jaxpp_async.transport.network import Network
 
 Factory: TypeAlias = Callable[[Peer, Network | None, MutableMapping[str, Any]], Transport]
-"""Makes the transport of a process: its id; the network on which it listens (None: as the environment says,
-and everybody may connect); a dict that all transports of one inline mesh share."""
+"""A function that makes the transport of a process, given the process's id, the network on which to listen
+(None: the environment decides where, and everybody may connect), and a dict that all transports of one inline
+mesh share."""
 
 
 @dataclass(frozen=True, slots=True)

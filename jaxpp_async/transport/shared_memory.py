@@ -1,9 +1,9 @@
 """Make memory into which another process of this host may write, and map such memory of other processes.
 
-The memory is a memfd. It has no name that could be left behind, and only processes of the same user can open
-it, by `/proc/PID/fd`. A peer is not simply believed to run on this host: a random key that can be read from
-the peer's memfd proves it (see `Mailbox.ticket`). Memory into which a peer might still write is never used
-again: `SharedBlock.retire` puts other memory at its addresses.
+The memory is a memfd, which has no name that could be left behind, and which only processes of the same user
+can open, by `/proc/PID/fd`. A peer is not simply believed to run on this host: a random key that can be read
+from the peer's memfd proves it (see `Mailbox.ticket`). Memory into which a peer might still write is never
+used again: `SharedBlock.retire` puts other memory at its addresses.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import numpy as np
 
 _KEY_BYTES = 16
 _TRAILER_BYTES = mmap.PAGESIZE
-"""Size of a block's trailer behind its data: its key, whether its owner has freed it, and the offer that was
-used."""
+"""The size in bytes of the trailer that follows the data of a block. The trailer contains the block's key,
+whether its owner has freed it, and the serial number of the offer that a sender has used."""
 
 _MARK_AT = 32
-"""Offset in the trailer at which the sender notes the serial of the offer that it has used."""
+"""The offset in the trailer at which a sender writes the serial number of the offer that it has used."""
 
 RING_BYTES = 64 * 513
-"""Size of the part of a mailbox that `ucx/offers.py` uses."""
+"""The size in bytes of the part of a mailbox that `ucx/offers.py` uses for its ring of offers."""
 
 _MAILBOX_ROWS, _MAILBOX_NAMES = 256, 256
 _NAME_BYTES, _ROW_BYTES = 16, 24
@@ -40,9 +40,10 @@ _MAILBOX_BYTES = _MAILBOX_ROWS * _ROW_BYTES + _MAILBOX_NAMES * _NAME_BYTES + RIN
 _TICKET = struct.Struct("<16sQII16s")  # boot id, process id namespace, process id, descriptor, key
 
 COPIES_PAST_CACHES = MappingProxyType({"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"})
-"""Environment variables of processes that send: glibc then writes past the caches when it copies 1 MiB or
-more. Without them it does so from three quarters of the last cache on, which on machines with a shared one is
-100 MB. Copies are twice as fast at 16 MiB. Other C libraries do not know these variables."""
+"""Environment variables for processes that send, with which glibc bypasses the caches when it copies 1 MiB or
+more. Without them it does so only from three quarters of the size of the last cache on, which is 100 MB on
+machines with a large shared cache. With them copies of 16 MiB are twice as fast. Other C libraries ignore
+these variables."""
 
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 _MAP_FAILED = ctypes.c_void_p(-1).value

@@ -157,7 +157,7 @@ def test_inputs_that_are_bound_are_not_asked_for():
         program(Input(0, 0, BIG), Input(1, 1, A), run([0], [2]), run([1], [3]), Delete(2), Delete(3))
     )
     executor = Executor(plan)
-    assert short(executor.start(here=[0])) == "bind1 run2"
+    assert short(executor.start(available=[0])) == "bind1 run2"
     assert executor.table_bytes == 32
     assert short(executor.arrived(1)) == "run3"
 

@@ -16,7 +16,7 @@ from jaxpp_async.doctor.protocol import (
     read_order,
     write_record,
 )
-from jaxpp_async.launch.host_agent_client import NotUpError
+from jaxpp_async.launch.host_agent_client import ProgramNotStartedError
 from jaxpp_async.launch.process_supervisor import Death
 
 
@@ -100,6 +100,6 @@ async def test_a_host_that_ends_before_its_first_word_is_not_up():
     link, _ = linked()
     await link.aclose()
     await link.aclose()
-    with pytest.raises(NotUpError) as caught:
+    with pytest.raises(ProgramNotStartedError) as caught:
         await link.wait_up(60.0)
-    assert caught.value.ended == -9
+    assert caught.value.exit_status == -9

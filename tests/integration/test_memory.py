@@ -15,7 +15,7 @@ from models import Model, grads_step, mlp
 import jaxpp_async as jpp
 from jaxpp_async.actors import step_run
 from jaxpp_async.actors.executor import Executor
-from jaxpp_async.actors.shards import buffer_addresses, memory_held
+from jaxpp_async.actors.shards import buffer_addresses, count_memory
 
 WIDTH, ROWS = 8, 4
 ACTIVATION = ROWS * WIDTH * 4
@@ -149,7 +149,7 @@ async def test_before_every_run_the_table_is_what_jax_holds(remote_mesh, monkeyp
     seen: list[tuple[int, int]] = []
 
     def compute(self, command):
-        seen.append((memory_held(jax.live_arrays())[1], held_in_table(self)))
+        seen.append((count_memory(jax.live_arrays())[1], held_in_table(self)))
         return original(self, command)
 
     original = step_run.StepRun._call
@@ -192,10 +192,10 @@ def test_memory_is_counted_once_however_many_arrays_show_it():
     alone = jax.device_put(np.ones(3, np.int8), jax.devices()[0])
     views = [a.addressable_data(0) for a in (split, copied, alone)]
     empty = jnp.zeros((0, 4))
-    assert memory_held([*views, split, copied, alone, empty]) == (3, 64 + 64 + 3)
+    assert count_memory([*views, split, copied, alone, empty]) == (3, 64 + 64 + 3)
     gone = jnp.ones(5)
     gone.delete()
-    assert memory_held([gone]) == (0, 0)
+    assert count_memory([gone]) == (0, 0)
 
 
 # ---------------------------------------------------------------- in place

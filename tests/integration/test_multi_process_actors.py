@@ -28,7 +28,7 @@ from jaxpp_async.errors import ActorDiedError, ActorUnresponsiveError, Checkpoin
 from jaxpp_async.launch.hosts import addresses_of_hosts, parse_hosts, place, spread
 from jaxpp_async.layout import array_parts
 from jaxpp_async.layout.array_parts import Gathering, Scattering, parts_of
-from jaxpp_async.layout.state_replicas import holders
+from jaxpp_async.layout.state_replicas import choose_holders
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.protocol.actor_info import (
     ActorInfo,
@@ -106,8 +106,8 @@ def test_where_an_actor_is_says_the_hindmost():
 
 
 def test_copies_lie_on_other_hosts_rank_by_rank():
-    assert holders([["a", "b"], ["b", "a"], ["a", "b"]]) == {0: 1, 1: 2, 2: 0}
-    assert holders([["a"], ["a"], ["b"], ["b"]]) == {0: 2, 1: 3, 2: 0, 3: 1}
+    assert choose_holders([["a", "b"], ["b", "a"], ["a", "b"]]) == {0: 1, 1: 2, 2: 0}
+    assert choose_holders([["a"], ["a"], ["b"], ["b"]]) == {0: 2, 1: 3, 2: 0, 3: 1}
 
 
 def test_hosts_reach_each_other_from_outside():
@@ -168,7 +168,7 @@ def test_each_part_crosses_once_and_reaches_everyone(spec):
             for legs in array_parts.plan_relays(other, held, tag, 4).values():
                 sent += [(other.process, leg.peer, leg.sequence) for leg in legs]
             legs = array_parts.plan_receives(other, held, tag, 0, 4)
-            assert [leg.piece for leg in legs] == list(range(len(held)))
+            assert [leg.part_index for leg in legs] == list(range(len(held)))
             received += [(leg.peer, other.process, leg.sequence) for leg in legs]
         assert sorted(sent) == sorted(received) and len(set(sent)) == len(sent)
         assert sum(source < k for source, _, _ in sent) == len(parts)
@@ -182,7 +182,7 @@ def test_a_value_is_taken_apart_and_put_together(spec):
     assert sum(data.nbytes for _, _, data in pieces) == value.nbytes
     gathering = Gathering([(1, 5, aval)], how)
     answers: dict[int, list[Any]] = {}
-    for process, asked in gathering.asked.items():
+    for process, asked in gathering.requests.items():
         data = np.concatenate([data for rank, _, data in pieces if rank == process - 2])
         assert [(i, a.size_bytes) for i, a in asked] == [(5, data.nbytes)]
         answers[process] = [data]
@@ -198,7 +198,7 @@ async def test_no_loop_waits_for_parts_that_are_still_on_a_device():
             return np.arange(2, dtype=np.uint8)
 
     shard: Any = SimpleNamespace(part=SimpleNamespace(owner=lambda array_id: 0))
-    layout: Any = SimpleNamespace(is_here=False, shards=[shard, shard])
+    layout: Any = SimpleNamespace(is_on_one_process=False, shards=[shard, shard])
     look = HostCopy(layout, asyncio.get_running_loop().create_future())
     look.shards.set_result([OnItsWay(), OnItsWay()])
     with ThreadPoolExecutor(1) as workers:

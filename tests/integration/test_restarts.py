@@ -43,7 +43,7 @@ from jaxpp_async.errors import (
 )
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.launch.inline import InlineLauncher
-from jaxpp_async.layout.state_replicas import holders
+from jaxpp_async.layout.state_replicas import choose_holders
 from jaxpp_async.protocol.messages import ReceiveReplica, ReplicaTaken, SendReplica, Step
 from jaxpp_async.protocol.task_group import awake_timeout
 from jaxpp_async.storage import tensor_files
@@ -559,7 +559,7 @@ def test_the_budget_counts_what_is_recent():
     ],
 )
 def test_copies_lie_on_other_hosts_where_they_can(hosts, expected):
-    assert holders(hosts) == expected
+    assert choose_holders(hosts) == expected
 
 
 # ---------------------------------------------------------------- processes

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from jaxpp_async.launch.host_agent_client import HostAgentClient, NotUpError
+from jaxpp_async.launch.host_agent_client import HostAgentClient, ProgramNotStartedError
 from jaxpp_async.launch.host_agent_protocol import (
     ActorEnded,
     ActorStarted,
@@ -151,23 +151,23 @@ async def test_a_login_mark_says_that_the_host_let_us_in_and_is_no_line_of_its()
     await host.say("motd", "  let in ")
     await host.link.wait_login(60.0)
     await host.end(1)
-    with pytest.raises(NotUpError) as caught:
+    with pytest.raises(ProgramNotStartedError) as caught:
         await host.link.wait_hello(60.0)
-    assert (caught.value.said, caught.value.ended, caught.value.is_logged_in) == (("motd",), 1, True)
+    assert (caught.value.said, caught.value.exit_status, caught.value.is_logged_in) == (("motd",), 1, True)
 
 
 async def test_a_host_that_says_nothing_in_time_is_not_up():
     host = Host()
-    with pytest.raises(NotUpError) as caught:
+    with pytest.raises(ProgramNotStartedError) as caught:
         await host.link.wait_login(0.0)
-    assert (caught.value.said, caught.value.ended, caught.value.is_logged_in) == ((), None, False)
+    assert (caught.value.said, caught.value.exit_status, caught.value.is_logged_in) == ((), None, False)
 
 
 async def test_a_broken_record_is_kept_as_a_word_of_the_host():
     host = Host()
     await host.say('\x1e["Nonsense", []]')
     await host.end(2)
-    with pytest.raises(NotUpError) as caught:
+    with pytest.raises(ProgramNotStartedError) as caught:
         await host.link.wait_hello(60.0)
     assert caught.value.said == ("no message of a host agent (KeyError)",)
 

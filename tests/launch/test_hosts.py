@@ -142,11 +142,10 @@ def test_a_hosts_own_settings_win():
         python="p", env={"A": "1", "B": "1"}, cpus=(0,), devices=("0",), interface="i", ports=(1, 2)
     )
     own = Settings(env={"B": "2"}, devices=("4", "5", "6"))
-    joined = own.over(base)
+    joined = own.merged_over(base)
     assert joined == Settings("p", {"A": "1", "B": "2"}, (0,), ("4", "5", "6"), "i", (1, 2))
-    assert Settings().over(base) == base
-    second = place([Host("a", 2)], 2)[1]
-    assert environment(joined, second, "cuda") == {
+    assert Settings().merged_over(base) == base
+    assert environment(joined, "cuda") == {
         "JAX_PLATFORMS": "cuda",
         "PYTHONUNBUFFERED": "1",
         "UCX_NET_DEVICES": "i",
@@ -160,7 +159,7 @@ def test_a_hosts_own_settings_win():
 @pytest.mark.parametrize("name", sorted(DEFAULTS))
 def test_what_a_host_says_of_its_malloc_wins_over_our_defaults_and_env_over_both(monkeypatch, name):
     def found(env=None):
-        on_controller = environment(Settings(env=env or {}), place([Host("a")], 1)[0], "cpu")
+        on_controller = environment(Settings(env=env or {}), "cpu")
         order = read_order(
             write_order(StartActor("0", ActorRequest("py", on_controller, {}, defaults=dict(DEFAULTS)), "/"))
         )
@@ -175,13 +174,10 @@ def test_what_a_host_says_of_its_malloc_wins_over_our_defaults_and_env_over_both
 
 
 def test_our_defaults_are_not_taken_from_the_controllers_environment(monkeypatch):
-    before = environment(Settings(), place([Host("a")], 1)[0], "cpu")
+    before = environment(Settings(), "cpu")
     for name in DEFAULTS:
         monkeypatch.setenv(name, "the controller's")
-    assert (
-        environment(Settings(), place([Host("a")], 1)[0], "cpu") == before
-        and not DEFAULTS.keys() & before.keys()
-    )
+    assert environment(Settings(), "cpu") == before and not DEFAULTS.keys() & before.keys()
 
 
 def test_cpu_lists():

@@ -205,7 +205,7 @@ def test_owned_parts_are_listed_by_rank_and_who_owns_none_is_left_out():
 def test_of_an_actor_of_one_process_a_fetch_asks_for_whole_arrays():
     aval = Aval((2,), "float32", ("x",))
     gathering = Gathering([(1, 7, aval), (0, 8, aval)], Scattering(AXES, per_actor=1))
-    assert gathering.asked == {1: [(7, aval)], 0: [(8, aval)]}
+    assert gathering.requests == {1: [(7, aval)], 0: [(8, aval)]}
     first, second = np.zeros(2, np.float32), np.ones(2, np.float32)
     assert [id(array) for array in gathering.arrays({0: [second], 1: [first]})] == [id(first), id(second)]
 
@@ -217,7 +217,7 @@ def test_what_processes_send_of_an_array_is_put_together_to_the_array(aval, per_
     value = np.arange(int(np.prod(aval.shape)), dtype=aval.dtype).reshape(aval.shape)
     gathering = Gathering([(1, 5, aval)], how)
     answers = {}
-    for process, asked in gathering.asked.items():
+    for process, asked in gathering.requests.items():
         owned = [data for rank, _, data in how.pieces(5, aval, value) if how.process(1, rank) == process]
         answers[process] = [np.concatenate(owned)]
         ((array_id, flat),) = asked

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.shards import memory_held
+from jaxpp_async.actors.shards import count_memory
 
 
 def held() -> dict[str, Any]:
@@ -51,7 +51,7 @@ async def everything(mesh: jpp.RemoteMesh) -> dict[str, Any]:
     return {
         **{f"actor {actor}: {name}": n for actor, numbers in actors.items() for name, n in numbers.items()},
         **held(),
-        "driver's arrays": memory_held(jax.live_arrays()),
+        "driver's arrays": count_memory(jax.live_arrays()),
         "waiting": [len(link.reply_handlers) for link in controller._actor_group.links.values()],
         "under way": len(controller._under_way),
     }

@@ -19,7 +19,7 @@ _NEW_NAMES = {
     "slurm": "slurm",
     "ssh": "ssh",
 }
-"""The modules of the old path, and their names in `jaxpp_async.launch`."""
+"""The names of the modules under the old path, each with its name in `jaxpp_async.launch`."""
 
 warnings.warn(
     "jaxpp_async.actors.launch is deprecated: import jaxpp_async.launch, with .launcher for .base and "

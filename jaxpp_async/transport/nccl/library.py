@@ -270,7 +270,7 @@ class _Event:
 
 
 _SUCCESS, _IN_PROGRESS = 0, 7
-"""`ncclSuccess` and `ncclInProgress`."""
+"""The values of `ncclSuccess` and `ncclInProgress`."""
 
 
 @contextlib.contextmanager
@@ -283,7 +283,8 @@ def _failures() -> Iterator[None]:
 
 
 _REFUSALS = ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
-"""NCCL's words for two ranks on one GPU: up to 2.29, and from 2.30 on."""
+"""The texts of NCCL's errors for two ranks on one GPU: the first up to version 2.29, the second since
+2.30."""
 
 
 def _with_remedy(text: str) -> str:

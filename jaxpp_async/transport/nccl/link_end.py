@@ -27,19 +27,19 @@ from jaxpp_async.transport.nccl.order import LinkOrder, NcclLink, TurnQueue
 _LOG = logging.getLogger("jaxpp_async")
 
 RELEASE_TIMEOUT_S = 5.0
-"""How long NCCL may take to let go of the buffers."""
+"""The longest time in seconds that NCCL may take to stop using the buffers of transfers."""
 
 _CHECK_S = 1.0
-"""How often a communicator to which nothing is given is asked whether it has failed."""
+"""The time in seconds between two checks whether an idle communicator has failed."""
 
 _LOOKS, _BUSY_S = 20, 100e-6
-"""How often NCCL is asked at once whether it has started a call, and how long to wait before each further
-time."""
+"""The number of times that NCCL is asked without a pause whether it has started a call, and the pause in
+seconds before each further time."""
 
 
 @dataclass(slots=True, eq=False)
 class NcclTransfer:
-    """A transfer that was posted. It keeps the memory alive, because NCCL keeps no reference to it.
+    """A transfer that was posted, which keeps its memory alive, because NCCL keeps no reference to it.
 
     Args:
         memory: the memory to send or to receive into.
@@ -121,7 +121,7 @@ class LinkEnd:
                 )
 
         def done(error: Exception | None) -> None:
-            _settle(greeted, None, error and NcclFailure(self.failure or str(error)))
+            _set_outcome(greeted, None, error and NcclFailure(self.failure or str(error)))
 
         self._go(NcclTransfer(word, 0, done, check))
         await greeted
@@ -197,7 +197,7 @@ class LinkEnd:
     async def _end(self) -> None:
         self._stop.set()
         self._to_call.put(None)
-        _settle(self._opened, None, NcclFailure(self.failure or "ended"))
+        _set_outcome(self._opened, None, NcclFailure(self.failure or "ended"))
         if self._gone is not None:
             await asyncio.wait([self._gone], timeout=RELEASE_TIMEOUT_S)
             if not self._gone.done() and self._going:  # without open transfers, there is no hurry
@@ -215,21 +215,21 @@ class LinkEnd:
 
     # ------------------------------------------------------------ the thread that calls NCCL
 
-    def _call_nccl(self, library: NcclLibrary, unique_id: bytes, word: int) -> None:
+    def _call_nccl(self, library: NcclLibrary, unique_id: bytes, initial_word: int) -> None:
         """Make every call on the communicator, from creating it to aborting it; this runs on a thread of its
         own.
 
         Args:
             library: the calls of NCCL.
             unique_id: the communicator's id.
-            word: the initial value of the device memory for the first message.
+            initial_word: the initial value of the device memory for the first message.
         """
         channel: Channel | None = None
         try:
             channel = library.join(unique_id, self.link.rank_of(self._here), self.link.device_of(self._here))
             self._wait_ready(channel)
             self._call_on_loop(
-                _settle, self._opened, library.word(self.link.device_of(self._here), word), None
+                _set_outcome, self._opened, library.word(self.link.device_of(self._here), initial_word), None
             )
             while (transfer := self._next_transfer(channel)) is not None:
                 (channel.send if self.sends else channel.recv)(transfer.memory)
@@ -272,7 +272,7 @@ class LinkEnd:
                 self._call_on_loop(self._fail, _error_text(error))
             else:
                 self._call_on_loop(self._finish_oldest)
-        self._call_on_loop(_settle, self._gone, None, None)
+        self._call_on_loop(_set_outcome, self._gone, None, None)
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
         threading.Thread(target=work, name=f"jaxpp NCCL peer {self._here}: {name}", daemon=True).start()
@@ -282,7 +282,7 @@ class LinkEnd:
             self._loop.call_soon_threadsafe(function, *args)
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def _set_outcome(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
     if future.done():
         return
     if error is None:

@@ -32,18 +32,18 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "CUDA_MODULE_LOADING": "EAGER",
     }
 )
-"""Environment variables of actors before CUDA starts, unless their host or their user says otherwise."""
+"""Environment variables that actors get before CUDA starts, unless their host or their user sets them."""
 
 MAX_CTAS = 8
-"""The most blocks of a kernel. A receive that waits keeps as many multiprocessors busy with looking for data;
-`NCCL_MAX_CTAS` in the environment overrides it."""
+"""The greatest number of thread blocks of one NCCL kernel. A receive that waits keeps as many multiprocessors
+busy with polling for data. `NCCL_MAX_CTAS` in the environment overrides this number."""
 
 
 MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""The variable that lets both ends of a communicator be on one GPU."""
+"""The environment variable that lets both ends of a communicator be on one GPU."""
 
 ONE_GPU = "both ends are on one GPU"
-"""Part of the error where NCCL refuses two ranks that share a GPU."""
+"""A phrase of the error message for two ranks that share a GPU and that NCCL therefore refuses."""
 
 _MULTI_RANK_FROM = (2, 30)
 
@@ -260,7 +260,7 @@ def rounds(links: Iterable[NcclLink]) -> list[list[NcclLink]]:
     return found
 
 
-def batches(links: Iterable[NcclLink]) -> dict[ProcessId, list[NcclLink]]:
+def links_by_maker(links: Iterable[NcclLink]) -> dict[ProcessId, list[NcclLink]]:
     """Group links by the process that makes their ids; each group is in ascending order."""
     made: dict[ProcessId, list[NcclLink]] = {}
     for link in sorted(set(links)):

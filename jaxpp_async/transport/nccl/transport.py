@@ -39,16 +39,17 @@ from jaxpp_async.transport.nccl.order import NO_TRANSFERS, NcclLink, StepOrder, 
 from jaxpp_async.transport.network import Network
 
 MEDIUM = "nccl"
-"""Names this transport in its addresses."""
+"""The name of this transport in its addresses."""
 
 JOIN_TIMEOUT_S = 60.0
-"""How long one communicator may take. NCCL looks at the machine's whole topology for the first."""
+"""The longest time in seconds that making one communicator may take. For the first one NCCL examines the
+topology of the whole machine."""
 
 _SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 
 
 class NcclTransport(TransportBase):
-    """A transport over NCCL, on the running event loop. It fulfils the contract of
+    """A transport over NCCL, on the running event loop, which fulfils the contract of
     `registry.OrderedTransport` except for what NCCL cannot do: match by tag, complete a send that nobody
     receives, or notice differing sizes.
 

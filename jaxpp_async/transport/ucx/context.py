@@ -47,8 +47,8 @@ _ENVIRONMENT = {
 CONFIG_FILE = "ucx.conf"
 
 START_DESCRIPTORS: Final = 24
-"""How many descriptors a UCX context and its worker open at once: 16 with shared memory alone, 2 more for
-each network device."""
+"""The number of file descriptors that a UCX context and its worker open together: 16 with shared memory
+alone, and 2 more for each network device."""
 
 
 @cache
@@ -266,7 +266,8 @@ SHARED_MEMORY: Final = "/dev/shm"
 FOLDER: Final = "UCX_POSIX_DIR"
 MIN_SIZE: Final = "UCX_POSIX_SHM_MIN_SIZE"
 MIN_FREE_BYTES: Final = 16 << 20
-"""UCX does without shared memory where the folder has less free space than this."""
+"""The free space in bytes that the folder for shared memory must have; with less, UCX does not use shared
+memory."""
 
 
 def shared_memory_folder() -> tuple[str | None, str]:
@@ -316,8 +317,8 @@ def with_free_port(make: Callable[[str | None], T], devices: str | None) -> T:
     return its result.
 
     Args:
-        make: a function that makes a listening worker. It takes a range of one port, such as `"47000-47000"`,
-            or None for the ports that the environment gives.
+        make: a function that makes a listening worker, given a range of one port, such as `"47000-47000"`, or
+            None for the ports that the environment gives.
         devices: the devices on which UCX listens, as in the environment variable `UCX_NET_DEVICES`.
 
     Raises:

@@ -13,7 +13,7 @@ from jaxpp_async.transport.ucx.offers import LinkOffers
 from jaxpp_async.transport.ucx.tag_api import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED
 
 SENDING = -1
-"""In the place of the expected size, for a send."""
+"""A value for the expected size of a transfer which marks the transfer as a send."""
 
 
 class UcxLink:
@@ -73,7 +73,7 @@ class UcxLink:
 
 
 class UcxTransfer:
-    """An operation that UCX has not finished. It keeps the memory alive, because UCX keeps no reference to
+    """An operation that UCX has not finished, which keeps its memory alive, because UCX keeps no reference to
     it.
 
     Args:

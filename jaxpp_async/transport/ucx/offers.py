@@ -29,7 +29,8 @@ from jaxpp_async.transport.base import (
 from jaxpp_async.transport.shared_memory import RING_BYTES, BlockTicket
 
 MOST_HELD = 1024
-"""How many offers a link remembers until their messages are sent. With more, the oldest are forgotten."""
+"""The greatest number of offers that a link keeps for messages which were not sent yet. If there are more,
+the oldest are forgotten."""
 
 _COUNT = struct.Struct("<Q")
 _ROW = struct.Struct("<QQQQi16s")  # serial, wire tag, number, then a `BlockTicket` with its size first
@@ -112,7 +113,7 @@ class MessageNumbers:
         self._next[tag] = number + 1
         return number
 
-    def give_back(self, tag: int) -> None:
+    def undo_last(self, tag: int) -> None:
         """Undo the last `next` of a tag, because UCX has refused to send or receive that message."""
         self._next[tag] -= 1
 
@@ -123,7 +124,7 @@ class LinkOffers:
 
     Args:
         ring: the peer's ring of offers, mapped into this process.
-        sender_bits: this side's id as it is stored in the tags of messages.
+        own_bits: this side's id as it is stored in the tags of messages.
 
     Attributes:
         sent, received: counters of the messages posted so far, including sends that are held back and
@@ -132,13 +133,22 @@ class LinkOffers:
             for it or not; see `OneCopySender`.
     """
 
-    __slots__ = ("_asked", "_cursor", "_held", "_ring", "_sender_bits", "num_in_vain", "received", "sent")
+    __slots__ = (
+        "_cursor",
+        "_held",
+        "_latest_number",
+        "_own_bits",
+        "_ring",
+        "num_in_vain",
+        "received",
+        "sent",
+    )
 
-    def __init__(self, ring: np.ndarray, sender_bits: int):
-        self._ring, self._sender_bits = ring.data, sender_bits
+    def __init__(self, ring: np.ndarray, own_bits: int):
+        self._ring, self._own_bits = ring.data, own_bits
         self._cursor = 0
         self._held: dict[tuple[int, int], Offer] = {}
-        self._asked: dict[int, int] = {}  # latest number by tag: earlier offers are dropped
+        self._latest_number: dict[int, int] = {}  # latest number by tag: earlier offers are dropped
         self.sent, self.received = MessageNumbers(), MessageNumbers()
         self.num_in_vain = 0
 
@@ -146,7 +156,7 @@ class LinkOffers:
         """Return the offer for the `number`-th message of a tag, and remove it; None if there is no such
         offer yet."""
         key = (tag, number)
-        self._asked[tag] = number
+        self._latest_number[tag] = number
         if key not in self._held:
             self._read()
         return self._held.pop(key, None)
@@ -163,7 +173,7 @@ class LinkOffers:
             if found != serial or _CHECK.unpack_from(row, _ROW.size)[0] != zlib.crc32(row[: _ROW.size]):
                 continue
             sender_bits, tag = tag & _SENDER_MASK, tag & ~_SENDER_MASK
-            if sender_bits != self._sender_bits or number < self._asked.get(tag, 0):
+            if sender_bits != self._own_bits or number < self._latest_number.get(tag, 0):
                 continue
             self._held[tag, number] = Offer(serial, BlockTicket(descriptor, key, size_bytes))
             if len(self._held) > MOST_HELD:

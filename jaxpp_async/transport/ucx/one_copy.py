@@ -48,46 +48,51 @@ from jaxpp_async.transport.ucx.offers import Offer, OfferRing
 from jaxpp_async.transport.ucx.tag_api import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED
 
 MIN_ONE_COPY_BYTES = 1 << 20
-"""Messages from this size on are written, where the receive was offered. With four in flight 1 MiB is a tenth
-faster than by UCX, 4 MiB 1.3 times, and twice where other work has the cores now and then: one copy needs one
-side awake."""
+"""The size in bytes from which a message is written into the receiver's memory if the receive was offered.
+Compared with UCX, with four messages in flight, one copy is a tenth faster at 1 MiB and 1.3 times as fast at
+4 MiB. Where other work uses the cores from time to time, one copy is twice as fast, because only one of the
+two processes has to be awake for it."""
 
 MIN_RTS_BYTES = 4 << 20
-"""Messages from this size on are announced by an RTS, where the receive was not offered. Below it, UCX's
-second copy, by another core, takes less time than three messages to a process that may be asleep. At 16 MiB
-1.6 times as fast as UCX, at 4 MiB even with it."""
+"""The size in bytes from which a message is announced by an RTS if the receive was not offered. Below this
+size, UCX's second copy, which another core makes, takes less time than three messages to a process that may
+be asleep. Compared with UCX, one copy after an RTS is 1.6 times as fast at 16 MiB and as fast at 4 MiB."""
 
 PIECE_BYTES = 4 << 20
-"""Written at a time, in 0.3 to 0.4 ms; a larger receive is never offered. With 1 MiB the loop's passes
-between two pieces took a tenth as long as the copying."""
+"""The greatest number of bytes written at a time, which takes 0.3 to 0.4 ms; a larger receive is never
+offered. With pieces of 1 MiB, the event loop's passes between two pieces took a tenth of the time that
+copying took."""
 
 RTS_BYTES = 61
-"""The size of an RTS: unlike that of any likely array, though the key in it would tell the two apart."""
+"""The size of an RTS in bytes. Arrays of this size are unlikely, and the key in the RTS would still tell the
+two apart."""
 
 RTS = struct.Struct("<16sQQ29x")  # the key of the sender's mailbox, serial, size in bytes
 CTS = struct.Struct("<Bi16sQ")  # a verdict, then a `BlockTicket`
 FIN = struct.Struct("<B")  # a verdict
 EMPTY_FIN = Memory(0, 0, None)
 REFUSED, AS_MESSAGE, WRITE = 0, 1, 2
-"""Verdicts of a CTS."""
+"""The verdicts of a CTS."""
 
 WRITTEN, MESSAGE_FOLLOWS = 1, 2
-"""Verdicts of a FIN."""
+"""The verdicts of a FIN."""
 
 CTS_CHANNEL, DATA_CHANNEL = 254, 255
-"""Channels of the tags of CTS, and of FIN and a message that follows an RTS."""
+"""The channels in the tags of a CTS, and in the tags of a FIN and of a message that follows an RTS."""
 
 _NO_BLOCK = (0, bytes(16), 0)
 _SEQUENCES = 1 << SEQUENCE_BITS
 
 _HOLD_S, _MAX_VAIN_HOLDS, _HOLD_AGAIN_AFTER = 1e-3, 3, 32
-"""How long a sender in a hurry holds a message back for its offer, how often in a row in vain, and which
-message after that is held back all the same. A receiver who posts again where a message came is a moment
-later than a sender who sends again where one went: then each message would come too early. With 0.2 ms up to
-every fifth of 1 MiB did."""
+"""The time in seconds for which a sender in a hurry holds a message back until the receiver offers memory for
+it; the number of messages in a row that may be held back in vain; and the interval, in messages, at which one
+is held back even so. Without holding back, each message would be too early for its offer if both sides post
+the next transfer as soon as the last one has ended, because the receiver is then a moment later than the
+sender. With 0.2 ms instead of 1 ms up to a fifth of the messages of 1 MiB were too early."""
 
 _SWEEP_S = 1.0
-"""How often a sender, however idle, looks whether blocks that it has mapped are still their owners'."""
+"""The interval in seconds at which a sender, even an idle one, checks whether the owners of the blocks that
+it has mapped have freed them."""
 
 
 class Carrier(Protocol):
@@ -149,11 +154,8 @@ class OneCopyMessages:
     def __init__(self, carrier: Carrier, loop: asyncio.AbstractEventLoop, own_bits: int):
         try:
             self._mailbox: Mailbox | None = Mailbox()
-        except (
-            OSError,
-            AttributeError,
-        ):  # not Linux, or no memory or descriptor left: UCX carries every message
-            self._mailbox = None
+        except (OSError, AttributeError):  # not Linux, or no memory or descriptor left
+            self._mailbox = None  # UCX then carries every message
         ring = OfferRing(self._mailbox.ring) if self._mailbox is not None else None
         self.sender = OneCopySender(carrier, loop, self._mailbox)
         self.receiver = OneCopyReceiver(carrier, ring, own_bits)
@@ -227,8 +229,8 @@ def memory_with(size_bytes: int, content: bytes = b"") -> Memory:
 
 
 class OneCopyReceiver:
-    """The receiving side of the one-copy protocol. It offers receives to senders, and answers each
-    announcement of a message (RTS) with a CTS (clear to send). It never blocks.
+    """The receiving side of the one-copy protocol, which offers receives to senders, answers each
+    announcement of a message (RTS) with a CTS (clear to send), and never blocks.
 
     If a receive fails, its shared block is retired: other memory is put at its address, so that no peer
     writes to it.
@@ -370,7 +372,7 @@ class OneCopyReceiver:
 # ---------------------------------------------------------------- the sender's side
 
 
-class _Held(NamedTuple):
+class _HeldBack(NamedTuple):
     """The state of a message that is held back until its receiver offers memory to write it into. Without an
     offer, it waits for one until the time `until_s`, in seconds of `time.monotonic`; with an offer, it waits
     to be written in a later pass of the loop."""
@@ -406,7 +408,7 @@ class OneCopySender:
         self._copy_scheduled = False
         self._written: deque[UcxTransfer] = deque()  # to be finished in the loop's next pass
         self._pass_bytes = 0  # written to offered blocks in this pass of the loop
-        self._held: dict[UcxTransfer, _Held] = {}
+        self._held_back: dict[UcxTransfer, _HeldBack] = {}
         self._retry_scheduled = False
         self._mapped: set[LocalPeer] = set()  # peers of whom this process maps blocks
 
@@ -414,13 +416,13 @@ class OneCopySender:
     def busy(self) -> bool:
         """This is True while any message is held back until its receiver offers memory for it, or is being
         written in pieces."""
-        return bool(self._copies) or bool(self._held)
+        return bool(self._copies) or bool(self._held_back)
 
     @property
     def holds_back(self) -> bool:
         """This is True while any message is held back until its receiver offers memory for it. Later messages
         under its tag, however small, have to be sent after it."""
-        return bool(self._held)
+        return bool(self._held_back)
 
     def send(self, transfer: UcxTransfer, hurried: bool) -> bool:
         """Send a large message with one copy, or hold back any message that follows a held one of the same
@@ -434,14 +436,16 @@ class OneCopySender:
         Returns:
             False if neither is possible now; nothing has been sent then.
         """
-        if self._held and any(t.tag == transfer.tag and t.link is transfer.link for t in self._held):
+        if self._held_back and any(
+            t.tag == transfer.tag and t.link is transfer.link for t in self._held_back
+        ):
             self._hold_back(transfer)
             return True
         if not may_be_written(transfer):
             return False
         offer = self._take_offer(transfer)
         if offer is not None and (
-            self._must_wait_for_next_pass(transfer) or any(held.offer for held in self._held.values())
+            self._must_wait_for_next_pass(transfer) or any(held.offer for held in self._held_back.values())
         ):
             self._hold_back(transfer, offer)
             return True
@@ -462,9 +466,11 @@ class OneCopySender:
         if self._copies and self._copies[0].transfer.link is link:
             self._written_bytes = 0
         dropped = [copy.transfer for copy in self._copies if copy.transfer.link is link]
-        dropped += [transfer for transfer in self._held if transfer.link is link]
+        dropped += [transfer for transfer in self._held_back if transfer.link is link]
         self._copies = deque(copy for copy in self._copies if copy.transfer.link is not link)
-        self._held = {transfer: held for transfer, held in self._held.items() if transfer.link is not link}
+        self._held_back = {
+            transfer: held for transfer, held in self._held_back.items() if transfer.link is not link
+        }
         for transfer in dropped:
             self._carrier.finish(transfer, STATUS_CANCELED, 0)
         self._finish_written()
@@ -519,7 +525,7 @@ class OneCopySender:
     # ------------------------------------------------------------ holding back
 
     def _hold_back(self, transfer: UcxTransfer, offer: Offer | None = None) -> None:
-        self._held[transfer] = _Held(monotonic() + _HOLD_S, offer)
+        self._held_back[transfer] = _HeldBack(monotonic() + _HOLD_S, offer)
         self._schedule_retry()
 
     def _schedule_retry(self) -> None:
@@ -532,17 +538,17 @@ class OneCopySender:
         now have an offer, and send those without one that were held back long enough."""
         self._retry_scheduled, now_s = False, monotonic()
         ahead: set[tuple[int, int]] = set()  # link and tag of messages that are still held back
-        for transfer, held in list(self._held.items()):
+        for transfer, held in list(self._held_back.items()):
             key = (id(transfer.link), transfer.tag)
             # Finishing one transfer may drop others.
-            if transfer in self._held and (key in ahead or not self._send_held(transfer, held, now_s)):
+            if transfer in self._held_back and (key in ahead or not self._send_held(transfer, held, now_s)):
                 ahead.add(key)
-        if self._held:
+        if self._held_back:
             if not self._pass_bytes:
                 os.sched_yield()  # to the receiver, which may be on this core
             self._schedule_retry()
 
-    def _send_held(self, transfer: UcxTransfer, held: _Held, now_s: float) -> bool:
+    def _send_held(self, transfer: UcxTransfer, held: _HeldBack, now_s: float) -> bool:
         """Write or send a message that was held back until its receiver offers memory for it, if the offer
         has come or the time to wait for it is over.
 
@@ -555,17 +561,17 @@ class OneCopySender:
             Whether the message is no longer held back.
         """
         if transfer.link.failure is not None:
-            del self._held[transfer]
+            del self._held_back[transfer]
             self._carrier.finish(transfer, STATUS_CANCELED, 0)
             return True
         is_large = may_be_written(transfer)
         offer = held.offer or (self._take_offer(transfer) if is_large else None)
         if offer is not None and self._must_wait_for_next_pass(transfer):
-            self._held[transfer] = held._replace(offer=offer)
+            self._held_back[transfer] = held._replace(offer=offer)
             return False
         if offer is None and now_s < held.until_s and is_large and may_be_offered(transfer):
             return False
-        del self._held[transfer]
+        del self._held_back[transfer]
         if offer is not None and self._write_offered(transfer, offer):
             return True
         if not (is_large and self._send_rts(transfer)):

@@ -17,19 +17,22 @@ from typing import Any
 from jaxpp_async.base.spinning import AdaptiveSpin
 
 _STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
-"""Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""
+"""The greatest number of progress steps per round and of rounds per callback, so that a flood of messages
+does not starve the loop's other work."""
 
 _POLL_S, _POLLS_PER_YIELD = 100e-6, 4
-"""How long one callback looks for messages, and after how many looks it offers the core to others."""
+"""The time in seconds for which one callback polls for messages, and the number of polls after which it
+offers the core to other processes."""
 
 _SPIN_S = 1e-3
-"""How long to look for one message before sleeping: many times what one takes. Where a third process, the
-controller, has the peer's core for a moment, whoever sleeps then holds up both."""
+"""The longest time in seconds to poll for one message before sleeping, which is many times the time that a
+message takes. If a third process, the controller, uses the peer's core for a moment, sleeping would delay
+both sides."""
 
 _STALL_AFTER_S, _STALL_DELAY_S = 0.05, 0.002
-"""A worker that cannot be armed and yet does nothing is common for microseconds (a peer is writing into our
-queue), but lasts for ever where that peer died (see `transport.py`): after the first time, it is tried at
-intervals of the second."""
+"""The time in seconds after which a worker that cannot be armed and yet has nothing to do counts as stalled,
+and the delay in seconds between attempts from then on. Such a state is common for microseconds, while a peer
+is writing into this worker's queue, but lasts for ever if that peer has died (see `transport.py`)."""
 
 
 class Progress:
@@ -90,20 +93,20 @@ class Progress:
             return
         self._running = True  # operations that callbacks post meanwhile need no further run
         try:
-            is_settled, was_idle = self._settle(worker)
+            is_armed, was_idle = self._run_rounds(worker)
         except self._failures as error:
             self._on_broken(f"UCX makes no progress any more: {error}")
             return
         finally:
             self._running = False
-        if is_settled or not was_idle:
+        if is_armed or not was_idle:
             self._idle_since_s = None
         elif self._idle_since_s is None:
             self._idle_since_s = self._loop.time()
         elif self._loop.time() - self._idle_since_s > _STALL_AFTER_S:
             self._stall()
             return
-        if not is_settled:
+        if not is_armed:
             self.schedule_run()
 
     def unwatch(self) -> None:
@@ -115,7 +118,7 @@ class Progress:
         self.unwatch()
         self._worker = None
 
-    def _settle(self, worker: Any) -> tuple[bool, bool]:
+    def _run_rounds(self, worker: Any) -> tuple[bool, bool]:
         """Make some rounds of progress, at most as many as one callback may make.
 
         Returns:

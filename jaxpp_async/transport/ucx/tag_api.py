@@ -91,8 +91,8 @@ class TagPort:
 
     Attributes:
         completed: `(identity, status, length)` of every operation that ended since the owner last emptied the
-            list. It is filled while the worker makes progress. `length` is the number of bytes received, 0
-            for sends.
+            list, which is filled while the worker makes progress. `length` is the number of bytes received,
+            0 for sends.
         free: a function that releases the request with the given handle.
     """
 

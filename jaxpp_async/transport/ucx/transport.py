@@ -56,23 +56,25 @@ from jaxpp_async.transport.ucx.progress import Progress
 from jaxpp_async.transport.ucx.tag_api import STATUS_CANCELED, STATUS_OK, TagPort, is_error
 
 RELEASE_TIMEOUT_S = 5.0
-"""How long `abort` waits for UCX to let go of the buffers; force-closing has taken under 1 ms."""
+"""The longest time in seconds that `abort` waits for UCX to stop using the buffers of transfers.
+Force-closing has taken less than 1 ms."""
 
 _RETRY_S = 1.0
-"""How often a transport that could not close checks whether UCX has let go since, and when a new link's
-second connection is looked for."""
+"""The interval in seconds at which a transport that could not close checks whether UCX has stopped using its
+buffers, and the time in seconds from the first message of a link until its second connection is looked
+for."""
 
 _OPEN_TRIES = 3
-"""How many workers are made, one after the other, while strangers connect to their sockets before these are
-shut."""
+"""The greatest number of workers that are made, one after the other, if strangers connect to a worker's
+sockets before the sockets refuse them."""
 
 MEDIUM = "ucx"
-"""Names this transport in its addresses."""
+"""The name of this transport in its addresses."""
 
 
 ERROR_HANDLING = "JAXPP_UCX_ERROR_HANDLING"
-"""`n` switches UCX's error handling off, for this process and the actors it starts here; see
-`UCXTransport`."""
+"""An environment variable: the value `n` switches UCX's error handling off for this process and for the
+actors that it starts on this host; see `UCXTransport`."""
 
 
 class UCXTransport(TransportBase):
@@ -96,7 +98,7 @@ class UCXTransport(TransportBase):
 
     def __init__(self, peer_id: Peer, *, network: Network | None = None, error_handling: bool = True):
         super().__init__(peer_id)
-        self._sender_bits, self._error_handling = sender_bits_of(peer_id), error_handling
+        self._own_bits, self._error_handling = sender_bits_of(peer_id), error_handling
         self._context: Context | None
         with keeping_new_from_children():
             self._context, self._listening, self._filter = _open(network)
@@ -111,7 +113,7 @@ class UCXTransport(TransportBase):
         self._failed: list[UcxLink] = []
         self._past_epochs: dict[Peer, int] = {}
         self._is_hurried = False
-        self._one_copy = OneCopyMessages(self, self._loop, self._sender_bits)
+        self._one_copy = OneCopyMessages(self, self._loop, self._own_bits)
         self._closing: asyncio.Task[None] | None = None
         self._closing_late: asyncio.TimerHandle | None = None
         self._progress = Progress(
@@ -171,7 +173,7 @@ class UCXTransport(TransportBase):
             peer,
             endpoint,
             self._one_copy.find_local_peer(ticket) if shares_memory() else None,
-            self._sender_bits,
+            self._own_bits,
         )
         # The callback runs inside UCX's progress: it only records the link, and _finish_ended fails it.
         failed = self._failed
@@ -204,7 +206,7 @@ class UCXTransport(TransportBase):
             raise self._why_unusable(peer, link)
         identity = next(self._identities)
         result = self._port.send(
-            link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity
+            link.handle, memory.address, memory.size_bytes, tag | self._own_bits, identity
         )
         if result:
             self._track(UcxTransfer(link, memory, SENDING, tag, done, number), identity, result)
@@ -323,7 +325,7 @@ class UCXTransport(TransportBase):
         if is_error(result):
             offers = transfer.link.offers
             if offers is not None and transfer.number is not None:
-                (offers.sent if transfer.size_bytes == SENDING else offers.received).give_back(transfer.tag)
+                (offers.sent if transfer.size_bytes == SENDING else offers.received).undo_last(transfer.tag)
             raise transfer.failed(self.peer_id, result, self._port.status_text)
         transfer.request = result
         self._open[identity] = transfer
@@ -396,7 +398,7 @@ class UCXTransport(TransportBase):
         else:
             identity = next(self._identities)
             result = self._port.send(
-                link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity
+                link.handle, memory.address, memory.size_bytes, tag | self._own_bits, identity
             )
             self._schedule_run()
             if result and not is_error(result):
@@ -548,7 +550,7 @@ def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...]
         before = listening_sockets()
         context = open_context(network)
         sockets = tuple(sorted(listening_sockets() - before))
-        own = AddressFilter.for_reached(sockets) if network is not None else None
+        own = AddressFilter.for_reachable(sockets) if network is not None else None
         if own is None or not own.has_connections():
             return context, sockets, own
         del context

@@ -23,7 +23,7 @@ from jaxpp_async.transport.nccl.order import (
     NcclLink,
     OrderedMessage,
     TurnQueue,
-    batches,
+    links_by_maker,
     order_of,
     rounds,
 )
@@ -178,7 +178,7 @@ def test_ids_are_made_by_the_lower_number_and_links_in_one_order_by_all():
         NcclLink(2, 1),
         NcclLink(0, 2),
     ]
-    assert batches(links) == {
+    assert links_by_maker(links) == {
         0: [NcclLink(0, 2), NcclLink(0, 2, 1, 1), NcclLink(2, 0)],
         1: [NcclLink(1, 2), NcclLink(2, 1)],
     }

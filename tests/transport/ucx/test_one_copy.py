@@ -54,7 +54,7 @@ def test_messages_are_numbered_by_tag_and_way():
     _, _, link = ring_and_link()
     assert [link.sent.next(tag) for tag in (7, 7, 8, 7)] == [0, 1, 0, 2]
     assert link.received.next(7) == 0
-    link.sent.give_back(7)
+    link.sent.undo_last(7)
     assert link.sent.next(7) == 2
     assert link.sent.next(make_tag(1, HOST_CHANNEL, 5)) is None
     assert len(link.sent._next) == 2
