@@ -463,7 +463,7 @@ def has_effects(eqn: Any) -> bool:
 
 
 def is_unknown_axis_error(error: BaseException) -> bool:
-    """Return whether an error of JAX says that a `PartitionSpec` names an axis that the current mesh lacks."""
+    """Return whether an error of JAX says that a `PartitionSpec` names an axis that is not in the mesh."""
     # Recognized by the text: the type is a plain ValueError or RuntimeError, and JAX removes its frames.
     text = str(error)
     return (
