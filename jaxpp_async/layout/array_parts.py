@@ -130,9 +130,7 @@ def _slice(block: int, length: int, count: int) -> slice:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype for the dtype name of an `Aval`, including types of `ml_dtypes` such as
-    bfloat16.
-    """
+    """Return the numpy dtype for the dtype name of an `Aval`, such as bfloat16 of `ml_dtypes`."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
@@ -244,8 +242,8 @@ def plan_relays(
 def sequence_number(tag: Tag, part: Part, num_devices: int) -> int:
     """Return the sequence number for the wire tag of the message that carries one part of a transfer.
 
-    No two transfers of a program share a number, because an array has at most as many parts as an actor has
-    devices.
+    Different parts and transfers of a program get different numbers, because an array has at most as many
+    parts as an actor has devices.
 
     Args:
         tag: the tag of the transfer in the program.
@@ -339,8 +337,7 @@ def _first_device(part: Part, rank: int, devices_each: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scattering:
-    """A description of how host values are split among an actor's processes, the same for all actors of a
-    mesh.
+    """A description of how each actor of a mesh splits host values among its processes.
 
     Args:
         axes: the mesh of one actor, as pairs of axis name and size, outermost first.
@@ -352,9 +349,7 @@ class Scattering:
 
     @property
     def splits(self) -> bool:
-        """True if actors have several processes; False if each has one process, which stores every whole
-        array.
-        """
+        """True if actors have several processes; False if each has one, which stores every array as a whole."""
         return self.per_actor > 1
 
     def process(self, actor: ActorId, rank: int) -> ProcessId:
@@ -370,7 +365,7 @@ class Scattering:
         return parts_of(aval, self.axes, self.per_actor)
 
     def owned(self, array_id: ArrayId, aval: Aval) -> dict[int, list[Part]]:
-        """Group the parts (distinct slices) of an array by the processes that exchange them with the
+        """Group the parts (distinct slices) of an array by the process that exchanges them with the
         controller.
 
         Returns:
@@ -405,8 +400,7 @@ class Scattering:
 
 
 class Gathering:
-    """One fetch of arrays to the controller, which splits it into a request per process and joins the
-    replies.
+    """One fetch of arrays to the controller, as a request to each process whose replies are then joined.
 
     Args:
         wanted: for each array to fetch: the actor that stores it, its id and its aval.

@@ -151,7 +151,7 @@ def files_of(manifest: bytes | None) -> tuple[str, ...]:
 
 
 def written_by_saves(names: Collection[str]) -> list[str]:
-    """Return those of the given file names that belong to saves: finished and partial files, but no manifest."""
+    """Return the file names among `names` that belong to saves: complete and partial files, no manifest."""
     return [name for name in names if _FILE.fullmatch(name) or _PARTIAL.fullmatch(name)]
 
 
@@ -330,8 +330,9 @@ def remove(folder: str) -> tuple[str, ...]:
 
 
 def remove_leftovers(folder: str) -> list[str]:
-    """Remove every file of a save that the current manifest does not name, and the folder if it is then
-    empty.
+    """Remove every file of a save that the current manifest does not name.
+
+    The folder is removed too if it is then empty.
 
     Returns:
         The names of the removed files.

@@ -80,7 +80,7 @@ class WantedArray:
 
 
 def is_stored_as_bytes(dtype: str) -> bool:
-    """Return whether arrays of a dtype are stored as bytes (U8), since the format has no name for the dtype."""
+    """Return whether arrays of a dtype are stored as bytes (U8), as the format has no name for the dtype."""
     return dtype not in _FORMAT_NAMES
 
 
@@ -333,14 +333,16 @@ def _cut_off(path: str, wanted: WantedArray, missing: int) -> CheckpointError:
 
 
 def _offset(path: str, entries: Mapping[str, Any], wanted: WantedArray, size_bytes: int) -> int:
-    """Check that a file's header agrees with a wanted array, and return the array's offset in the file's
-    data.
+    """Check that a file's header agrees with a wanted array, and return the offset of the array's bytes.
 
     Args:
         path: the file's path, for error messages.
         entries: the entries of the header.
         wanted: the array to read.
         size_bytes: the size of the array in bytes.
+
+    Returns:
+        The offset in bytes from the beginning of the file's data, which follows the header.
 
     Raises:
         CheckpointError: the file does not contain the array, or the array has another dtype, shape or size.
