@@ -349,7 +349,7 @@ class Scattering:
 
     @property
     def splits(self) -> bool:
-        """True if actors have several processes; False if each has one, which stores every array as a whole."""
+        """True if actors have several processes; False if each has one, which stores all of every array."""
         return self.per_actor > 1
 
     def process(self, actor: ActorId, rank: int) -> ProcessId:
@@ -365,8 +365,7 @@ class Scattering:
         return parts_of(aval, self.axes, self.per_actor)
 
     def owned(self, array_id: ArrayId, aval: Aval) -> dict[int, list[Part]]:
-        """Group the parts (distinct slices) of an array by the process that exchanges them with the
-        controller.
+        """Group the parts (distinct slices) of an array by owner, which exchanges them with the controller.
 
         Returns:
             A dictionary. Its keys are the ranks of the processes that own parts; its values are the parts of
