@@ -160,7 +160,7 @@ def key_data_shape(aval: Any) -> tuple[int, ...]:
     return tuple(aval.shape) + tuple(aval.dtype._impl.key_shape)
 
 
-@functools.cache  # numpy puts the name together anew each time
+@functools.cache  # numpy builds the name again on each call
 def dtype_name(dtype: Any) -> str:
     return np.dtype(dtype).name
 
@@ -451,7 +451,7 @@ def same_computation(a: Any, b: Any) -> bool:
         return False
     try:
         return all(a.params[k] is b.params[k] or bool(a.params[k] == b.params[k]) for k in a.params)
-    except (TypeError, ValueError):  # parameters that cannot be compared, arrays for one
+    except (TypeError, ValueError):  # parameters that cannot be compared, such as arrays
         return False
 
 

@@ -267,6 +267,8 @@ def order_sends(
 ) -> Iterator[OrderedMessage]:
     """Yield the messages of a `Send` instruction in order, each with the NCCL link that carries it.
 
+    NCCL has no tags, so both ends of a link must know beforehand which message is the n-th.
+
     Args:
         process_rank: the sending process, with its actor and its rank in that actor.
         stored_parts: the parts (distinct slices) of the array that the process stores.
@@ -283,8 +285,9 @@ def order_receives(
 ) -> Iterator[OrderedMessage]:
     """Yield the messages of a `Recv` instruction in order, each with the NCCL link that carries it.
 
-    The messages that the process receives come first. The messages with which it forwards parts to other
-    processes of its actor follow.
+    NCCL has no tags, so both ends of a link must know beforehand which message is the n-th. The messages that
+    the process receives come first. The messages with which it forwards parts to other processes of its actor
+    follow.
 
     Args:
         process_rank: the receiving process, with its actor and its rank in that actor.

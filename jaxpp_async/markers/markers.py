@@ -459,7 +459,7 @@ def _with_index(fn: Callable, pass_index: bool) -> Callable:
     functools.update_wrapper(body, fn, updated=())
     try:
         names = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):  # builtins and the like
+    except (TypeError, ValueError):  # such as builtins, which may have no signature
         names = []
     given = [*names[:1], *(names[1:2] if pass_index else ["microbatch_index"])]
     if len(given) == 2:

@@ -70,7 +70,7 @@ where to give this number instead."""
 
 
 def _advise_on_options(cls: type[_T]) -> type[_T]:
-    """Make a class's constructor reject options of other objects, with advice where to give them.
+    """Make a class's constructor reject options that belong to other objects, with advice where to give them.
 
     These options are the keys of `_GIVEN_ELSEWHERE`, such as `num_actors`, which is an argument of
     `RemoteMesh`. The constructor raises a `TypeError` for them, also in subclasses that inherit it.
