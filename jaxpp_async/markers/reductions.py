@@ -21,8 +21,8 @@ from jaxpp_async.jax_bridge import private_api
 class Reduction:
     """An operator that joins one result of the loop's function over microbatches.
 
-    The subclasses are `Sum`, `Max`, `Min`, `Mean`, `Stack` and `Concat`. The accumulator is the array that
-    each microbatch's value is added to, or joined with.
+    The subclasses are `Sum`, `Max`, `Min`, `Mean`, `Stack` and `Concat`. Their methods are functions of the
+    accumulator, the array into which the microbatches' values are joined one by one.
     """
 
     grows = False
@@ -47,7 +47,7 @@ class Reduction:
         return spec
 
     def start(self, shape: tuple[int, ...], dtype: Any, num_microbatches: int) -> jax.Array:
-        """Return the accumulator before the first microbatch.
+        """Return the initial accumulator, the array into which the microbatches' values are then joined.
 
         Args:
             shape: the shape of one microbatch's value.
@@ -57,7 +57,13 @@ class Reduction:
         raise NotImplementedError
 
     def step(self, accumulator: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the accumulator after microbatch `index` (an int32 scalar), whose value is `value`."""
+        """Return the accumulator after the value of one microbatch has been joined to it.
+
+        Args:
+            accumulator: the accumulator after the previous microbatch.
+            value: the value of this microbatch.
+            index: the index of this microbatch, an int32 scalar.
+        """
         raise NotImplementedError
 
     def end(self, accumulator: jax.Array, num_microbatches: int) -> jax.Array:

@@ -12,9 +12,9 @@ The text reads like an assembly listing, and is also the form in which a program
     output b3 = result 0
 
 Slots (`b0`, `b1`) are numbered places for buffers. The instruction that defines a slot tells the aval (shape,
-dtype and sharding) of the slot. A slot that no instruction defines gets a line such as `slot b5 f32[3]`. `exe
-2` is the executable with index 2. `parse_program(format_program(p)) == p` for every program, also for one
-that breaks the rules that `compiler.verify` checks.
+dtype and sharding) of the slot. A slot that no instruction defines gets a line such as `slot b5 f32[3]`. The
+number after `exe` is the index of an executable. `parse_program(format_program(p)) == p` for every program,
+also for one that breaks the rules that `compiler.verify` checks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ActorProgram:
 
 
 def format_program(program: ActorProgram) -> str:
-    """Write a program as text.
+    """Write a program as text; the module's first lines describe the text.
 
     Args:
         program: the program, which need not be valid.
@@ -209,8 +209,8 @@ def format_instructions(program: ActorProgram) -> list[str]:
 def _find_undefined_slots(program: ActorProgram) -> Iterable[BufferId]:
     """Return the buffer slots that need a `slot` line in a program's text, which tells their aval.
 
-    For each of these slots, no instruction defines it, or the first one that does has another aval than the
-    program's table.
+    For each of these slots, either no instruction defines the slot, or the first instruction that defines it
+    has another aval than `program.avals`.
     """
     known: dict[BufferId, Aval] = {}
     for instruction in program.instructions:
