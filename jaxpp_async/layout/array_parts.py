@@ -368,7 +368,7 @@ class Scattering:
         return parts_of(aval, self.axes, self.per_actor)
 
     def owned(self, array_id: ArrayId, aval: Aval) -> dict[int, list[Part]]:
-        """Group the parts (distinct slices) of an array by owner, which exchanges them with the controller.
+        """Group the parts of an array by owner: the process that exchanges a part with the controller.
 
         Returns:
             A dictionary. Its keys are the ranks of the processes that own parts; its values are the parts of

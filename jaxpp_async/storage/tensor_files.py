@@ -157,7 +157,7 @@ def read_pieces(
             read, and is zero in the result. Empty if the whole array is needed.
 
     Raises:
-        CheckpointError: as for `read`.
+        CheckpointError: a file is missing, cut off or damaged, or an array in it is not the wanted one.
     """
     whole = np.zeros(tuple(shape), numpy_dtype(dtype))
     for path, start, wanted in pieces:
