@@ -56,7 +56,7 @@ class NonfiniteChecker:
         return jnp.stack(self._found) if self._found else jnp.zeros((0,), jnp.uint8)
 
     def check_argument(self, value: Any) -> None:
-        """Check a floating argument of the computation, and add an empty text to `places` for any argument."""
+        """Check an argument of the computation, if it is floating, and add an empty text to `places`."""
         self.places.append("")
         self._found.append(_worst_value(value) if _is_floating(value) else jnp.uint8(0))
 
