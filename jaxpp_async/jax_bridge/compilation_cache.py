@@ -1,7 +1,7 @@
 """Choose the folder of JAX's compilation cache, and switch the cache on for a while in the user's process.
 
-Whoever can write to a cache can run code in every process that reads it. So only its user can write to the
-default folder, while a folder that the user has named may be shared.
+Anyone who can write to a cache can run code in every process that reads it. So the default folder must not be
+writable by other users, while a folder that the user has named may be shared.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def make_cache(given: str) -> str:
     """Return the folder of the compilation cache, and make it if it does not exist.
 
     Args:
-        given: a folder; or `DEFAULT`, for the one that `JAX_COMPILATION_CACHE_DIR` names or `default_folder`.
+        given: a folder, or `DEFAULT`. `DEFAULT` means the folder in the variable `JAX_COMPILATION_CACHE_DIR`
+            or, if the variable is not set, `default_folder()`.
 
     Raises:
-        MeshError: the folder cannot be made, or it is `default_folder` and another user can write to it.
+        MeshError: the folder cannot be made, or it is `default_folder()` and another user can write to it.
     """
     named = os.environ.get("JAX_COMPILATION_CACHE_DIR") if given == DEFAULT else given
     folder = named or default_folder()
@@ -63,7 +64,7 @@ def make_cache(given: str) -> str:
 
 
 class SharedCache:
-    """A compilation cache that this process's JAX has only while at least one `use` context is open.
+    """A compilation cache that JAX uses in this process only while at least one `use` context is open.
 
     When the last context ends, JAX gets its former settings back. If contexts with several folders are open
     at the same time, JAX uses the folder of the first.
@@ -81,7 +82,10 @@ class SharedCache:
 
     @contextmanager
     def use(self, folder: str) -> Iterator[None]:
-        """Return a context in which JAX stores the programs that it compiles in a cache in `folder`."""
+        """Return a context in which JAX stores the programs that it compiles in a cache in `folder`.
+
+        If another context is open already, JAX uses the folder of that context instead.
+        """
         with self._lock:
             if not self._users:
                 self._given = jax_config.cache_settings(folder)

@@ -48,9 +48,9 @@ def trace_settings() -> tuple[Any, ...]:
     """Return the values of all settings of this thread on which a traced and exported program depends.
 
     Callers compare two results to see whether a setting has changed; a result is quick to make and to
-    compare. Its first entry is JAX's key for its own caches of traces, which includes settings of one thread
-    (`with jax.enable_x64(True)`) and the meshes in context, but lacks some of the settings that actors get.
-    The other entries are all settings that actors get.
+    compare. The first entry is JAX's key for its own caches of traces. This key includes settings of one
+    thread (`with jax.enable_x64(True)`) and the meshes in context, but lacks some of the settings that are
+    copied to actors. The other entries are all settings that are copied to actors.
     """
     config = jax.config
     return _settings.trace_context(), *[getattr(config, name, None) for name in _COPIED_CONFIG]
@@ -76,8 +76,8 @@ not depend on them."""
 def thread_checks() -> dict[str, Any]:
     """Return this thread's values of `jax_debug_nans` and `jax_debug_infs`, by name.
 
-    These settings are not part of a compiled program: each actor checks for NaN and infinity as its own
-    settings say.
+    A compiled program does not contain these settings: an actor that runs it reads the actor's own settings
+    and checks for NaN and infinity accordingly.
     """
     return {name: getattr(jax.config, name) for name in _CHECKS}
 
@@ -120,8 +120,8 @@ def without_transfer_guard(fn: _F) -> _F:
 def with_exact_types(fn: _F) -> _F:
     """Decorate a function of an actor so that JAX keeps 64-bit types and allows the function's transfers.
 
-    A program's types were decided by the process that compiled it, under settings that this thread may not
-    have.
+    The process that compiled a program has decided the program's types, and may have had x64 on where this
+    thread has it off.
     """
 
     @without_transfer_guard
@@ -134,10 +134,10 @@ def with_exact_types(fn: _F) -> _F:
 
 
 def mesh_context(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which JAX's mesh is `mesh`, or none, whatever mesh the user has set.
+    """Return a context in which JAX's mesh is `mesh`, whatever mesh the user has set.
 
     Args:
-        mesh: the abstract mesh; None: no mesh.
+        mesh: the abstract mesh; None for a context without any mesh.
     """
     stack = contextlib.ExitStack()
     # `jax.set_mesh` takes no "none", and cannot be called under a trace.
@@ -199,7 +199,7 @@ def _put_whole(self: Any, key: str, value: bytes) -> None:
 
 
 def cache_settings(folder: str) -> dict[str, Any]:
-    """Return the settings, by name, with which JAX caches all programs in `folder`, small ones too."""
+    """Return the settings of JAX, by name, that make it cache all programs in `folder`, even small ones."""
     return {
         "jax_compilation_cache_dir": folder,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -208,13 +208,12 @@ def cache_settings(folder: str) -> dict[str, Any]:
 
 
 def set_cache(settings: Mapping[str, Any]) -> None:
-    """Change settings of JAX's compilation cache, and make JAX read them again.
+    """Change settings of JAX's compilation cache, and make JAX read these settings again.
 
-    Without that, JAX would ignore them after its first compilation, when it decides whether it has a cache
-    and in which folder.
+    Otherwise JAX decides only once, at its first compilation, whether it has a cache and in which folder.
 
     Args:
-        settings: `jax.config` name to value.
+        settings: the new values, by the name of the setting in `jax.config`.
     """
     for name, value in settings.items():
         jax.config.update(name, value)
@@ -222,15 +221,15 @@ def set_cache(settings: Mapping[str, Any]) -> None:
 
 
 def spare_gpus() -> bool:
-    """Make this process's JAX allocate GPU memory as it needs it, rather than most of it at its first use.
+    """Make JAX in this process allocate GPU memory only as needed, rather than most of it at the first use.
 
-    A setting of the user's own stays (`XLA_PYTHON_CLIENT_PREALLOCATE`, `jax_pjrt_client_create_options`).
-    This changes an option of this process and not its environment, which actors inherit: they are to
-    allocate most of the memory at their first use of JAX.
+    If the user has set `XLA_PYTHON_CLIENT_PREALLOCATE` or `jax_pjrt_client_create_options`, nothing changes.
+    This sets an option of this process and not an environment variable, because actors inherit the
+    environment and should allocate most of the memory at their first use of JAX.
 
     Returns:
-        False if this process allocates most of a GPU's memory all the same: because it has done so already,
-        or because the user's environment variable asks for it.
+        False if this process allocates most of a GPU's memory all the same, because it has done so already or
+        because the user's environment variable asks for it; otherwise True.
     """
     from jax._src import xla_bridge
 
@@ -248,7 +247,7 @@ def spare_gpus() -> bool:
 def hides_frames() -> bool:
     """Return whether tracebacks are to leave out frames that do not help users.
 
-    JAX's own switch, `JAX_TRACEBACK_FILTERING=off`, turns that off.
+    The result is False if the user has set JAX's own switch, `JAX_TRACEBACK_FILTERING=off`.
     """
     return getattr(jax.config, "jax_traceback_filtering", "auto") != "off"
 
@@ -270,7 +269,7 @@ def distributed_client() -> Any:
 
 
 def let_gloo_listen_on(address: str) -> None:
-    """Make gloo, which does JAX's CPU collectives, listen on `address` and not on that of the host's name.
+    """Make gloo, which runs JAX's CPU collectives, listen on `address` instead of the host name's address.
 
     This has to be called before JAX is first used.
     """

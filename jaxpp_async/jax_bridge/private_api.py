@@ -160,7 +160,7 @@ def key_data_shape(aval: Any) -> tuple[int, ...]:
     return tuple(aval.shape) + tuple(aval.dtype._impl.key_shape)
 
 
-@functools.cache  # numpy puts the name together anew each time
+@functools.cache  # numpy builds the name again on each call
 def dtype_name(dtype: Any) -> str:
     return np.dtype(dtype).name
 
@@ -177,9 +177,9 @@ def takes_a_value(frame: FrameType) -> bool:
     """Return whether a frame that reads `__jax_array__` is in a function of JAX that needs the array's value.
 
     `jnp.mean`, `jax.jit(f)` and all other functions that compute read the attribute in a few internal
-    functions, by which they are recognized. Code that does not need the value reads the attribute too:
-    `jax.eval_shape`, which needs only a shape; C++ code, which prints what a property raises; and `jnp.size`,
-    which calls the same internal functions as those that compute.
+    functions, which are recognized by name. Code that does not need the value reads the attribute too:
+    `jax.eval_shape`, which needs only a shape; C++ code, which prints the error that a property raises; and
+    `jnp.size`, which calls the same internal functions and is recognized among the callers.
 
     Args:
         frame: the frame of the function that reads the attribute.
@@ -224,13 +224,13 @@ def is_host_kind(kind: str | None) -> bool:
 
 
 def is_in_host_memory(leaf: Any) -> bool:
-    """Return whether a leaf is a JAX array or `jax.ShapeDtypeStruct` whose sharding asks for host memory."""
+    """Return whether `leaf` is a JAX array or `jax.ShapeDtypeStruct` whose sharding asks for host memory."""
     sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
     return is_host_kind(getattr(sharding, "memory_kind", None))
 
 
 def meshes_named(eqn: Any) -> list[Any]:
-    """Return the meshes in an equation's parameters (of shardings or a `shard_map`), except empty ones."""
+    """Return all nonempty meshes in an equation's parameters, such as those of shardings or a `shard_map`."""
     found: list[Any] = []
     for value in eqn.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
@@ -250,11 +250,11 @@ def quick_put(
     """Return a fast replacement of `jax.device_put` for host arrays of one shape and dtype to one device.
 
     The returned function takes a tenth of the time of `jax.device_put`, which spends most of its time on
-    working out again what is the same for all such arrays.
+    computing again what is the same for all such arrays.
 
     Args:
         shape: the shape of the arrays.
-        dtype: the dtype of the arrays, which must be one that JAX does not change.
+        dtype: the dtype of the arrays, which must be one that JAX does not convert to another.
         sharding: the sharding that names the device.
     """
     aval = jax.device_put(np.zeros(shape, dtype), sharding).aval
@@ -283,7 +283,7 @@ def inner_jaxpr(eqn: Any) -> Any:
 def pins_shardings(eqn: Any) -> bool:
     """Return whether a `jit` equation declares a sharding of an operand or result.
 
-    Such an equation must not be inlined.
+    An equation that does must not be inlined, since the declaration would be lost.
     """
     pinned = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return any(isinstance(s, jax.sharding.Sharding) for s in pinned)
@@ -293,7 +293,8 @@ def pinned_shardings(eqn: Any) -> tuple[list[Any], list[Any]]:
     """Return the shardings that a call-like equation declares for its operands and for its results.
 
     Returns:
-        Two lists, for operands and for results; an entry is None if nothing is declared.
+        Two lists: one entry per operand, and one entry per result. An entry is None if the equation declares
+        no sharding for that operand or result.
     """
     found = []
     for name, atoms in (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars)):
@@ -348,9 +349,9 @@ class ScanParts:
 
     Attributes:
         body: the closed jaxpr of one iteration.
-        num_consts: number of constants.
-        num_carry: number of carries.
-        length: number of iterations.
+        num_consts: the number of constants.
+        num_carry: the number of carries.
+        length: the number of iterations.
         reverse: whether the scan runs from the last index to the first.
     """
 
@@ -394,8 +395,8 @@ def find_inside(eqn: Any, names: Collection[str]) -> tuple[Any, list[str]]:
     """Find the first equation with a primitive of one of these names: `eqn` itself or one inside it.
 
     Returns:
-        The equation, or None if there is none; and the names of the primitives of the equations that enclose
-        it, outermost first.
+        The equation, and the primitive names of the equations that enclose it, outermost first. If there is
+        no such equation: None and an empty list.
     """
     if eqn.primitive.name in names:
         return eqn, []
@@ -410,7 +411,7 @@ def find_inside(eqn: Any, names: Collection[str]) -> tuple[Any, list[str]]:
 def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Run one equation on `args` (tracers or arrays) and return its results.
 
-    The equation's source line is kept, for errors and profiles.
+    The equation's source line is kept, for error messages and profiles.
     """
     params = eqn.primitive.get_bind_params(eqn.params)
     name_stack = source_info.current_name_stack() + eqn.source_info.name_stack
@@ -425,14 +426,15 @@ def call_host(eqn: Any, operands: Sequence[Any]) -> None:
 
 
 def with_inner(eqn: Any, fn: Callable) -> tuple[Any, list[Any]]:
-    """Return a copy of a `jax.checkpoint` equation that runs `fn` in place of its own jaxpr.
+    """Return a copy of a `jax.checkpoint` equation that runs `fn` in place of the equation's jaxpr.
 
     Args:
         eqn: the equation.
-        fn: a function of the equation's operands, which returns its results and possibly more.
+        fn: a function of the equation's operands. Its first results replace those of the equation, and
+            further results are added to the equation.
 
     Returns:
-        The equation, and the constants that it takes as operands before the others.
+        The new equation, and the constants of `fn`, which are the first operands of the new equation.
     """
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
     lifted, consts = lift_consts(jax.make_jaxpr(fn)(*avals))
@@ -444,12 +446,12 @@ def with_inner(eqn: Any, fn: Callable) -> tuple[Any, list[Any]]:
 
 
 def same_computation(a: Any, b: Any) -> bool:
-    """Return whether two equations surely compute the same from equal operands; False when in doubt."""
+    """Return whether two equations certainly compute the same from equal operands; False when in doubt."""
     if a.primitive is not b.primitive or a.params.keys() != b.params.keys():
         return False
     try:
         return all(a.params[k] is b.params[k] or bool(a.params[k] == b.params[k]) for k in a.params)
-    except (TypeError, ValueError):  # parameters that cannot be compared, arrays for one
+    except (TypeError, ValueError):  # parameters that cannot be compared, such as arrays
         return False
 
 
@@ -461,7 +463,7 @@ def has_effects(eqn: Any) -> bool:
 
 
 def is_unknown_axis_error(error: BaseException) -> bool:
-    """Return whether JAX's error is about a `PartitionSpec` with an axis that the mesh in context lacks."""
+    """Return whether an error of JAX says that a `PartitionSpec` names an axis that is not in the mesh."""
     # Recognized by the text: the type is a plain ValueError or RuntimeError, and JAX removes its frames.
     text = str(error)
     return (
@@ -479,7 +481,7 @@ _NEEDS_GPU = re.compile(
 
 
 def is_missing_gpu_error(error: BaseException) -> bool:
-    """Return whether an error says that JAX needed a GPU, which this process lacks, to trace or lower."""
+    """Return whether an error says that JAX needs a GPU to trace or lower, which this process lacks."""
     # Recognized by the beginning of the text, because users' errors may mention GPUs too.
     return _NEEDS_GPU.match(str(error)) is not None
 
@@ -488,11 +490,11 @@ def is_missing_gpu_error(error: BaseException) -> bool:
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """Return the open jaxpr of a jaxpr that may be closed, and its constants.
+    """Split a jaxpr, which may be closed, into the open jaxpr and its constants.
 
     Args:
-        jaxpr: the jaxpr. In JAX 0.10 a closed jaxpr is an object around an open one; in JAX 0.12 every jaxpr
-            has its constants itself, and is its own `.jaxpr`.
+        jaxpr: the jaxpr. In JAX 0.10 a closed jaxpr is an object around an open one. In JAX 0.12 every jaxpr
+            contains its constants, and its attribute `.jaxpr` is the jaxpr itself.
 
     Returns:
         The jaxpr that has the equations, and the values of its `constvars`.
@@ -534,12 +536,12 @@ def propagated_specs(jitted: Any, avals: Sequence[Any], platform: str) -> tuple[
 
     Args:
         jitted: the jitted function.
-        avals: the types of its arguments.
+        avals: the types of the function's arguments.
         platform: the platform to lower for.
 
     Returns:
-        Two lists, for the arguments and for the results, with a tuple for each of them that has one entry per
-        dimension, as a `PartitionSpec`.
+        Two lists: one spec per argument, and one spec per result. A spec is a tuple with one entry per
+        dimension, as in `PartitionSpec`.
     """
     from jaxlib.mlir import passmanager
 

@@ -1,11 +1,14 @@
 """Find the user's line behind an equation or an error, and hide this package's frames from tracebacks.
 
-The frames of this package, and those of JAX and Python's library that it called, are hidden where they do not
-help a user. That is so for an error of `errors`, or one of Python's types that is marked as `deliberate`,
-because its message explains it; and for the user's own error, raised while a step is traced, because its
-cause is in the user's frames. In other cases, such as a bug of this package, the frames inside the user's
-innermost frame stay. JAX's own switch, `JAX_TRACEBACK_FILTERING=off`, shows everything. No message or cause
-is changed, nor an error that the caller was handling already, and hiding frames never raises an error itself.
+Where frames of this package do not help a user, they are hidden, together with the frames of JAX and Python's
+library that this package called. There are two such cases:
+
+- An error that explains itself: one of `errors`, or one of Python's types that is marked as `deliberate`.
+- The user's own error, raised while a step is traced: its cause is in the user's frames.
+
+In other cases, such as a bug of this package, the frames inside the user's innermost frame stay. JAX's own
+switch, `JAX_TRACEBACK_FILTERING=off`, shows everything. Messages, causes and errors that the caller was
+already handling are not changed, and hiding frames never raises an error itself.
 """
 
 from __future__ import annotations
@@ -94,10 +97,13 @@ def _line_of(traceback: Any) -> str:
 def _innermost(frames: Iterable[tuple[str, Callable[[], int]]]) -> str:
     """Return `file:line` of the first frame in the user's own code, or of the first frame if there is none.
 
-    Code of installed packages, such as optax or flax, which call what the user wrote, is not the user's own.
+    The user's own code excludes installed packages, such as optax or flax, which call the user's functions.
 
     Args:
         frames: the frames, innermost first, each as a file name and a function that returns the line number.
+
+    Returns:
+        The text `file:line`, or `"unknown line"` if there are no frames.
     """
     installed = None
     for name, line in frames:
@@ -115,7 +121,7 @@ def _is_user_file(name: str) -> bool:
 def location(eqn: Any) -> tuple[Any, ...]:
     """Return the source location and name stack of an equation, as they appear in a lowered program's bytes.
 
-    This holds for programs that are lowered in the context of `jax_config.innermost_locations`.
+    This is valid for programs that are lowered in the context of `jax_config.innermost_locations`.
     """
     traceback = eqn.source_info.traceback
     return *(() if traceback is None else _place_of(traceback)), str(eqn.source_info.name_stack)
@@ -157,7 +163,8 @@ class Origins:
 def caller_line() -> str:
     """Return `file:line` of the innermost caller, on the current stack, that is in the user's own code.
 
-    Frames of this package and of JAX are ignored; one of an installed package is used if there is no other.
+    Frames of this package and of JAX are ignored. If no caller is in the user's own code, a frame of another
+    installed package is used.
     """
 
     def callers() -> Iterator[tuple[str, Callable[[], int]]]:
@@ -174,7 +181,8 @@ def caller_line() -> str:
 def error_line(error: BaseException) -> str:
     """Return `file:line` of the innermost frame of an error's traceback that is in the user's own code.
 
-    Frames of this package and of JAX are ignored; one of an installed package is used if there is no other.
+    Frames of this package and of JAX are ignored. If no frame is in the user's own code, a frame of another
+    installed package is used.
     """
     frames: list[tuple[str, Callable[[], int]]] = []
     for entry in _entries(error.__traceback__):
@@ -204,7 +212,8 @@ def deliberate(error: _E) -> _E:
 def framework_hints() -> Iterator[None]:
     """Return a context for tracing a user's function, which adds a hint to an error of a model framework.
 
-    An error of flax about an nnx object that was made outside the function gets a note with what to write.
+    If flax raises an error about an nnx object that was made outside the function, the error gets a note that
+    says what to write instead.
     """
     try:
         yield
@@ -258,7 +267,8 @@ def shown(traceback: TracebackType | None, *, says_all: bool) -> TracebackType |
 
     Args:
         traceback: the traceback.
-        says_all: whether the error's message explains the error, so that no frame of this package is needed.
+        says_all: whether the error's message explains the error, so that all frames of this package can be
+            left out.
     """
     entries = list(_entries(traceback))
     hidden, last_of_user = _hidden([entry.tb_frame for entry in entries])
@@ -271,14 +281,14 @@ def shown(traceback: TracebackType | None, *, says_all: bool) -> TracebackType |
 
 
 def _hidden(frames: list[FrameType]) -> tuple[list[bool], int]:
-    """Return which frames of a traceback may be left out, and which is the user's innermost one.
+    """Return which frames of a traceback may be left out, and which is the innermost one of the user's code.
 
     Args:
         frames: the frames, outermost first.
 
     Returns:
-        For each frame, whether it may be left out; and the index of the user's innermost frame, -1 if there
-        is none.
+        One bool per frame, True if the frame may be left out; and the index of the innermost frame in the
+        user's code, or -1 if there is none.
     """
     hidden: list[bool] = []
     last_of_user = -1
@@ -318,7 +328,7 @@ def _chain(error: BaseException, handled: BaseException | None) -> Iterator[Base
 
     Args:
         error: the error.
-        handled: the error that the caller was handling already, which is left out with its causes; or None.
+        handled: an error to leave out, with its causes, because the caller was already handling it; or None.
     """
     seen = {id(handled)} - {id(error)}  # it may be raised once more while it is handled
     waiting: list[BaseException | None] = [error]

@@ -1,12 +1,17 @@
 """Compute how an array is divided among the processes of an actor, and which messages move its parts.
 
-An actor may have several processes; consecutive devices of its mesh belong to one process. A *part* is one
-distinct box of an array: an array that is split over an actor's devices has as many parts as its spec
-implies, and devices that store the same part are replicas. A *piece* is the bytes of one part in the memory
-of one process; messages carry pieces. One of the processes that store a part is its *owner*. Only the owner
-sends the part to other actors and to the controller, and only the owner receives the part from them; it then
-forwards the part to the other processes of its actor that store it. All of this is computed from the array's
-aval and the actor's mesh, so that every process and the controller compute the same result.
+An actor may have several processes; consecutive devices of the actor's mesh belong to one process. The terms
+are:
+
+- A *part* is one distinct slice of an array. An array that is split over an actor's devices has as many parts
+  as its spec implies; devices that store the same part are replicas.
+- A *piece* is the bytes of one part in the memory of one process; a message carries one piece.
+- The *owner* of a part is one of the processes of an actor that store the part. Only the owner exchanges the
+  part with other actors and with the controller. After a receive from another actor, the owner forwards the
+  part to the other processes of the actor that store it.
+
+All of this is computed from the array's aval and the actor's mesh, so that every process and the controller
+compute the same result.
 """
 
 from __future__ import annotations
@@ -31,13 +36,12 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One distinct box of an array, with the devices and the processes of an actor that store it.
+    """One distinct slice of an array, with the devices and the processes of an actor that store it.
 
     Args:
-        number: the index of the part among all parts of the array, which are in the order of the first device
-            that stores each of them.
-        index: the box, as one slice per axis of the whole array.
-        shape: the shape of the box.
+        number: the index of the part in the list of the array's parts, which `parts_of` returns.
+        index: the index range of the part, as one slice per axis of the whole array.
+        shape: the shape of the part.
         positions: the devices that store the part, as indices into the actor's mesh in flat order.
         ranks: the ranks, in ascending order, of the processes that store the part.
     """
@@ -49,21 +53,21 @@ class Part:
     ranks: tuple[int, ...]
 
     def owner(self, salt: int) -> int:
-        """Return the rank of the part's owner: the process that exchanges the part with other actors and the
-        controller.
+        """Return the rank of the process that exchanges this part with other actors and the controller.
 
         Args:
-            salt: the tag of a transfer, or the id of an array, so that different processes are the owners in
-                different transfers, which spreads the work.
+            salt: the tag of a transfer, or the id of an array. Different salts choose different processes,
+                which spreads the work.
         """
         return self.ranks[(self.number + salt) % len(self.ranks)]
 
 
 @lru_cache(maxsize=4096)
 def parts_of(aval: Aval, axes: tuple[tuple[str, int], ...], num_processes: int = 1) -> tuple[Part, ...]:
-    """List the distinct parts (boxes) into which the mesh of an actor divides an array.
+    """List the parts (distinct slices) into which the mesh of an actor divides an array.
 
-    Along an unreduced axis every device has a part of its own, since each stores its own summand.
+    Devices along an unreduced axis store different summands of the same slice, so each of these devices has a
+    part.
 
     Args:
         aval: the shape, the dtype and the spec of the array.
@@ -71,7 +75,7 @@ def parts_of(aval: Aval, axes: tuple[tuple[str, int], ...], num_processes: int =
         num_processes: the number of processes of the actor, which divides the number of devices.
 
     Returns:
-        The parts, in the order of the first device that stores each of them.
+        The parts. Their order is that of the first device that stores each part.
 
     Raises:
         ValueError: the spec names an axis that the mesh does not have, or does not divide the shape.
@@ -105,7 +109,7 @@ def parts_of(aval: Aval, axes: tuple[tuple[str, int], ...], num_processes: int =
 
 
 def _block(names: tuple[str, ...], at: dict[str, int], sizes: dict[str, int]) -> int:
-    """Return which block of one axis of an array the device at the given mesh coordinates stores.
+    """Return which block of one axis of an array is stored by the device at the given mesh coordinates.
 
     Args:
         names: the mesh axes that split the array's axis, outermost first.
@@ -126,8 +130,7 @@ def _slice(block: int, length: int, count: int) -> slice:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype with the given name, which is that of an `Aval`; types of `ml_dtypes` such as
-    bfloat16 are supported."""
+    """Return the numpy dtype for the dtype name of an `Aval`, such as bfloat16 of `ml_dtypes`."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
@@ -139,13 +142,13 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 class PieceTransfer(NamedTuple):
-    """One message between two processes, which carries one part of an array.
+    """One message between two processes, which carries one part (distinct slice) of an array.
 
     Args:
-        part_index: the index of the part among the parts that this process stores.
-        peer: the process at the other end, which receives the message or sends it.
-        sequence: the sequence number in the message's wire tag, by which the transport matches a send with
-            its receive.
+        part_index: the index of the part in the list of the parts that this process stores.
+        peer: the other process, to which the message is sent or from which it is received.
+        sequence: the sequence number in the message's wire tag. The transport uses this tag to match a send
+            with its receive.
     """
 
     part_index: int
@@ -156,15 +159,14 @@ class PieceTransfer(NamedTuple):
 def plan_sends(
     process_rank: ProcessRank, stored_parts: Sequence[Part], tag: Tag, to_actor: ActorId, num_devices: int
 ) -> tuple[PieceTransfer, ...]:
-    """List the messages by which one process carries out a `Send` instruction: one for each part that it
-    owns.
+    """List the messages that one process sends for a `Send` instruction: one per part that it owns.
 
-    One of the processes of an actor that store a part is its owner, and only the owner sends the part to
-    other actors.
+    Each part has one owner among the processes of an actor that store the part. Only the owner sends the part
+    to other actors.
 
     Args:
         process_rank: the process, with its actor and its rank in that actor.
-        stored_parts: the parts (distinct boxes) of the array that the process stores.
+        stored_parts: the parts (distinct slices) of the array that the process stores.
         tag: the tag of the transfer in the program.
         to_actor: the actor that receives the array.
         num_devices: the number of devices of one actor.
@@ -180,16 +182,15 @@ def plan_sends(
 def plan_receives(
     process_rank: ProcessRank, stored_parts: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
 ) -> tuple[PieceTransfer, ...]:
-    """List the messages by which one process carries out a `Recv` instruction: one for each part that it
-    stores.
+    """List the messages that one process receives for a `Recv` instruction: one per part that it stores.
 
-    One of the processes of an actor that store a part is its owner. A part that this process owns comes from
-    the process of the same rank in the other actor. Any other part comes from its owner, another process of
-    the receiving actor.
+    Each part has one owner among the processes of an actor that store the part. If this process is the owner,
+    it receives the part from the process of the same rank in the sending actor. Otherwise it receives the
+    part from the owner, which is another process of the same actor.
 
     Args:
         process_rank: the process, with its actor and its rank in that actor.
-        stored_parts: the parts (distinct boxes) of the array that the process stores.
+        stored_parts: the parts (distinct slices) of the array that the process stores.
         tag: the tag of the transfer in the program.
         from_actor: the actor that sends the array.
         num_devices: the number of devices of one actor.
@@ -210,20 +211,20 @@ def plan_receives(
 def plan_relays(
     process_rank: ProcessRank, stored_parts: Sequence[Part], tag: Tag, num_devices: int
 ) -> dict[int, tuple[PieceTransfer, ...]]:
-    """List the messages by which one process forwards received parts to the other processes of its actor that
-    need them.
+    """List the messages with which one process forwards received parts to other processes of its actor.
 
-    A process forwards the parts that it owns, since only a part's owner receives the part from another actor.
+    A process forwards the parts that it owns to all other processes that store them, since only a part's
+    owner receives the part from another actor.
 
     Args:
         process_rank: the process, with its actor and its rank in that actor.
-        stored_parts: the parts (distinct boxes) of the array that the process stores.
+        stored_parts: the parts (distinct slices) of the array that the process stores.
         tag: the tag of the transfer in the program.
         num_devices: the number of devices of one actor.
 
     Returns:
-        For each part that is forwarded, by its index in `stored_parts`: the messages that carry it. Parts
-        that this process does not forward are left out.
+        A dictionary. Its keys are indices in `stored_parts` of the parts to forward; its values are the
+        messages that carry each part.
     """
     return {
         part_index: tuple(
@@ -241,8 +242,8 @@ def plan_relays(
 def sequence_number(tag: Tag, part: Part, num_devices: int) -> int:
     """Return the sequence number for the wire tag of the message that carries one part of a transfer.
 
-    An array has at most as many parts as an actor has devices, so no two messages of a program share a
-    number.
+    Different parts and transfers of a program get different numbers, because an array has at most as many
+    parts as an actor has devices.
 
     Args:
         tag: the tag of the transfer in the program.
@@ -266,9 +267,11 @@ def order_sends(
 ) -> Iterator[OrderedMessage]:
     """Yield the messages of a `Send` instruction in order, each with the NCCL link that carries it.
 
+    NCCL has no tags, so both ends of a link must know beforehand which message is the n-th.
+
     Args:
         process_rank: the sending process, with its actor and its rank in that actor.
-        stored_parts: the parts (distinct boxes) of the array that the process stores.
+        stored_parts: the parts (distinct slices) of the array that the process stores.
         tag: the tag of the transfer in the program.
         to_actor: the actor that receives the array.
         num_devices: the number of devices of one actor.
@@ -282,12 +285,13 @@ def order_receives(
 ) -> Iterator[OrderedMessage]:
     """Yield the messages of a `Recv` instruction in order, each with the NCCL link that carries it.
 
-    The messages that the process receives come first. The messages by which it forwards parts within its
-    actor follow.
+    NCCL has no tags, so both ends of a link must know beforehand which message is the n-th. The messages that
+    the process receives come first. The messages with which it forwards parts to other processes of its actor
+    follow.
 
     Args:
         process_rank: the receiving process, with its actor and its rank in that actor.
-        stored_parts: the parts (distinct boxes) of the array that the process stores.
+        stored_parts: the parts (distinct slices) of the array that the process stores.
         tag: the tag of the transfer in the program.
         from_actor: the actor that sends the array.
         num_devices: the number of devices of one actor.
@@ -318,8 +322,7 @@ def _on_links(
 
 
 def _first_device(part: Part, rank: int, devices_each: int) -> int:
-    """Return the first device of a process that stores a part; transports move the part from or to this
-    device.
+    """Return the first device of a process that stores a part; transports use this device for the part.
 
     Args:
         part: the part, which the process must store.
@@ -337,8 +340,7 @@ def _first_device(part: Part, rank: int, devices_each: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scattering:
-    """A description of how values in host memory are split among the processes of an actor; all actors of a
-    mesh share one.
+    """A description of how each actor of a mesh splits host values among its processes.
 
     Args:
         axes: the mesh of one actor, as pairs of axis name and size, outermost first.
@@ -350,12 +352,11 @@ class Scattering:
 
     @property
     def splits(self) -> bool:
-        """True if actors have several processes; False if the only process of an actor stores all of every
-        array."""
+        """True if actors have several processes; False if each has one, which stores all of every array."""
         return self.per_actor > 1
 
     def process(self, actor: ActorId, rank: int) -> ProcessId:
-        """Return the id of the process that has a given rank in an actor."""
+        """Return the id of an actor's process that has the given rank."""
         return process_of(actor, rank, self.per_actor)
 
     def first_of(self, process: ProcessId) -> ProcessId:
@@ -363,15 +364,15 @@ class Scattering:
         return self.process(actor_and_rank(process, self.per_actor)[0], 0)
 
     def parts(self, aval: Aval) -> tuple[Part, ...]:
-        """List the distinct parts (boxes) into which the mesh of an actor divides an array of this aval."""
+        """List the parts (distinct slices) into which the mesh of an actor divides an array of this aval."""
         return parts_of(aval, self.axes, self.per_actor)
 
     def owned(self, array_id: ArrayId, aval: Aval) -> dict[int, list[Part]]:
-        """Group the parts of an array by their owners, the processes that exchange them with the controller.
+        """Group the parts of an array by owner: the process that exchanges a part with the controller.
 
         Returns:
-            The parts that each process owns, by the rank of the process. Processes that own no part are left
-            out.
+            A dictionary. Its keys are the ranks of the processes that own parts; its values are the parts of
+            each process.
         """
         found: dict[int, list[Part]] = {}
         for part in self.parts(aval):
@@ -382,13 +383,13 @@ class Scattering:
         """Split a host value into the parts that the controller sends to the processes of an actor.
 
         Args:
-            array_id: the id of the array, which decides which process owns which part.
+            array_id: the id of the array, which determines the process to which each part is sent.
             aval: the aval of the array.
             value: the whole value.
 
         Returns:
-            For each part: the rank of its owner, the number of the part, and a copy of its bytes as a flat
-            uint8 array.
+            One tuple per part: the rank of the process that receives it, the number of the part, and a copy
+            of the part's bytes as a flat uint8 array.
         """
         return [
             (
@@ -401,17 +402,16 @@ class Scattering:
 
 
 class Gathering:
-    """One fetch of arrays to the controller: determines what to request from each process, and joins the
-    replies.
+    """One fetch of arrays to the controller, as a request to each process whose replies are then joined.
 
     Args:
-        wanted: for each array to fetch: the actor that has it, its id and its aval.
+        wanted: for each array to fetch: the actor that stores it, its id and its aval.
         scattering: how arrays are split among the processes of an actor.
 
     Attributes:
         requests: for each process, the ids of the arrays to request from it, each with the aval of the reply.
-            With several processes per actor a reply is the bytes of the parts that the process owns, a flat
-            uint8 array.
+            With several processes per actor a reply is a flat uint8 array: the bytes of the parts for which
+            the process answers.
     """
 
     def __init__(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]], scattering: Scattering):
@@ -429,10 +429,10 @@ class Gathering:
                 self._contents.setdefault(process, []).append((position, parts))
 
     def arrays(self, answers: Mapping[ProcessId, Sequence[Array]]) -> list[Array]:
-        """Join the replies of all processes, and return the arrays in the order in which they were requested.
+        """Join the replies of all processes, and return the arrays in the order of `wanted`.
 
         Args:
-            answers: for each process in `requests`: its replies, in the order of its entry in `requests`.
+            answers: for each process in `requests`: its replies, in the order of its requests.
         """
         found: list[list[tuple[Sequence[Part] | None, Array]]] = [[] for _ in self._wanted]
         for process, arrays in answers.items():
@@ -450,7 +450,7 @@ def total_bytes(parts: Sequence[Part], aval: Aval) -> int:
     """Return the total size in bytes of the given parts of an array.
 
     Args:
-        parts: the parts.
+        parts: the parts (distinct slices) of the array.
         aval: the aval of the whole array.
     """
     return sum(math.prod(part.shape) for part in parts) * numpy_dtype(aval.dtype).itemsize
@@ -461,8 +461,8 @@ def join_parts(aval: Aval, pieces: Sequence[tuple[Sequence[Part], Array]]) -> Ar
 
     Args:
         aval: the aval of the whole array.
-        pieces: for each process: the parts that it sent, and their bytes one part after the other as a flat
-            uint8 array. Together the processes must have sent all parts.
+        pieces: for each process: the parts (distinct slices) that it sent, and the bytes of these parts one
+            after the other as a flat uint8 array. Together the processes must have sent all parts.
     """
     dtype = numpy_dtype(aval.dtype)
     whole = np.empty(aval.shape, dtype)

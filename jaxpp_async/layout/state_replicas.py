@@ -1,5 +1,4 @@
-"""Keep copies of actors' arrays as bytes in host memory for restarts, and move these copies between
-processes.
+"""Keep copies of actors' arrays in host memory for restarts, and move these copies between processes.
 
 A process keeps a copy of its own arrays and a copy of another actor's arrays. The second copy survives if
 that other actor fails.
@@ -25,8 +24,9 @@ Bytes: TypeAlias = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateReplica:
-    """A copy in host memory of all arrays of one process at one point of its request stream, kept for
-    restarts.
+    """A copy of all arrays of one process, in host memory, from which a restart continues after a failure.
+
+    The copy is made at one point of the process's stream of requests.
 
     Args:
         arrays: the id, the aval and the shard sizes of each array.
@@ -42,8 +42,9 @@ class StateReplica:
         return sum(shard.nbytes for shards in self.shards for shard in shards)
 
     def shards_with_tags(self, epoch: int) -> list[tuple[Bytes, int]]:
-        """List the nonempty shards of all arrays in the order of sending, each with its wire tag, by which
-        the transport matches a send with its receive.
+        """List the nonempty shards of all arrays in the order of sending, each with its wire tag.
+
+        The transport uses the tag to match a send with its receive.
 
         Args:
             epoch: the mesh's current epoch, which counts the aborts of the whole mesh and is part of every
@@ -57,10 +58,10 @@ class StateReplica:
 
 
 class ReplicaStore:
-    """The copies of arrays that one process keeps in host memory for restarts.
+    """A store of the copies of arrays that one process keeps in host memory for restarts.
 
-    A copy is found by its generation and by the process whose arrays it has. The generation is a number that
-    the controller increases each time it has all processes copy their arrays.
+    A copy is found by its generation and by the process whose arrays were copied. The generation is the
+    number of a round of copying: in each round the controller has all processes copy their arrays.
     """
 
     def __init__(self) -> None:
@@ -72,19 +73,19 @@ class ReplicaStore:
         Args:
             generation: the number of the round of copying to which the copy belongs.
             of: the process whose arrays were copied.
-            copy: the copy.
+            copy: the copy to keep.
         """
         self._copies[generation, of] = copy
 
     def get(self, generation: int, of: ProcessId) -> StateReplica:
-        """Return the copy of a process's arrays of one generation (round of copying).
+        """Return the copy of a process's arrays that was made in one generation (round of copying).
 
         Args:
             generation: the number of the round of copying.
             of: the process whose arrays were copied.
 
         Raises:
-            ProtocolError: this process does not have the copy.
+            ProtocolError: this store does not contain the copy.
         """
         if (generation, of) not in self._copies:
             raise ProtocolError(f"copy {generation} of process {of}'s arrays is not here")
@@ -100,14 +101,14 @@ class ReplicaStore:
         return sum(copy.size_bytes for copy in self._copies.values())
 
     async def send(self, transport: Transport, message: SendReplica) -> None:
-        """Send a copy of arrays to another process, which must receive it at the same time.
+        """Send a copy of arrays to another process, which must call `receive` at the same time.
 
         Args:
             transport: carries the bytes.
             message: the controller's request, which names the copy and the receiving process.
 
         Raises:
-            ProtocolError: this process does not have the copy.
+            ProtocolError: this store does not contain the copy.
             TransferError: the link failed.
         """
         copy = self.get(message.generation, message.owner)
@@ -120,7 +121,8 @@ class ReplicaStore:
 
         Args:
             transport: carries the bytes.
-            message: the controller's request, which names the copy, its arrays and the sending process.
+            message: the controller's request, which names the copy, the copied arrays and the sending
+                process.
 
         Raises:
             TransferError: the link failed.
@@ -136,15 +138,17 @@ class ReplicaStore:
 def choose_holders(hosts: Sequence[Sequence[str]]) -> dict[int, int]:
     """Choose for each actor another actor that keeps the copy of its arrays for restarts.
 
-    All actors are shifted by one number, so that each actor keeps one copy. The number is chosen so that as
-    few copies as possible are on the same host as the original, since a host may be lost as a whole.
+    Each copy is kept by the actor whose id is a fixed number higher, modulo the number of actors, so each
+    actor keeps one copy. The number is chosen so that as few copies as possible are on the same host as the
+    original, since a host may be lost as a whole.
 
     Args:
-        hosts: for each actor, in order of id, the host of each of its processes, in order of rank. There must
-            be at least two actors.
+        hosts: for each actor, in order of id, the host of each of the actor's processes, in order of rank.
+            There must be at least two actors.
 
     Returns:
-        For the id of each actor, the id of the actor that keeps its copy.
+        A dictionary. Its keys are the ids of all actors; its values are the ids of the actors that keep the
+        copies.
     """
     count = len(hosts)
 
@@ -157,10 +161,9 @@ def choose_holders(hosts: Sequence[Sequence[str]]) -> dict[int, int]:
 
 
 async def _finish(transfers: list[asyncio.Future[None]]) -> None:
-    """Wait until every transfer has ended, also if one fails, and then raise the first error, if there is
-    one.
+    """Wait until every transfer has ended, even if one fails; then raise the first error, if there was one.
 
-    The transport uses the memory of a transfer until the transfer has ended.
+    This protects the memory of a transfer, which the transport uses until the transfer has ended.
     """
     if transfers:
         await asyncio.wait(transfers)

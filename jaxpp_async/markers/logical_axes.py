@@ -2,11 +2,11 @@
 
 `shard` marks an array with logical names. On automatic mesh axes, lowering turns the mark into a sharding
 constraint through `axis_rules`. On explicit mesh axes (JAX's "sharding in types"), where a sharding is part
-of a value's type, `shard` is a `jax.sharding.reshard`. Without a mesh it is the identity. `leaf_specs` reads
-the user's `in_shardings` and `out_shardings`.
+of a value's type, `shard` is a `jax.sharding.reshard`. Without a mesh, `shard` is the identity. `leaf_specs`
+reads the user's `in_shardings` and `out_shardings`.
 
-The functions below the heading "explicit axes" read shardings from types and reshard values to them. On
-meshes whose axes are all automatic they do nothing.
+The functions below the heading "explicit axes" read shardings from types and reshard values to these
+shardings. On meshes whose axes are all automatic these functions do nothing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _UNCONSTRAINED = "(any)"
 
 @contextmanager
 def axis_rules(rules: Mapping[str, Any]) -> Iterator[None]:
-    """Make `shard` a sharding constraint while a step is traced or lowered in this context manager.
+    """Return a context in which `shard` constrains shardings by these rules, for tracing or lowering a step.
 
     The constraint applies to the mesh that is set in JAX at that time.
 
     Args:
-        rules: logical name to the mesh axis, or axes, that split a dimension of this name.
+        rules: for each logical name, the mesh axis, or axes, that split a dimension of this name.
     """
     frozen = tuple(sorted((name, tuple(e) if isinstance(e, list) else e) for name, e in rules.items()))
     with _rules(frozen):
@@ -96,11 +96,11 @@ def _entry_of(axes: Sequence[str]) -> Any:
 
 
 def _keep_axes(entry: Any, types: Mapping[str, AxisType], kind: AxisType) -> Any:
-    """Return an entry of a `PartitionSpec` without the mesh axes of other types than `kind`.
+    """Return an entry of a `PartitionSpec` without the mesh axes whose type is not `kind`.
 
     Args:
         entry: the entry.
-        types: mesh axis to its type.
+        types: the type of each mesh axis, by the name of the axis.
         kind: the type of the axes to keep, automatic or explicit.
     """
     return _entry_of([a for a in _axes_of(entry) if types[a] == kind])
@@ -135,8 +135,8 @@ shard_p = private_api.new_primitive(
 def shard(x: Any, names: Sequence[str | None]) -> Any:
     """Constrain the sharding of `x` by one logical axis name per dimension.
 
-    The mesh's `axis_rules` map a logical name to a mesh axis; a dimension is not split if its name is None or
-    has no rule.
+    The mesh's `axis_rules` map a logical name to a mesh axis. A dimension is not split if its name is None or
+    has no rule. Without a mesh this is the identity.
 
     Args:
         x: an array.
@@ -167,12 +167,11 @@ def shard(x: Any, names: Sequence[str | None]) -> Any:
 def resolve_names(names: Sequence[str | None], axis_rules: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the entries of the `PartitionSpec` that the axis rules give for logical names.
 
-    A mesh axis is used only for the first dimension that it could split; later dimensions are not split by
-    it.
+    If the rules give one mesh axis for several dimensions, only the first of these is split by it.
 
     Args:
         names: one logical name per dimension; None for a dimension that is not split.
-        axis_rules: logical name to mesh axis or axes.
+        axis_rules: for each logical name, the mesh axis or axes that split a dimension of this name.
     """
     used: set[str] = set()
     spec = []
@@ -211,12 +210,13 @@ def leaf_specs(
     Args:
         prefix: the user's tree prefix of `PartitionSpec`s, `NamedSharding`s, tuples of logical names, and
             Nones.
-        tree: the tree that it is a prefix of.
-        names: one name per leaf, for errors.
+        tree: the whole tree.
+        names: one name per leaf, for error messages.
         shapes: one shape per leaf.
-        axes: mesh axis to size.
-        rules: logical name to mesh axis.
-        where: the text with which errors begin: the step's line, and `in_shardings` or `out_shardings`.
+        axes: the size of each mesh axis, by the name of the axis.
+        rules: for each logical name, the mesh axis or axes that split a dimension of this name.
+        where: the text that begins each error message: the step's line, and `in_shardings` or
+            `out_shardings`.
 
     Returns:
         One spec per leaf; None for a leaf whose sharding the user left open.
@@ -291,10 +291,10 @@ def _check_mesh(mesh: Any, given: Any, name: str, axes: Mapping[str, int], where
 
     Args:
         mesh: the mesh of the user's sharding.
-        given: the sharding.
-        name: the name of the leaf that it is for.
-        axes: mesh axis to size, of each actor's mesh.
-        where: the text with which the error begins.
+        given: the user's sharding.
+        name: the name of the leaf that has this sharding.
+        axes: the size of each axis of an actor's mesh, by the name of the axis.
+        where: the text that begins the error message.
     """
     if private_api.is_host_kind(given.memory_kind):
         raise ShardingError(
@@ -317,7 +317,7 @@ AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def has_explicit_axes(mesh: Any) -> bool:
-    """Return whether some axis of a mesh (or of None) has type Explicit, so that types contain shardings."""
+    """Return whether a mesh has an axis of type Explicit, so that types contain shardings; False for None."""
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
@@ -342,9 +342,9 @@ def reshard_to(x: Any, to: NamedSharding | None) -> Any:
 
 
 def replicate_unless_given(leaf: Any) -> Any:
-    """Return the type under which an argument is traced: "replicated" if the argument has no sharding.
+    """Return the type under which an argument is traced, with the sharding "replicated" if it has none.
 
-    An argument with a sharding is returned as it is, and so is every argument on a mesh without explicit
+    An argument that has a sharding is returned as it is, and so is every argument on a mesh without explicit
     axes, since only explicit axes need a sharding before the trace.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -356,7 +356,7 @@ def replicate_unless_given(leaf: Any) -> Any:
 def result_type(fn: Callable[[Any], Any], x: Any) -> jax.ShapeDtypeStruct:
     """Return the type of `fn(x)` without computing it, including its sharding over explicit mesh axes.
 
-    `jax.eval_shape` would drop that sharding on a mesh that has other axes too.
+    `jax.eval_shape` would drop that sharding on a mesh that has both explicit and other axes.
     """
     aval: Any = jax.make_jaxpr(fn)(x).out_avals[0]
     return jax.ShapeDtypeStruct(
@@ -371,10 +371,10 @@ def struct_with_spec(leaf: Any, mesh: Any, spec: Sequence[Any]) -> jax.ShapeDtyp
 
 
 def unreduced_axes(sharding: NamedSharding | None) -> tuple[str, ...]:
-    """Return the mesh axes over whose devices the parts of a value are still to be added.
+    """Return the mesh axes over which a value is unreduced: each device has one summand of the value.
 
     Returns:
-        The axes' names in the mesh's order; () for None.
+        The names of the axes, in the mesh's order; () if `sharding` is None.
     """
     if sharding is None:
         return ()

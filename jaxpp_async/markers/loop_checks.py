@@ -1,6 +1,6 @@
-"""Check the batch of an accumulate loop, its `reduce` and its results, before the loop runs.
+"""Check the batch, the option `reduce` and the results of an accumulate loop, before the loop runs.
 
-The checks use only names, types and the traced body. Each error begins with the line of the
+The checks use only names, types and the traced body. Each error message begins with the line of the
 `accumulate_grads` call.
 """
 
@@ -43,7 +43,11 @@ def check_num_microbatches(expected: Any) -> int | None:
 def refuse_batch_as_schedule(schedule: Any, line: str) -> None:
     """Raise an error if a batch was passed to `accumulate_grads` in place of the schedule.
 
-    Mistakes inside a schedule are found later, where the schedule is used.
+    Mistakes inside a schedule are found later, when the schedule is used.
+
+    Args:
+        schedule: the argument `schedule` of `accumulate_grads`.
+        line: the user's source line, which begins the error message.
 
     Raises:
         TypeError: `schedule` is a mapping or contains arrays.
@@ -69,10 +73,10 @@ def count_microbatches(
         names: one name per leaf of the batch, such as `"batch['x']"`.
         shapes: one shape per leaf.
         expected: the number of microbatches that the batch must have; None for any number.
-        line: the user's source line, with which errors begin.
+        line: the user's source line, which begins each error message.
 
     Raises:
-        StageError: the leaves share no such axis, or its size is not the expected one.
+        StageError: the leaves share no leading axis, or its size is zero or not the expected one.
     """
     if not shapes:
         raise StageError(
@@ -104,7 +108,7 @@ def count_microbatches(
 
 
 def _advise_reshape(name: str, shape: tuple[int, ...], expected: int) -> str:
-    """Return advice, for an error, on how to give a leaf the expected number of microbatches."""
+    """Return advice, for an error message, on how to give a leaf the expected number of microbatches."""
     if expected in shape[1:]:
         moved = f"jnp.moveaxis({name}, {shape.index(expected, 1)}, 0)"
         return f"its axes may be in another order: `{moved}` has that number"
@@ -122,10 +126,10 @@ def reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...]
     """Return the reduction of each leaf of the results of the loop's function.
 
     Args:
-        reduce: the `reduce` option of `accumulate_grads`: a tree prefix of `shapes` with `Reduction`s, or
+        reduce: the option `reduce` of `accumulate_grads`: a tree prefix of `shapes` with `Reduction`s, or
             None for the defaults.
         shapes: the tree of results, whose leaves have `.shape` and `.dtype`.
-        line: the user's source line, with which errors begin.
+        line: the user's source line, which begins each error message.
 
     Raises:
         TypeError: `reduce` is no tree prefix of the results, or a reduction does not apply to its values.
@@ -162,9 +166,10 @@ def reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...]
 
 
 def _has_several_parts(shapes: Any) -> bool:
-    """Return whether a function's result is a tuple, which by default means gradients first, then the rest.
+    """Return whether a function's result is a nonempty tuple, whose first part is gradients by default.
 
-    A NamedTuple does not count: it is one value with named parts, such as gradients.
+    By default the gradients are summed and the other parts are stacked. A NamedTuple does not count as a
+    tuple: all of it may be gradients.
     """
     return type(shapes) is tuple and len(shapes) > 0
 
@@ -181,12 +186,11 @@ def refuse_loss_before_gradients(shapes: Any, body: Any, line: str) -> None:
 
     Args:
         shapes: the tree of the function's results.
-        body: the function as a closed jaxpr, in which gradients can be distinguished from other results that
-            are returned together with a loss.
-        line: the user's source line, with which the error begins.
+        body: the function as a closed jaxpr, which shows which results are gradients.
+        line: the user's source line, which begins the error message.
 
     Raises:
-        TypeError: the first result is a scalar (or begins with one, as with `has_aux`), and another one
+        TypeError: the first result is a scalar (or begins with one, as with `has_aux`), and another result
             contains gradients that are arrays.
     """
     if not _has_several_parts(shapes):
@@ -228,11 +232,11 @@ def _find_gradients(jaxpr: Any, known: Sequence[bool], origins: tracebacks.Origi
 
     A gradient is made by a backward pass, or from gradients by casting, scaling, clipping or summing, which
     make no array larger. Logits that a forward pass computes from adapted parameters depend on gradients
-    without being gradients: a matrix product is between the two.
+    without being gradients: between the two there is a matrix product.
 
     Args:
         jaxpr: the jaxpr.
-        known: for each operand whether it is a gradient.
+        known: for each operand of the jaxpr, whether it is a gradient.
         origins: a lookup of which equations were made by reverse-mode differentiation.
     """
     found = {v for v, is_gradient in zip(jaxpr.invars, known, strict=True) if is_gradient}
@@ -256,7 +260,7 @@ def _is_in(atom: Any, found: Iterable[Any]) -> bool:
 
 
 def _matching_inner_jaxpr(eqn: Any) -> Any:
-    """Return the jaxpr inside an equation if its operands and results match the equation's one to one.
+    """Return the only jaxpr inside an equation, if it has as many operands and results as the equation.
 
     Returns:
         The jaxpr, such as the body of a call or a scan; None for any other equation.

@@ -1,8 +1,8 @@
 """Let a user mark the stages and the microbatch loop of a step: `pipeline_yield` and `accumulate_grads`.
 
 Both are JAX primitives. Their marks remain in the jaxpr of a traced step, where `compiler.partition` reads
-them. In plain JAX, without a mesh, `pipeline_yield` is the identity and `accumulate_grads` runs a loop: a
-scan, or a Python loop under `jax.disable_jit`.
+the marks. In plain JAX, without a mesh, `pipeline_yield` is the identity and `accumulate_grads` runs a loop:
+a scan, or a Python loop under `jax.disable_jit`.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ marker_side_p = private_api.new_primitive(
 def pipeline_yield(tree: Any, *, name: str | None = None) -> Any:
     """End the current pipeline stage at the floating values in `tree` and begin the next stage.
 
-    The function that `accumulate_grads` runs has n + 1 stages if it makes n calls, wherever they are made:
-    two forwards of a model with one call each are three stages. The values that the marked values depend on
-    belong to the stage that ends or to an earlier one; the values that depend on the marked values belong to
-    a later one. Without a mesh this is the identity.
+    The function that `accumulate_grads` runs has n + 1 stages if `pipeline_yield` is called n times in it,
+    also in functions that it calls: two forwards of a model with one call each are three stages. The values
+    on which the marked values depend belong to the stage that ends or to an earlier one; the values that
+    depend on the marked values belong to a later one. Without a mesh this is the identity.
 
     Args:
-        tree: any pytree; its floating leaves are marked, and integer and key leaves are returned as they are.
+        tree: any pytree. Floating leaves are marked; integer and key leaves are returned as they are.
         name: a name for the boundary, shown in `report()`, in the text of the pass `partition`, and in the
             error about a schedule that has another number of stages.
 
@@ -185,7 +185,15 @@ class LoopSpec:
 
 
 def _loop_reference(*operands, spec: LoopSpec):
-    """Compute the loop's results with a scan, as plain JAX without a mesh does."""
+    """Compute the results of an accumulate loop with a scan, as plain JAX without a mesh does.
+
+    Args:
+        operands: the loop-invariant values, then the leaves of the batch.
+        spec: the static description of the loop.
+
+    Returns:
+        One joined value per result of the loop's body.
+    """
     consts, batch = operands[: spec.num_consts], operands[spec.num_consts :]
     outs = [v.aval for v in spec.body.jaxpr.outvars]
     n = spec.num_microbatches
@@ -227,6 +235,10 @@ def _loop_types(*avals, spec: LoopSpec):
 def _loop_sharding(reduction: Reduction, value: Any) -> Any:
     """Return the sharding of a loop's result, derived from the sharding of one microbatch's value.
 
+    Args:
+        reduction: the operator that joins the values of all microbatches.
+        value: the aval of one microbatch's value.
+
     Returns:
         The sharding; None on a mesh without explicit axes.
     """
@@ -248,7 +260,10 @@ def _loop_eager(*operands, spec: LoopSpec):
 
 
 class _EagerAccumulator:
-    """The running total of one result of a loop whose microbatches run one by one in Python."""
+    """The running total of one result of a loop whose microbatches run one by one in Python.
+
+    This is used under `jax.disable_jit`.
+    """
 
     def __init__(self, reduction: Reduction, num_microbatches: int) -> None:
         self._reduction, self._count = reduction, num_microbatches
@@ -334,7 +349,8 @@ def accumulate_grads(
 class UncalledLoop:
     """The function of a batch that `accumulate_grads` returns.
 
-    Code that unpacks or indexes it, as if it were the results, gets an error that says to call it first.
+    Code that unpacks or indexes this function, as if it were the results, gets an error that says to call it
+    first.
     """
 
     def __init__(self, run: Callable[[Any], Any], line: str):
@@ -347,7 +363,7 @@ class UncalledLoop:
     def __getitem__(self, key: object) -> NoReturn:
         """Raise an error that tells the user to call the loop before using its result.
 
-        Unpacking calls this method too, since there is no `__iter__`.
+        Python calls this method also when a user unpacks the loop, since the class has no `__iter__`.
         """
         with HiddenFrames():
             raise deliberate(TypeError(self.advice()))
@@ -369,9 +385,9 @@ def _run_loop(
 
     Args:
         fn, schedule, reduce, pass_index: the arguments of `accumulate_grads`.
-        batch: the batch.
+        batch: a pytree of arrays `(num_microbatches, microbatch_size, ...)`.
         expected: the number of microbatches that the batch must have; None for any number.
-        line: the line of the user's `accumulate_grads` call.
+        line: the line of the user's `accumulate_grads` call, which begins each error message.
     """
     named, tree = jax.tree_util.tree_flatten_with_path(batch)
     names = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in named)
@@ -428,8 +444,9 @@ def _join_float0(reduction: Reduction, value: Any, num_microbatches: int) -> Any
 def _with_index(fn: Callable, pass_index: bool) -> Callable:
     """Return a function of a microbatch and its index that calls `fn`, which may take only the microbatch.
 
-    JAX shows the name of `fn` and its arguments where tracing fails. Each call returns a new function: JAX
-    caches what it traced by function, and the values that `fn` closes over may have changed.
+    The new function has the name and the argument names of `fn`, which JAX shows if tracing fails. Each call
+    returns a new function: JAX caches traces by function, and the values that `fn` closes over may have
+    changed since the last trace.
 
     Args:
         fn: the user's function.
@@ -442,7 +459,7 @@ def _with_index(fn: Callable, pass_index: bool) -> Callable:
     functools.update_wrapper(body, fn, updated=())
     try:
         names = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):  # builtins and the like
+    except (TypeError, ValueError):  # such as builtins, which may have no signature
         names = []
     given = [*names[:1], *(names[1:2] if pass_index else ["microbatch_index"])]
     if len(given) == 2:
@@ -463,7 +480,10 @@ def _run_in_python(
         fn, reduce, pass_index: the arguments of `accumulate_grads`.
         microbatches: the microbatches, each a pytree of arrays.
         count: the number of microbatches.
-        line: the line of the user's `accumulate_grads` call, for errors.
+        line: the line of the user's `accumulate_grads` call, for error messages.
+
+    Returns:
+        The result tree of `fn`, with every leaf reduced over the microbatches.
     """
     joins: list[_EagerAccumulator] = []
     tree: Any = None

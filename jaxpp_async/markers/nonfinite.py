@@ -36,10 +36,11 @@ def forbids_nonfinite() -> bool:
 
 
 class NonfiniteChecker:
-    """An evaluator of equations under a JAX trace that checks each floating value that they make.
+    """An evaluator of equations under a JAX trace that checks each floating value that the equations make.
 
     Attributes:
-        places: one text per checked value, in program order: the line and the operation that made the value.
+        places: one text per checked value, in program order: the line and the operation that made the value;
+            empty for an argument.
     """
 
     def __init__(self) -> None:
@@ -47,14 +48,15 @@ class NonfiniteChecker:
         self._found: list[Any] = []
 
     def found(self) -> Any:
-        """Return what each check found, as an integer vector with one entry per item of `places`.
+        """Return the results of all checks, as an integer vector with one entry per item of `places`.
 
-        An entry is 0 for a finite value, else `_NAN` or `_INF`; `describe_origin` reads the vector.
+        An entry is 0 for a finite value, `_NAN` for a NaN and `_INF` for an infinity. `describe_origin` reads
+        the vector.
         """
         return jnp.stack(self._found) if self._found else jnp.zeros((0,), jnp.uint8)
 
     def check_argument(self, value: Any) -> None:
-        """Check an argument of the computation, and add an empty text to `places` for it."""
+        """Check an argument of the computation, if it is floating, and add an empty text to `places`."""
         self.places.append("")
         self._found.append(_worst_value(value) if _is_floating(value) else jnp.uint8(0))
 
@@ -71,12 +73,12 @@ class NonfiniteChecker:
             self._found.append(_worst_value(value))
 
     def run_closed(self, closed: Any, args: Sequence[Any], around: str) -> list[Any]:
-        """Evaluate a closed jaxpr on `args`, check what its equations make, and return its results.
+        """Evaluate a closed jaxpr on `args`, check each value that an equation makes, and return the results.
 
         Args:
             closed: the closed jaxpr.
-            args: its arguments.
-            around: the user's line to report for equations that have none of their own.
+            args: the arguments of the jaxpr.
+            around: the user's line to report for equations without a line of the user.
         """
         env: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(closed.jaxpr.invars, args, strict=True))
@@ -90,15 +92,15 @@ class NonfiniteChecker:
         return [read(a) for a in closed.jaxpr.outvars]
 
     def run_equation(self, eqn: Any, operands: Sequence[Any], around: str) -> list[Any]:
-        """Evaluate an equation, check what it makes, and return its results.
+        """Evaluate an equation, check the values that it makes, and return them.
 
-        Equations inside calls and scans are checked one by one; any other equation that has jaxprs inside is
+        Equations inside calls and scans are checked one by one. Any other equation that has jaxprs inside is
         checked as one operation.
 
         Args:
             eqn: the equation.
-            operands: the values of its operands.
-            around: the user's line to report if the equation has none of its own.
+            operands: the values of the equation's operands.
+            around: the user's line to report if the equation has no line of the user.
         """
         line = tracebacks.source_line(eqn)
         line = around if line == "unknown line" else line
@@ -136,10 +138,10 @@ def _is_floating(value: Any) -> bool:
 
 
 def _worst_value(value: Any) -> Any:
-    """Return whether a value contains a NaN or an infinity that JAX's options forbid, as a traced integer.
+    """Check a value for NaNs and infinities that JAX's options forbid, and return a code as a traced integer.
 
     Returns:
-        `_NAN` if it contains a NaN, else `_INF` if it contains an infinity, else 0.
+        `_NAN` if the value contains a NaN, else `_INF` if it contains an infinity, else 0.
     """
     value = value.astype(jnp.float32) if value.dtype.itemsize < 2 else value  # 8-bit floats
     seen = jnp.uint8(0)
@@ -157,8 +159,8 @@ def describe_origin(
 
     Args:
         found: the result of `NonfiniteChecker.found`, as a host array.
-        places: the checked places, `NonfiniteChecker.places`.
-        names: the user's name of each checked argument; None where it has no name.
+        places: the attribute `places` of the `NonfiniteChecker`.
+        names: the user's name of each checked argument; None for an argument without a name.
         where: text to put after the operation, such as `", microbatch 2"`.
 
     Returns:

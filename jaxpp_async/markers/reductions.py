@@ -21,7 +21,8 @@ from jaxpp_async.jax_bridge import private_api
 class Reduction:
     """An operator that joins one result of the loop's function over microbatches.
 
-    Its subclasses are `Sum`, `Max`, `Min`, `Mean`, `Stack` and `Concat`.
+    The subclasses are `Sum`, `Max`, `Min`, `Mean`, `Stack` and `Concat`. Their methods are functions of the
+    accumulator, the array into which the microbatches' values are joined one by one.
     """
 
     grows = False
@@ -39,24 +40,30 @@ class Reduction:
         return shape
 
     def spec(self, spec: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return how mesh axes split the accumulator if `spec` is how they split each microbatch's value.
+        """Return the sharding spec of the accumulator, given the sharding spec of one microbatch's value.
 
-        Both are tuples with one entry per dimension, as in `PartitionSpec`.
+        Both specs are tuples with one entry per dimension, as in `PartitionSpec`.
         """
         return spec
 
     def start(self, shape: tuple[int, ...], dtype: Any, num_microbatches: int) -> jax.Array:
-        """Return the accumulator before the first microbatch.
+        """Return the initial accumulator, the array into which the microbatches' values are then joined.
 
         Args:
             shape: the shape of one microbatch's value.
-            dtype: its dtype.
+            dtype: the dtype of one microbatch's value.
             num_microbatches: the number of microbatches.
         """
         raise NotImplementedError
 
     def step(self, accumulator: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the accumulator after microbatch `index` (an int32 scalar), whose value is `value`."""
+        """Return the accumulator after the value of one microbatch has been joined to it.
+
+        Args:
+            accumulator: the accumulator after the previous microbatch.
+            value: the value of this microbatch.
+            index: the index of this microbatch, an int32 scalar.
+        """
         raise NotImplementedError
 
     def end(self, accumulator: jax.Array, num_microbatches: int) -> jax.Array:
@@ -64,7 +71,7 @@ class Reduction:
         return accumulator
 
     def check(self, dtype: Any, ndim: int) -> str | None:
-        """Return an error text if values of this dtype and rank cannot be reduced; None if they can."""
+        """Return the text of an error if values of this dtype and rank cannot be joined; None if they can."""
         if private_api.is_key_dtype(dtype):
             return f"{type(self).__name__} cannot reduce PRNG keys; use Stack()"
         return None
@@ -130,7 +137,7 @@ class Min(Reduction):
 
 
 def _extreme(dtype: Any, sign: int) -> Any:
-    """Return the largest (`sign` 1) or smallest (-1) value of a dtype."""
+    """Return the largest value of a dtype (infinity for floats) if `sign` is 1, the smallest if it is -1."""
     if dtype == jnp.bool_:
         return sign > 0
     if jnp.issubdtype(dtype, jnp.inexact):

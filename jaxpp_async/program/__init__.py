@@ -1,2 +1,1 @@
-"""The read-only data structures that compiler, protocol and actors share: tasks, task graphs, instructions,
-programs."""
+"""The read-only data structures that compiler, protocol and actors share: tasks, graphs and programs."""

@@ -11,10 +11,10 @@ The text reads like an assembly listing, and is also the form in which a program
     delete b2
     output b3 = result 0
 
-Slots (`b0`, `b1`) are numbered places for buffers. The aval (shape, dtype and sharding) of a slot is written
-where an instruction defines the slot. Slots that no instruction defines get lines such as `slot b5 f32[3]`.
-`parse_program(format_program(p)) == p` for every program, also for one that breaks the rules that
-`compiler.verify` checks.
+Slots (`b0`, `b1`) are numbered places for buffers. The instruction that defines a slot tells the aval (shape,
+dtype and sharding) of the slot. A slot that no instruction defines gets a line such as `slot b5 f32[3]`. The
+number after `exe` is the index of an executable. `parse_program(format_program(p)) == p` for every program,
+also for one that breaks the rules that `compiler.verify` checks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ActorProgram:
         actor: the actor that runs the program.
         instructions: the instructions in order of issue.
         avals: the shape, dtype and sharding of the array in each buffer slot; slots count from 0.
-        uncounted: the slots that are left out of the reported peak bytes: inputs of the step, and stacked and
+        uncounted: the slots that the reported peak bytes leave out: inputs of the step, and stacked and
             concatenated results.
     """
 
@@ -62,7 +62,7 @@ class ActorProgram:
 
 
 def format_program(program: ActorProgram) -> str:
-    """Write a program as text.
+    """Write a program as text; the module's first lines describe the text.
 
     Args:
         program: the program, which need not be valid.
@@ -137,11 +137,10 @@ def _format_spec_entry(entry: SpecEntry) -> str:
 
 
 def format_aval(aval: Aval) -> str:
-    """Write an aval as text, such as `f32[8,16]{data,}`: dtype, shape and, unless it is empty, the sharding
-    spec.
+    """Write an aval as text, such as `f32[8,16]{data,}`: dtype, shape and, unless it is empty, sharding spec.
 
-    An empty entry of the spec is None. Mesh axes over which the array is unreduced (each device has a part of
-    a sum) follow a bar: `f32[8,16]{data,|model}`.
+    An empty entry of the spec means None. Mesh axes over which the array is unreduced (each device has one
+    summand) follow a bar: `f32[8,16]{data,|model}`.
 
     Args:
         aval: the array's shape, dtype and sharding.
@@ -194,21 +193,24 @@ def _format_instruction(instruction: Instruction, avals: tuple[Aval, ...], texts
 
 
 def format_instruction(instruction: Instruction) -> str:
-    """Return one instruction as error messages show it: its line of the program's text, but without the avals
-    of a `Run`'s outputs."""
+    """Return one instruction as text for error messages.
+
+    The text is the instruction's line in the program's text, but without the avals of a `Run`'s outputs.
+    """
     return _format_instruction(instruction, (), _AvalTexts())
 
 
 def format_instructions(program: ActorProgram) -> list[str]:
-    """Return the line of each instruction, as it is in the text of the program."""
+    """Return one line of text per instruction of a program, as in the result of `format_program`."""
     texts = _AvalTexts()
     return [_format_instruction(i, program.avals, texts) for i in program.instructions]
 
 
 def _find_undefined_slots(program: ActorProgram) -> Iterable[BufferId]:
-    """Return the buffer slots that need a `slot` line in a program's text to tell their aval.
+    """Return the buffer slots that need a `slot` line in a program's text, which tells their aval.
 
-    No instruction defines them, or the first one that does has another aval.
+    For each of these slots, either no instruction defines the slot, or the first instruction that defines it
+    has another aval than `program.avals`.
     """
     known: dict[BufferId, Aval] = {}
     for instruction in program.instructions:
@@ -309,7 +311,7 @@ class _Avals(dict[str, Aval]):
 
 
 class _Parser:
-    """The state of `parse_program`, with one method that parses the line of each opcode."""
+    """The state of `parse_program`, with one method per opcode that parses a line with this opcode."""
 
     def __init__(self) -> None:
         self.actor: ActorId | None = None  # None: the header has not been read

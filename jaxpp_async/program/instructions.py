@@ -3,12 +3,11 @@
 The compiler turns a step into these, in this order:
 
 * `Task`s, the entries of a schedule;
-* a `TaskGraph`: every task of every microbatch, placed on its actor, connected by values that are each
-  assigned once;
+* a `TaskGraph`: every task of every microbatch, placed on its actor, and the arrays that connect the tasks;
 * one `ActorProgram` per actor (see `actor_program`): a flat instruction stream over integer buffer slots.
 
-A step has a hundred thousand values, and of nearly all of them only the type is ever read. So `ValueTable`
-stores values as columns, and makes a `Value` object only when one is read.
+A step has a hundred thousand arrays (values), and of nearly all of them only the type is ever read. So
+`ValueTable` stores values as columns, and makes a `Value` object only when one is read.
 """
 
 from __future__ import annotations
@@ -79,7 +78,8 @@ class Aval:
         dtype: the numpy or ml_dtypes name, such as `"float32"` or `"bfloat16"`. PRNG keys have the shape and
             dtype of their `uint32` data.
         spec: one entry per dimension, as in `jax.sharding.PartitionSpec`; missing trailing entries are None.
-        unreduced: the mesh axes over which each device has only a part of a sum that is still to be added up.
+        unreduced: the mesh axes over which each device has only one summand of the array, still to be added
+            up.
     """
 
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class Aval:
 
     @property
     def size_bytes(self) -> int:
-        """The size in bytes of one whole copy of the array, however many copies an actor's devices have."""
+        """The size in bytes of one whole copy of the array, even if the devices of an actor store several."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
@@ -98,9 +98,12 @@ _ITEMSIZES = {"bool": 1, "bfloat16": 2, "int2": 1, "int4": 1, "uint2": 1, "uint4
 
 @functools.cache  # bounded by the number of dtypes
 def itemsize(dtype: str) -> int:
-    """Return the bytes that one element of a dtype occupies in host memory.
+    """Return the number of bytes that one element of a dtype occupies in host memory.
 
     An element of a type smaller than a byte occupies one byte, as in numpy.
+
+    Raises:
+        ValueError: the dtype is unknown.
     """
     if dtype in _ITEMSIZES:
         return _ITEMSIZES[dtype]
@@ -120,7 +123,7 @@ ValueKind: TypeAlias = Literal["input", "temp", "accumulator", "result"]
 
 @frozen()
 class Value:
-    """One array of a step's task graph, which one node or the caller makes.
+    """One array of a step's task graph, made by one node of the graph or passed by the caller of the step.
 
     Args:
         aval: the shape, dtype and sharding of the array.
@@ -143,11 +146,11 @@ class Node:
         label: the name of the node in reports, such as `"fwd(stage 1, mb 3)"` or `"outer(0, actor 1)"`.
         actor: the actor that runs the node.
         executable: the index of the executable among those of the step.
-        inputs: the values that the node reads, in the order of the executable's arguments.
-        outputs: the values that the node makes, in the order of the executable's results.
+        inputs: the ids of the arrays that the node reads, in the order of the executable's arguments.
+        outputs: the ids of the arrays that the node makes, in the order of the executable's results.
         donatable: the positions in `inputs` that the executable may alias with a result if nothing else needs
-            the value afterwards. Lowering decides per executable and position; see `compiler.lowering`.
-        task: the schedule's entry, for a node of a microbatch loop.
+            the array afterwards. Lowering decides per executable and position; see `compiler.lowering`.
+        task: the schedule's entry, for a node of a microbatch loop; None for any other node.
     """
 
     label: str
@@ -161,12 +164,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """A step argument in a task graph, and the actors that hold it when the step starts.
+    """A step argument in a task graph, and the actors that store it when the step starts.
 
     Args:
-        value: the value in the graph.
+        value: the id of the argument's array in the graph.
         arg: the flat index of the argument.
-        actors: the actors that hold the argument; none if the step does not use it.
+        actors: the actors that store the argument; none if the step does not use it.
         donated: whether the step may overwrite the argument.
     """
 
@@ -178,12 +181,12 @@ class GraphInput:
 
 @dataclass(frozen=True, slots=True)
 class GraphOutput:
-    """A step result in a task graph, and the actors that hold it when the step ends.
+    """A step result in a task graph, and the actors that store it when the step ends.
 
     Args:
-        value: the value in the graph.
+        value: the id of the result's array in the graph.
         result: the flat index of the result.
-        actors: the actors that hold the result.
+        actors: the actors that store the result.
     """
 
     value: ValueId
@@ -193,12 +196,11 @@ class GraphOutput:
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """The graph of all tasks of one step, each placed on an actor and connected by the values they exchange.
+    """The graph of all tasks of one step, each placed on an actor and connected by the arrays they exchange.
 
-    `nodes` is in a topological order; the nodes of one actor run in the order in which they are in it. Every
-    value is either a step input or an output of exactly one node. A value that is used or returned on an
-    actor that does not make it is transferred to that actor once. `values` may be any sequence, such as a
-    `ValueTable`.
+    `nodes` is in a topological order, and each actor runs its nodes in this order. Every array in `values` is
+    either a step input or an output of exactly one node. An array that is used or returned on an actor that
+    does not make it is transferred to that actor once. `values` may be any sequence, such as a `ValueTable`.
     """
 
     num_actors: int
@@ -228,8 +230,8 @@ class Input:
 class Run:
     """An instruction that calls a compiled executable on buffer slots.
 
-    `donated` lists the positions in `inputs` of the buffers that the executable may overwrite. These buffers
-    cannot be used afterwards.
+    `inputs` and `outputs` are the slots of the arguments and results. `donated` lists the positions in
+    `inputs` of the buffers that the executable may overwrite; these buffers cannot be used afterwards.
     """
 
     label: str
@@ -243,8 +245,8 @@ class Run:
 class Send:
     """An instruction that sends a buffer to another actor as soon as the buffer is ready.
 
-    The program continues without waiting for that. The tag identifies the transfer; tags count from 0 over
-    all programs of a step.
+    The program continues without waiting for the transfer. The tag identifies the transfer; tags count from 0
+    over all programs of a step.
     """
 
     buffer: BufferId
@@ -264,7 +266,7 @@ class Recv:
 
 @frozen()
 class Delete:
-    """An instruction that frees a buffer, immediately or once its sends that are in progress complete."""
+    """An instruction that frees a buffer, immediately or when sends of it that are in progress have ended."""
 
     buffer: BufferId
 
@@ -273,7 +275,7 @@ class Delete:
 class Output:
     """An instruction that returns a buffer as the step result `result`.
 
-    The program no longer owns the buffer then; only another `Output` may name it afterwards.
+    The program no longer owns the buffer afterwards; only another `Output` may name the buffer again.
     """
 
     buffer: BufferId
@@ -284,8 +286,11 @@ Instruction: TypeAlias = Input | Run | Send | Recv | Delete | Output
 
 
 def buffers_made(instruction: Instruction) -> tuple[BufferId, ...]:
-    """Return the buffer slots that an instruction assigns: a `Run`'s outputs, or an `Input`'s or `Recv`'s
-    buffer."""
+    """Return the buffer slots that an instruction assigns.
+
+    Returns:
+        The outputs of a `Run`, the buffer of an `Input` or `Recv`, or () for any other instruction.
+    """
     if isinstance(instruction, Run):
         return instruction.outputs
     return (instruction.buffer,) if isinstance(instruction, Input | Recv) else ()
@@ -300,7 +305,7 @@ def runs(instructions: Iterable[Instruction]) -> list[Run]:
 
 
 class ValueTable(Sequence[Value]):
-    """A sequence of values that is stored as columns, and makes a `Value` object only when one is read.
+    """A sequence of `Value`s (arrays of a task graph) stored as columns, which makes each object on reading.
 
     Args:
         avals: the aval of each value.

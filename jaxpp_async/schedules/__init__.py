@@ -1,9 +1,9 @@
 """Decide which actor runs which task and in which order; a schedule is one list of `Task`s per actor.
 
-A schedule is computed from the numbers of stages, microbatches and actors, and depends neither on what a
-task computes nor on how long that takes.
+A schedule is computed from the numbers of stages, microbatches and actors, and does not depend on the
+computation of a task or on its duration.
 
-    Schedule                the protocol of schedules, with an example of a user's own (`base`)
+    Schedule                the protocol of schedules, with an example of a user-defined schedule (`base`)
     GPipe, Std1F1B, ...     the built-in schedules (`builtin`)
     schedule_from_csv, ...  reading and writing a schedule as a file (`torch_csv`)
     resolve, format_grid    checking any schedule, and drawing it as text (`validate`)

@@ -69,9 +69,13 @@ where to give this number instead."""
 
 
 def _advise_on_options(cls: type[_T]) -> type[_T]:
-    """Make a class's constructor reject the options in `_GIVEN_ELSEWHERE` with advice where to give them.
+    """Make a class's constructor reject options that belong to other objects, with advice where to give them.
 
-    The constructor raises a `TypeError`, also in subclasses that inherit it.
+    These options are the keys of `_GIVEN_ELSEWHERE`, such as `num_actors`, which is an argument of
+    `RemoteMesh`. The constructor raises a `TypeError` for them, also in subclasses that inherit it.
+
+    Returns:
+        The class itself, with the changed constructor.
     """
     init = cls.__init__
 
@@ -89,7 +93,9 @@ def _advise_on_options(cls: type[_T]) -> type[_T]:
 @_advise_on_options
 @dataclass(frozen=True)
 class BuiltIn:
-    """A base class of the built-in schedules, which checks the counts; a subclass gives the order in `_rows`.
+    """A base class of the built-in schedules, which checks the numbers of stages, microbatches and actors.
+
+    A subclass implements `_rows`, which returns one list of tasks per actor.
 
     Args:
         num_stages: the number of stages of the loop body, one more than its `pipeline_yield`s.
@@ -129,21 +135,22 @@ def _check_count(name: str, value: object) -> None:
 
 
 def neighbouring_stages(num_stages: int, num_actors: int) -> list[range]:
-    """Return the range of stages of each actor, when each actor gets a group of neighbouring stages.
+    """Divide the stages into one group of neighbouring stages per actor, and return the range of each group.
 
-    Stage s is on actor s*A//S for S stages and A actors, so the groups are as equal as possible.
+    Stage s is on actor s*A//S for S stages and A actors, so the groups are as equal in size as possible.
     """
     bounds = [-(-actor * num_stages // num_actors) for actor in range(num_actors + 1)]
     return [range(first, end) for first, end in pairwise(bounds)]
 
 
 def tasks_through(stages: range, ty: TaskType, i: int) -> list[Task]:
-    """Return the tasks that take microbatch `i` through all stages of a range, one after the other.
+    """Return the tasks that run microbatch `i` through all stages of a range, one after the other.
 
     Args:
-        stages: the stages.
-        ty: the type of all the tasks; any type of backward goes from the last stage to the first.
-        i: the microbatch's index.
+        stages: the range of stages.
+        ty: the type of all the tasks. Forwards visit the stages in ascending order, every type of backward in
+            descending order.
+        i: the index of the microbatch.
     """
     return [Task(i, ty, stage) for stage in (stages if ty == "fwd" else reversed(stages))]
 

@@ -9,22 +9,22 @@ gradient of its weights) as separate tasks. The stage before waits for `bwd_inpu
 `bwd_weight`, so it fills times in which the actor would be idle.
 
 Microbatches run backward in the order 0, 1, 2, ... in every stage, also where a paper reverses the order
-(GPipe, LoopedBFS): no bubble and no memory depends on it, and gradients then accumulate in the order of the
-plain loop.
+(GPipe, LoopedBFS): bubbles and memory do not depend on this order, and gradients then accumulate in the order
+of the plain loop.
 
 In V-shaped schedules each actor has an early and a late part of the model. With S = 2A stages, stage s and
 stage S-1-s are on one actor: a microbatch passes the actors from first to last and then back, like a V. The
 first actor has the first and the last stage. For any other S the model is split into 2A parts of neighbouring
-stages, stage s in part c = s*2A//S, and parts c and 2A-1-c share actor min(c, 2A-1-c). Several stages in a
-part run as one longer stage. With fewer than 2A stages some parts are empty, and the order is that of 2A
-stages without the empty ones. With S <= A every stage has an actor to itself, and both placement and order
-are `ZeroBubbleH1`'s.
+stages: stage s is in part c = s*2A//S, and parts c and 2A-1-c are on actor min(c, 2A-1-c). Several stages in
+a part run as one longer stage. With fewer than 2A stages some parts are empty, and the order is that of 2A
+stages without the tasks of empty parts. With S <= A every actor has at most one stage, and both placement and
+order are those of `ZeroBubbleH1`.
 
 Notation below: S stages, A actors, M microbatches. Bubble fractions assume that forwards, whole backwards and
 both halves of a split backward take one unit of time each; in V-shaped schedules a whole backward takes two.
-Activations are counted in (stage, microbatch) pairs whose forward has run and whose backward (for a split one
-its `bwd_weight`) has not; in V-shaped schedules in (part, microbatch) pairs, each half as large as a stage of
-`Std1F1B`.
+Activations are counted in (stage, microbatch) pairs whose forward has run and whose backward (if it is split:
+whose `bwd_weight`) has not. V-shaped schedules count (part, microbatch) pairs instead; a part is half as
+large as a stage of `Std1F1B`.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class Interleaved1F1B(BuiltIn):
     smaller than that of `Std1F1B` and there are v times as many transfers.
 
     The microbatches are divided into groups: an actor runs a whole group through one of its stages, then
-    through its next one. Where A divides the number M of microbatches, a group has A microbatches and the
-    order is that of Megatron. Otherwise:
+    through the next of its stages. Where A divides the number M of microbatches, a group has A microbatches
+    and the order is that of Megatron. Otherwise:
 
     - M > A: there are M//A groups of nearly equal size, none smaller than A. No bubble is added; larger
       groups need more activations.
@@ -154,8 +154,8 @@ class Interleaved1F1B(BuiltIn):
     - S <= A: the order is that of `Std1F1B`.
 
     Bubble fraction (A divides S, M >= A): (A-1)/(v*M+A-1). Peak activations, in (stage, microbatch) pairs, on
-    actor a (A divides S, v > 1, g the size of the largest group): min(v*M, (v-1)*g + 2*(A-1-a) + 1), each of
-    a stage of 1/v the size.
+    actor a (A divides S, v > 1, g the size of the largest group): min(v*M, (v-1)*g + 2*(A-1-a) + 1); each
+    pair has 1/v of the size of a pair of `Std1F1B` with one stage per actor.
 
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
     2021, arXiv:2104.04473, section 2.2.2 and figure 4; warm-up counts as in Megatron-LM's
@@ -175,12 +175,12 @@ class Interleaved1F1B(BuiltIn):
     def _row(self, actor: int, num_actors: int, num_loops: int, num_microbatches: int) -> list[Task]:
         """Return one actor's tasks in order.
 
-        The order is first made for groups of equal size and for a multiple of `num_actors` stages; the tasks
-        that do not exist are then left out. The rest of a valid order is valid: dependencies are between
-        tasks of one microbatch, and the stages that are left out are the last ones.
+        The order is first made for groups of equal size and for a multiple of `num_actors` stages. Tasks
+        whose stage or microbatch does not exist are then left out. The rest of a valid order is valid:
+        dependencies are between tasks of one microbatch, and the stages that are left out are the last ones.
 
         Args:
-            actor: the actor.
+            actor: the id of the actor.
             num_actors: the number of actors that have stages.
             num_loops: how many times a microbatch passes each actor.
             num_microbatches: the number of microbatches.
@@ -206,7 +206,7 @@ def _groups(num_microbatches: int, num_actors: int) -> tuple[int, list[range]]:
     """Divide the microbatches into the groups that `Interleaved1F1B` runs through one stage after another.
 
     Returns:
-        The size of the largest group, and the microbatches of each group.
+        The size of the largest group, and one range of microbatch indices per group.
     """
     num_groups = max(1, num_microbatches // num_actors)
     bounds = [-(-group * num_microbatches // num_groups) for group in range(num_groups + 1)]
@@ -215,10 +215,10 @@ def _groups(num_microbatches: int, num_actors: int) -> tuple[int, list[range]]:
 
 
 class LoopedBFS(BuiltIn):
-    """A schedule that runs all microbatches through one of an actor's stages before its next (breadth-first).
+    """A breadth-first schedule: an actor runs all microbatches through one stage, then through its next.
 
-    Stage s is on actor s % A (S stages, A actors). All uses of a stage's weights follow one another, and its
-    gradient is finished early, which suits sharded data parallelism.
+    Stage s is on actor s % A (S stages, A actors). All uses of a stage's weights follow one another, and the
+    stage's gradient is finished early, which suits sharded data parallelism.
 
     Bubble fraction (A divides S, v = S/A, M microbatches, M >= A): (A-1)/(v*M+A-1). Peak activations, in
     (stage, microbatch) pairs, on an actor with k stages: k*M.
@@ -287,10 +287,10 @@ def _one_forward_two_halves(
 ) -> list[list[Task]]:
     """Return each actor's tasks for 1F1B with backwards that are split into input and weight gradients.
 
-    An actor runs `per_hop` warm-up forwards for each actor with later stages. Then it runs in turn a forward,
-    an input gradient, and a weight gradient that is `per_hop` microbatches late for each actor with earlier
-    stages. Warm-up and delay add up to the same number on each of the A actors: each keeps the activations of
-    at most `per_hop * (A-1) + 1` microbatches.
+    An actor first runs `per_hop` warm-up forwards for each actor with later stages. Then it alternates
+    between a forward, an input gradient and a weight gradient; the weight gradient is `per_hop` microbatches
+    late for each actor with earlier stages. Warm-up and delay add up to the same number on each of the A
+    actors, so each actor keeps the activations of at most `per_hop * (A-1) + 1` microbatches.
     """
     groups = neighbouring_stages(num_stages, num_actors)
     used = [actor for actor, stages in enumerate(groups) if stages]
@@ -304,14 +304,14 @@ def _one_forward_two_halves(
 def _split_row(stages: range, num_microbatches: int, num_warmup: int, delay: int) -> list[Task]:
     """Return one actor's tasks for 1F1B with backwards that are split into input and weight gradients.
 
-    Input gradient i runs after forward i + `num_warmup` and before weight gradient i - `delay`, where i is
-    the index of a microbatch.
+    The input gradient of microbatch i runs after the forward of microbatch i + `num_warmup` and before the
+    weight gradient of microbatch i - `delay`.
 
     Args:
         stages: the actor's stages, which run as one longer stage.
         num_microbatches: the number of microbatches.
-        num_warmup: how many microbatches forwards are ahead of input gradients.
-        delay: how many microbatches weight gradients are behind input gradients.
+        num_warmup: the number of microbatches by which forwards are ahead of input gradients.
+        delay: the number of microbatches by which weight gradients are behind input gradients.
     """
     row: list[Task] = []
     for i in range(-num_warmup, num_microbatches + delay):
@@ -341,7 +341,8 @@ _LETTERS: dict[str, TaskType] = {"f": "fwd", "b": "bwd", "i": "bwd_input", "w": 
 class _VShaped(BuiltIn):
     """A base class of schedules that place stages in a V: an actor has an early and a late part of the model.
 
-    A subclass gives each actor's order as a sequence of phases in `_phases`.
+    A subclass implements `_phases`, which returns one actor's order as phases. A phase is a short sequence of
+    tasks, written as letters (see `_spell`), and the number of its repetitions.
     """
 
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
@@ -396,9 +397,10 @@ class ZeroBubbleV(_VShaped):
 class DualPipeV(_VShaped):
     """A V-shaped schedule that pairs a forward of one direction of the V with a whole backward of the other.
 
-    This is DeepSeek's DualPipe cut in half: the communication of one task of a pair can overlap the
-    computation of the other. Each actor has an early and a late part of the model (see the module's first
-    lines). Backwards are split into input and weight gradients only near the start and the end of the step.
+    The communication of one task of a pair can overlap the computation of the other. This is DeepSeek's
+    DualPipe "cut in half", as the second source calls it. Each actor has an early and a late part of the
+    model (see the module's first lines). Backwards are split into input and weight gradients only near the
+    start and the end of the step.
 
     The paper runs such a pair as one block. This schedule runs it as two tasks one after the other, forward
     first: transfers overlap computation under any schedule, and each of the two tasks sends its result on as
@@ -435,12 +437,14 @@ class DualPipeV(_VShaped):
 
 
 def _spell(phases: _Phases, down: range, up: range, num_microbatches: int) -> list[Task]:
-    """Return the tasks that an actor's phases stand for, leaving out microbatches that do not exist.
+    """Return one actor's tasks in a V-shaped schedule, given its order as repeated sequences of tasks.
+
+    Tasks of microbatches that do not exist are left out.
 
     Args:
-        phases: (letters, number of repetitions), where each letter is one task: `f` a forward, `b` a whole
-            backward, `i` and `w` its halves, in capitals for the late part of the model, and `*` the oldest
-            `w` or `W` that may run.
+        phases: pairs of a text and the number of its repetitions. Each letter of the text is one task: `f` a
+            forward, `b` a whole backward, `i` and `w` its halves, in capitals for the late part of the model.
+            `*` is the oldest `w` or `W` that may run, since its `i` or `I` has run.
         down: the stages of the actor's early part of the model.
         up: the stages of the actor's late part of the model.
         num_microbatches: the number of microbatches.

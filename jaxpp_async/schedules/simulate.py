@@ -1,7 +1,7 @@
 """Simulate schedules without computing anything: dependencies, times, deadlocks, and one order of all tasks.
 
-`Rows` below are one sequence of tasks per actor, as `resolve` returns them. Transfers take no time in the
-simulation.
+The type `Rows` below is one sequence of tasks per actor, as `resolve` returns it. Transfers take no time in
+the simulation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def dependencies(task: Task, num_stages: int, split: Collection[tuple[int, int]]
 
 
 def split_backwards(tasks: Rows) -> frozenset[tuple[int, int]]:
-    """Return the (stage, microbatch) of every backward in `tasks` that is split in two halves."""
+    """Return the (stage, microbatch) of each backward that is split into `bwd_input` and `bwd_weight`."""
     return frozenset((task.stage, task.i) for row in tasks for task in row if task.ty == "bwd_input")
 
 
@@ -107,7 +107,7 @@ def simulate_until_deadlock(tasks: Rows, durations: Durations = UNIT) -> Schedul
     """Simulate a schedule as `simulate` does, but do not raise an error if it deadlocks.
 
     Returns:
-        The times of the tasks that run before the deadlock; of all tasks if there is none.
+        The times of the tasks that run before the deadlock, or of all tasks if there is no deadlock.
     """
     duration = durations if callable(durations) else lambda task: durations[task.ty]
     rows = _number_tasks(tasks)
@@ -181,7 +181,7 @@ class ScheduleWait:
         need: the task that has to end first.
         need_actor: the actor whose list contains `need`; None if no list does.
         need_step: the position of `need` in that list; None if no list contains it.
-        head: the task that `need_actor` itself cannot start.
+        head: the first task in the list of `need_actor` that cannot start; None if no list contains `need`.
     """
 
     actor: ActorId
@@ -208,8 +208,8 @@ def find_deadlock(tasks: Rows, timeline: ScheduleTiming) -> tuple[ScheduleWait, 
         timeline: the result of `simulate_until_deadlock` for `tasks`.
 
     Returns:
-        One entry per actor of the cycle; a single entry for a task that waits for one that no list contains;
-        () if all tasks run.
+        One entry per actor of the cycle. If a task waits for a task that no list contains, the only entry is
+        for this task. Empty if all tasks run.
     """
     heads = {actor: len(ends) for actor, ends in enumerate(timeline.ends) if len(ends) < len(tasks[actor])}
     if not heads:
@@ -271,7 +271,7 @@ def bubble_fraction(tasks: Rows, durations: Durations = UNIT) -> float:
 
 
 def idle_times(tasks: Rows, durations: Durations = UNIT) -> tuple[float, ...]:
-    """Return for each actor how long it runs nothing between its own first and last task.
+    """Return for each actor how long it runs nothing between its first task and its last.
 
     Papers call a schedule without such time zero bubble: where no actor waits for all others at the end of a
     step, an actor can begin the next step as soon as its last task of this step has ended.
@@ -288,10 +288,10 @@ def idle_times(tasks: Rows, durations: Durations = UNIT) -> tuple[float, ...]:
 
 
 def peak_activations(tasks: Rows) -> tuple[int, ...]:
-    """Return for each actor the largest number of activations that it keeps at one time.
+    """Return for each actor the largest number of activations that it stores at one time.
 
-    An activation is counted per (stage, microbatch) pair whose forward the actor has run and whose backward
-    it has not finished (`bwd`, or for a split backward `bwd_weight`).
+    An activation is counted for each (stage, microbatch) pair whose forward the actor has run and whose
+    backward it has not finished. A whole backward finishes with `bwd`, a split one with `bwd_weight`.
     """
     change = {"fwd": 1, "bwd": -1, "bwd_input": 0, "bwd_weight": -1}
     peaks = []

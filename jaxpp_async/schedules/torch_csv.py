@@ -40,7 +40,7 @@ class CsvSchedule:
 
     Args:
         rows: the tasks of each actor.
-        path: the file that they were read from, for errors.
+        path: the file from which the tasks were read, for error messages.
     """
 
     rows: tuple[tuple[Task, ...], ...] = field(repr=False)
@@ -150,7 +150,11 @@ def _num_stages(schedule: Any) -> int:
 
 
 def format_csv(rows: Rows) -> str:
-    """Return the CSV text of `rows`, which must be a valid schedule."""
+    """Return the text of a schedule in torch.distributed.pipelining's compute-only CSV format.
+
+    Args:
+        rows: one sequence of tasks per actor, which must be a valid schedule.
+    """
     starts = simulate(rows).starts
     num_slots = 1 + max(int(row[-1]) for row in starts if row)
     text = io.StringIO()
@@ -165,7 +169,7 @@ def format_csv(rows: Rows) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The position and text of a cell, for errors; row and column count from 1, as in spreadsheets."""
+    """The position and text of a CSV cell, for error messages; row and column count from 1."""
 
     file: str
     row: int
@@ -183,7 +187,7 @@ def parse_csv(text: str, name: str) -> tuple[tuple[Task, ...], ...]:
 
     Args:
         text: the content of the file.
-        name: the file's name, for errors.
+        name: the file's name, for error messages.
 
     Raises:
         ScheduleError: a cell is not a task, a task occurs twice, or there is no task.
@@ -224,12 +228,17 @@ def _lines(text: str, name: str) -> list[list[str]]:
 
 
 def _symbols(line: list[str], name: str, row: int) -> Iterator[tuple[_Cell, int, str, int]]:
-    """Yield (cell, stage, letter, microbatch) of each task in a line.
+    """Parse one line of a CSV file, and yield (cell, stage, letter, microbatch) for each task in it.
+
+    The letter is the task's type as PyTorch writes it, such as `F` for a forward.
 
     Args:
         line: the text of each cell.
-        name: the file's name, for errors.
+        name: the file's name, for error messages.
         row: the line's number, from 1.
+
+    Raises:
+        ScheduleError: a cell is not a task.
     """
     for column, entry in enumerate(line, 1):
         text = entry.strip()

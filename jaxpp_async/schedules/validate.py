@@ -60,11 +60,11 @@ def resolve(
         num_stages: the number of stages of the loop body.
         num_microbatches: the number of microbatches of the step.
         num_actors: the number of actors of the mesh.
-        where: the user's source line, such as `"train.py:41"`, with which errors begin.
+        where: the user's source line, such as `"train.py:41"`, which begins each error message.
         forward_only: whether the loop computes no gradient, so that a schedule without any backward is
             complete.
-        markers: for each stage but the last, the source line where it ends, for the error about a wrong
-            number of stages.
+        markers: for each stage but the last, the source line where it ends. The error about a wrong number of
+            stages lists them.
 
     Returns:
         One tuple of tasks per actor. Every task occurs once, all tasks of a stage are on one actor, and
@@ -97,11 +97,11 @@ def resolve(
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """The context of one check of a schedule: its name, the sizes it must have, and how to raise errors.
+    """The context of one check of a schedule: its name, the sizes that it must have, and how to raise errors.
 
     Attributes:
-        where: the user's source line, with which errors begin; may be empty.
-        name: the text by which errors refer to the schedule.
+        where: the user's source line, which begins each error message; may be empty.
+        name: the text by which error messages refer to the schedule.
         num_stages: the number of stages of the loop body.
         num_microbatches: the number of microbatches of the step.
         num_actors: the number of actors of the mesh.
@@ -117,7 +117,7 @@ class _Check:
 
     @property
     def prefix(self) -> str:
-        """The beginning of every error: the user's source line, or nothing if it is not known."""
+        """The beginning of every error message: the user's source line, or nothing if it is not known."""
         return f"{self.where}: " if self.where else ""
 
     def fail(
@@ -129,7 +129,7 @@ class _Check:
         near: Collection[Place] = (),
         details: str = "",
     ) -> NoReturn:
-        """Raise a `ScheduleError` about the schedule, with a drawing of its lists if they are given.
+        """Raise a `ScheduleError` about the schedule, with a drawing of the lists if `rows` is given.
 
         Args:
             what: the part of the message that says what is wrong.
@@ -198,10 +198,13 @@ def _describe_schedule(schedule: Any) -> str:
 
 
 def _read_entries(check: _Check, schedule: Any) -> Sequence[Sequence[Any]]:
-    """Return the lists of a schedule, checking that it is a list of lists but not the entries of these.
+    """Return the lists of a schedule, one per actor, whose entries are not checked yet.
+
+    Args:
+        schedule: the lists, or an object whose method `tasks` returns them.
 
     Raises:
-        ScheduleError: the object is no schedule, or one of its elements is not a list or tuple.
+        ScheduleError: `schedule` is neither of these, or one of its elements is not a list or tuple.
     """
     if not isinstance(schedule, list | tuple):
         schedule = _call_schedule(check, schedule)
@@ -217,8 +220,8 @@ def _call_schedule(check: _Check, schedule: Any) -> Sequence[Any]:
     """Return the result of `schedule.tasks` for the step's numbers of microbatches and actors.
 
     Raises:
-        ScheduleError: the object is no schedule, has another number of stages than the loop body, or its
-            `tasks` fails or does not return a list.
+        ScheduleError: `schedule` is no schedule object, has another number of stages than the loop body, or
+            its `tasks` fails or does not return a list.
     """
     if isinstance(schedule, type):
         check.fail(
@@ -261,7 +264,10 @@ def _read_tasks(check: _Check, entries: Sequence[Sequence[Any]]) -> tuple[tuple[
 
 
 def _is_plain(entry: Any) -> bool:
-    """Return whether `entry` is a task with plain ints; nearly all entries are, and this check is fast."""
+    """Return whether `entry` is a `Task` of a known type with plain ints.
+
+    This check is fast, and saves nearly all entries the slower one that also accepts other integer types.
+    """
     if type(entry) is not Task or type(entry.ty) is not str:
         return False
     return type(entry.i) is type(entry.stage) is int and entry.ty in TASK_TYPES
@@ -307,7 +313,7 @@ def _describe(value: Any) -> str:
 
 
 def _with_places(rows: Sequence[Sequence[_T]]) -> Iterator[tuple[int, int, _T]]:
-    """Yield (actor, position in the actor's list, entry) for every entry."""
+    """Yield (actor, position in the actor's list, entry) for every entry of a schedule's lists."""
     return ((actor, step, entry) for actor, row in enumerate(rows) for step, entry in enumerate(row))
 
 
@@ -372,8 +378,8 @@ def _check_stage_actors(check: _Check, rows: Rows) -> None:
 def _check_complete(check: _Check, rows: Rows, places: dict[Task, Place], forward_only: bool) -> None:
     """Raise a `ScheduleError` unless every stage has all its tasks for every microbatch.
 
-    These are its forward and either a whole or a split backward, not both. No backward is needed if
-    `forward_only` is true and the schedule has none at all.
+    The tasks are a forward, and a backward that is either whole or split, but not both. A schedule without
+    any backward is complete too if `forward_only` is true.
     """
     no_backward = forward_only and all(task.ty == "fwd" for task in places)
     complete = [{"fwd"}] if no_backward else [{"fwd", "bwd"}, {"fwd", "bwd_input", "bwd_weight"}]
@@ -421,7 +427,7 @@ def _check_complete(check: _Check, rows: Rows, places: dict[Task, Place], forwar
 
 
 def _check_order(check: _Check, rows: Rows, places: dict[Task, Place]) -> None:
-    """Raise a `ScheduleError` if running the lists in order would deadlock."""
+    """Raise a `ScheduleError` if the schedule deadlocks when each actor runs its list in order."""
     timeline = simulate_until_deadlock(rows)
     if any(len(ends) < len(row) for ends, row in zip(timeline.ends, rows, strict=True)):
         _check_lists(check, rows, places)
@@ -537,9 +543,9 @@ def _cell(entry: Any) -> str:
 
 
 def _nearest(count: int, centres: Sequence[int], limit: int) -> list[int]:
-    """Choose which of `count` rows or columns of a drawing to show: at most `limit`, in order.
+    """Choose which of `count` rows or columns of a drawing to show, and return their indices in order.
 
-    The ones nearest to `centres` are chosen, or the first ones if there are no centres.
+    At most `limit` are chosen: those nearest to `centres`, or the first ones if there are no centres.
     """
     if count <= limit:
         return list(range(count))
@@ -547,7 +553,7 @@ def _nearest(count: int, centres: Sequence[int], limit: int) -> list[int]:
 
 
 def _table(corner: str, cells: Sequence[Sequence[str]], rows: Sequence[int], columns: Sequence[int]) -> str:
-    """Return the cells as aligned text; `..` stands for rows and columns that are left out between two shown.
+    """Return some rows and columns of a table as aligned text; `..` stands for those left out in between.
 
     Args:
         corner: the heading of the first column.

@@ -1,14 +1,14 @@
 """Name the files in a checkpoint's folder, and make a set of files the folder's checkpoint atomically.
 
-The files of each save have names of their own, so that neither an older checkpoint in the same folder nor the
-files that another save is writing are overwritten. Only the manifest, which names a checkpoint's files, is
-shared: a save replaces the manifest that it found when it began, and from that moment on the folder contains
-the new checkpoint. A save that fails removes its own files; a save that succeeds removes the files that the
-replaced manifest named. No other files are removed, so that no file of the current manifest ever is, however
-many saves there are.
+The files of each save have names that no other save uses, so that a save overwrites neither an older
+checkpoint in the same folder nor the files that another save is writing. Only the manifest, which names a
+checkpoint's files, is shared: a save replaces the manifest that it found when it began, and from that moment
+on the folder contains the new checkpoint. A save that fails removes its own files. A save that succeeds
+removes the files that the replaced manifest named. No other files are removed, so a file of the current
+manifest is never removed, however many saves there are.
 
-Only `read_manifest` and `commit` have to be atomic: a store without a rename can use a conditional put for
-them.
+Only `read_manifest` and `commit` have to be atomic: an object store without a rename can use a conditional
+put for them.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ def file_name(save_id: str, actor: int | None, index: int) -> str:
 
     Args:
         save_id: the save's id.
-        actor: the actor that writes the file; None: the controller.
-        index: the file's number among those that this actor or the controller writes.
+        actor: the actor that writes the file; None if the controller writes it.
+        index: the file's number among the files of the same save and writer.
     """
     writer = "controller" if actor is None else f"actor-{actor}"
     return f"{save_id}-{writer}-{index}.safetensors"
 
 
 def absolute(folder: CheckpointPath) -> str:
-    """Return a folder's absolute path, for processes with other working directories.
+    """Return a folder's absolute path, so that processes with other working directories can use it.
 
     Raises:
         CheckpointError: no folder can have this name.
@@ -93,7 +93,7 @@ def absolute(folder: CheckpointPath) -> str:
 
 
 def make(folder: str) -> list[str]:
-    """Make a folder and all missing folders above it, durably.
+    """Make a folder and all missing folders above it, and make their names durable on the disk.
 
     Returns:
         The folders that were made, outermost first.
@@ -134,8 +134,15 @@ def read_manifest(folder: str) -> bytes | None:
 
 
 def files_of(manifest: bytes | None) -> tuple[str, ...]:
-    """Return the names of the save files that a manifest lists; other names in it are left out. A manifest
-    that is None or cannot be parsed lists none."""
+    """Return the names of the save files that a manifest lists.
+
+    Args:
+        manifest: the content of the manifest, or None.
+
+    Returns:
+        The names, without those that no save could have given; () if the manifest is None or cannot be
+        parsed.
+    """
     try:
         files = json.loads(manifest or b"{}")["files"]
         return tuple(name for name in files if isinstance(name, str) and _FILE.fullmatch(name))
@@ -144,8 +151,7 @@ def files_of(manifest: bytes | None) -> tuple[str, ...]:
 
 
 def written_by_saves(names: Collection[str]) -> list[str]:
-    """Return those of a folder's file names that belong to saves, including partial files but not the
-    manifest."""
+    """Return the file names among `names` that belong to saves: complete and partial files, no manifest."""
     return [name for name in names if _FILE.fullmatch(name) or _PARTIAL.fullmatch(name)]
 
 
@@ -158,15 +164,15 @@ def commit(
         folder: the checkpoint's folder.
         save_id: the save's id.
         manifest: the content of the new manifest.
-        replaces: the manifest to replace, as `read_manifest` returned it when the save began.
-        files: the save's files and their sizes in bytes. Other hosts may have written some of them to file
-            systems that this host does not see.
+        replaces: the content of the manifest to replace, as `read_manifest` returned it when the save began.
+        files: the size in bytes of each of the save's files, by name. Files that this host does not see are
+            not checked, since other hosts may write to other file systems.
 
     Raises:
         CheckpointError: another save has replaced or removed the manifest meanwhile, and the folder stays as
             that save left it; or a file of this save is missing or has another size.
         OSError: writing failed. The manifest may have been replaced all the same; then `read_manifest`
-            returns it.
+            returns the new one.
     """
     path = os.path.join(folder, MANIFEST)
     partial = f"{path}.{save_id}{PARTIAL}"
@@ -197,7 +203,7 @@ def check_files(folder: str, files: Mapping[str, int]) -> None:
 
     Args:
         folder: the checkpoint's folder.
-        files: the sizes of the files in bytes, by name.
+        files: the expected size in bytes of each file, by name.
 
     Raises:
         CheckpointError: a file is missing or has another size.
@@ -218,13 +224,14 @@ def check_files(folder: str, files: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Lock a folder's manifest, so that other processes cannot replace it during the `with` block.
+    """Return a context that locks a folder's manifest, so that no other process can replace it meanwhile.
 
     A file system without locks cannot exclude other processes: two saves may then both replace one
-    checkpoint. The last of them stays complete, and the files of the other remain in the folder.
+    checkpoint. The checkpoint of the second save stays complete, and the files of the first remain in the
+    folder.
 
     Raises:
-        CheckpointError: another process has kept the lock for too long.
+        CheckpointError: another process has kept the lock for longer than `LOCK_WAIT_S`.
         OSError: no file can be made in the folder.
     """
     path = os.path.join(folder, LOCK)
@@ -247,9 +254,15 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _try_to_lock(path: str) -> int | None:
-    """Try once to lock a manifest's lock file, and return the descriptor to which the lock belongs; None if
-    another process has locked it. On a file system without locks, the file counts as locked by this
-    process."""
+    """Try once to lock a manifest's lock file.
+
+    Args:
+        path: the path of the lock file, which is created if it does not exist.
+
+    Returns:
+        The descriptor that has the lock; None if another process has locked the file. On a file system
+        without locks, this process always gets a descriptor.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -272,8 +285,9 @@ def _try_to_lock(path: str) -> int | None:
 
 
 def remove_files(folder: str, names: Collection[str]) -> None:
-    """Remove files of saves, and their partial files, by name. A file that does not exist is no error, and
-    names that are not those of saves are ignored.
+    """Remove files of saves, and their partial files, by name.
+
+    Files that do not exist and names that no save could have given are ignored.
 
     Raises:
         OSError: a file cannot be removed.
@@ -289,16 +303,18 @@ def remove_files(folder: str, names: Collection[str]) -> None:
 
 
 def remove(folder: str) -> tuple[str, ...]:
-    """Remove a checkpoint, its manifest first, so that there is never a manifest with missing files; then
-    remove the folder, if it is empty.
+    """Remove a checkpoint, and the folder if it is then empty.
+
+    The manifest is removed first, so that no manifest ever names missing files.
 
     Returns:
-        The files that the manifest named; some may be on other hosts. Empty if there is no such folder.
+        The names of the files in the manifest; some files may be on other hosts. () if the folder does not
+        exist.
 
     Raises:
         OSError: a file cannot be removed.
-        CheckpointError: the manifest is invalid (see `read_manifest`), or another process has kept its lock
-            for too long.
+        CheckpointError: the manifest is invalid (see `read_manifest`), or another process has kept the
+            manifest's lock for too long.
     """
     try:
         with _locked(folder):
@@ -314,16 +330,17 @@ def remove(folder: str) -> tuple[str, ...]:
 
 
 def remove_leftovers(folder: str) -> list[str]:
-    """Remove every file of a save that the current manifest does not name; then remove the folder, if it is
-    empty.
+    """Remove every file of a save that the current manifest does not name.
+
+    The folder is removed too if it is then empty.
 
     Returns:
         The names of the removed files.
 
     Raises:
         OSError: a file cannot be removed.
-        CheckpointError: the manifest is invalid (see `read_manifest`), or another process has kept its lock
-            for too long.
+        CheckpointError: the manifest is invalid (see `read_manifest`), or another process has kept the
+            manifest's lock for too long.
     """
     with _locked(folder):
         kept = files_of(read_manifest(folder))

@@ -1,11 +1,13 @@
 """Write numpy arrays to safetensors files and read them back, each array with its SHA-256.
 
 The format is safetensors (https://github.com/huggingface/safetensors), so that any reader of that format
-opens the files. This module implements it itself: that library's `serialize_file` can neither be stopped
-half-way nor report how much of an array it has processed, and its reader keeps the GIL for the whole of an
-array, although an actor must answer messages meanwhile. Files are read and written in blocks, which are
-hashed at the same time. A file that is read may come from anywhere: its header is compared with what the
-caller wants and with the file's length before it is used.
+opens the files. This module implements the format itself for two reasons. The library's `serialize_file` can
+neither be stopped half-way nor report how much of an array it has processed. The library's reader keeps the
+GIL for the whole of an array, although an actor must answer messages meanwhile.
+
+Files are read and written in blocks, which are hashed at the same time. A file that is read may come from
+anywhere: before its header is used, it is compared with the arrays that the caller wants and with the file's
+length.
 """
 
 from __future__ import annotations
@@ -78,21 +80,20 @@ class WantedArray:
 
 
 def is_stored_as_bytes(dtype: str) -> bool:
-    """Return whether arrays of a dtype are stored as bytes (U8), because the format has no name for the
-    dtype."""
+    """Return whether arrays of a dtype are stored as bytes (U8), as the format has no name for the dtype."""
     return dtype not in _FORMAT_NAMES
 
 
 def write(
     path: str, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], is_stopped: Callable[[], bool]
 ) -> tuple[int, dict[str, str]]:
-    """Write a whole file, or none: the file has a partial name until its bytes are on the disk.
+    """Write arrays to a file atomically: the file has a partial name until all its bytes are on the disk.
 
     Args:
         path: the file's path.
         arrays: the arrays by name; little-endian, each of a dtype that `numpy_dtype` knows by its name.
-        metadata: entries for the file's header, to which the dtypes of arrays that are stored as bytes are
-            added.
+        metadata: entries for the file's header. The dtypes of arrays that are stored as bytes are added to
+            them.
         is_stopped: a function that is called before each block of bytes; if it returns True, writing stops.
 
     Returns:
@@ -150,13 +151,13 @@ def read_pieces(
     Args:
         shape: the shape of the whole array.
         dtype: the array's dtype.
-        pieces: for each piece its file's path, the index of its first element in the array, and its entry in
-            the file.
-        needed: the boxes of the array that the caller needs; a piece that overlaps none of them is not read,
-            and is zero in the result. Empty: the whole array is needed.
+        pieces: for each piece: the path of its file, the index of its first element in the array, and the
+            entry that describes it in the file.
+        needed: the index ranges of the array that the caller needs. A piece that overlaps none of them is not
+            read, and is zero in the result. Empty if the whole array is needed.
 
     Raises:
-        CheckpointError: as for `read`.
+        CheckpointError: a file is missing, cut off or damaged, or an array in it is not the wanted one.
     """
     whole = np.zeros(tuple(shape), numpy_dtype(dtype))
     for path, start, wanted in pieces:
@@ -229,7 +230,7 @@ def _header(names: Sequence[str], arrays: Mapping[str, np.ndarray], metadata: Ma
 
 
 def _as_stored(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and the shape with which an array is described in a file's header."""
+    """Return the dtype and the shape that a file's header has for an array of this dtype and shape."""
     if is_stored_as_bytes(dtype):
         return "U8", (*shape, numpy_dtype(dtype).itemsize)
     return _FORMAT_NAMES[dtype], tuple(shape)
@@ -268,8 +269,8 @@ def _open_to_read(path: str) -> BinaryIO:
     """Open a file for reading, unbuffered.
 
     Raises:
-        CheckpointError: the file is not a regular one (but a pipe, a device or the like), so that reading
-            might never end.
+        CheckpointError: the file is not a regular one (for example a pipe or a device), so that reading might
+            never end.
         OSError: the file cannot be opened.
     """
     # O_NONBLOCK: otherwise opening a pipe would block until another process writes to it.
@@ -332,17 +333,19 @@ def _cut_off(path: str, wanted: WantedArray, missing: int) -> CheckpointError:
 
 
 def _offset(path: str, entries: Mapping[str, Any], wanted: WantedArray, size_bytes: int) -> int:
-    """Check that the file's header agrees with a wanted array, and return the offset of the array within the
-    file's data.
+    """Check that a file's header agrees with a wanted array, and return the offset of the array's bytes.
 
     Args:
-        path: the file's path, for errors.
+        path: the file's path, for error messages.
         entries: the entries of the header.
         wanted: the array to read.
-        size_bytes: the array's size.
+        size_bytes: the size of the array in bytes.
+
+    Returns:
+        The offset in bytes from the beginning of the file's data, which follows the header.
 
     Raises:
-        CheckpointError: the file has no such array, or it has another dtype, shape or size.
+        CheckpointError: the file does not contain the array, or the array has another dtype, shape or size.
     """
     dtype, shape = _as_stored(wanted.dtype, wanted.shape)
     match entries.get(wanted.name):
