@@ -1,8 +1,8 @@
 """Pair each result of a step with the argument that it continues: the argument whose next value it is.
 
 A training step's new state continues its state argument, for example. Placement keeps such a pair on the same
-actors, donation reuses the argument's memory, and after an interrupted `run` a donated
-argument is used for the result that continues it.
+actors, donation reuses the argument's memory, and after an interrupted `run` a donated argument refers to the
+result that continues it.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class _RecipeKey:
     def boundary(self, ref: Ref) -> tuple[ValueType, Hashable]:
         """Return the type and sharding of an argument or a result of the executable, as a part of the key.
 
-        These are the values at the executable's boundary; the types of all other values follow from them.
+        Arguments and results are the values at the executable's boundary.
         """
         if isinstance(ref, Lit):
             return literal_type(ref), ()

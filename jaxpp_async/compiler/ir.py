@@ -2,9 +2,10 @@
 
 A recipe describes the computation of one executable: `task_graph` writes it and `export` turns it into
 StableHLO. A node of the task graph has the same inputs as its recipe, in the same order. The function that
-runs an operation (`Op.run`) is opaque to the passes, so partition and placement use only the operations'
-inputs and outputs. Value ids count from zero over the whole step, loop bodies included. An `OuterStep` is the
-part of a step outside its microbatch loops, whose operations placement replaces and removes.
+runs an operation (`Op.run`) is opaque to the passes, so partition and placement see only an operation's data,
+such as its name, inputs and outputs. Value ids count from zero over the whole step, loop bodies included. An
+`OuterStep` is the part of a step outside its microbatch loops, whose operations placement replaces and
+removes.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ class Branches:
             `Op.run` of a cond with these branches.
         select: the `Op.run` of an operation that takes the index and one value per branch, and returns the
             value of the chosen branch.
-        terminates: whether every branch is certain to end. A branch with a `while` is not certain to: if
-            another branch was chosen, the `while` might run forever on this branch's inputs.
+        terminates: whether every branch is certain to end. A branch with a `while` is not: it might run
+            forever if it is computed although the cond chooses another branch.
         whole: the cond that this cond is a part of (see `cond_split`). Parts of one cond that are placed on
             the same actor are merged again. None for a cond that is not a part.
     """
@@ -433,9 +434,9 @@ class Accumulate:
 
 @dataclass(frozen=True, eq=False)
 class AccumulatorStart:
-    """An instruction in a recipe (the operations of one executable) to create an accumulator of a loop.
+    """The creation of an accumulator of a loop, as a part of a recipe (the operations of one executable).
 
-    The accumulator gets its value before the first microbatch.
+    The new accumulator has its value before the first microbatch.
 
     Args:
         aval: shape and dtype of one microbatch's value.

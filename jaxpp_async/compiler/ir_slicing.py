@@ -1,4 +1,4 @@
-"""Select the operations that given values depend on from a list of operations.
+"""From a list of operations, select the ones that given values depend on.
 
 `split_needed` separates the operations that some values need from all others. `LightOps` finds operations
 that cost less to run again than to keep their results. `eliminate_dead` drops the operations that nothing
@@ -49,8 +49,8 @@ def split_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], 
 
 
 def select_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[Op, ...]:
-    """Return the operations that `wanted` depends on, whole: unlike in `split_needed`, none is expanded or
-    split.
+    """Return the operations that `wanted` depends on, each as it is; `split_needed` may also expand or split
+    them.
     """
     needed, found = set(wanted), list[Op]()
     for op in reversed(ops):
