@@ -144,7 +144,7 @@ def _format_ref(ref: Ref, types: Types | None = None) -> str:
 
 
 def _format_literal(value: Any) -> str:
-    """Format a constant as text that does not depend on the class of array in which JAX keeps the constant."""
+    """Format a constant as text that is the same for every class of array in which JAX keeps constants."""
     array = np.asarray(value)
     content = array.tolist() if array.size <= 8 else "..."
     return f"#{content}:{_format_aval(array.dtype.name, array.shape) if array.ndim else array.dtype.name}"
@@ -155,7 +155,7 @@ def _format_aval(dtype: str, shape: Sequence[int]) -> str:
 
 
 def format_graph(placed: PlacedStep) -> str:
-    """Return a text dump of a task graph, followed by one line per recipe (the operations of one executable)."""
+    """Return a text dump of a task graph, then one line per recipe (the operations of one executable)."""
     graph = placed.graph
     lines = [f"in  v{i.value} {graph.values[i.value].label} on {list(i.actors)}" for i in graph.inputs]
     for n in graph.nodes:

@@ -159,7 +159,9 @@ class _RecipeKey:
         return r.stem, inputs, index, slices, starts, ops, accumulates, outputs
 
     def make(self, value: int) -> int:
-        """Return the number that replaces the id of a newly made value in the key; -1 for an unused result."""
+        """Return the number that replaces the id of a newly made value in the key; -1 if the value is
+        unused.
+        """
         return self.numbers.setdefault(value, len(self.numbers)) if value >= 0 else -1
 
     def read(self, ref: Ref) -> Hashable:

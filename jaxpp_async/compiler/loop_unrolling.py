@@ -113,8 +113,7 @@ class TaskGraphBuilder:
         task_label: str,
         num_labelled: int,
     ) -> range:
-        """Add the values that one task makes to the graph, and return their graph values (positions in the
-        graph).
+        """Add the values that one task makes to the graph, and return their positions in the graph.
 
         Args:
             ir_ids, avals, kinds: the value id, type and kind of each value.
@@ -131,8 +130,7 @@ class TaskGraphBuilder:
         return range(first, len(self.avals))
 
     def value_on(self, ir_id: int, actor: ActorId) -> ValueId:
-        """Return the graph value (position in the graph) that represents a value of the traced step on an
-        actor.
+        """Return the graph value that represents a value of the traced step on an actor.
 
         If the actor does not have the value, return the graph value on the actor that sends it.
 
@@ -227,8 +225,7 @@ class _LoopUnroller:
                 self.graph.value_by_actor[final, actor] = self.accumulators[final]
 
     def _make_variant_data(self, actor: ActorId, key: TaskKey) -> _VariantData:
-        """Make the data of a task variant that is the same for all microbatches, and add its recipe to the
-        graph.
+        """Make the data of a task variant that all microbatches share, and add its recipe to the graph.
 
         A variant is the version of a task that the schedule asked for; its recipe has its operations. If no
         earlier node creates the variant's accumulators, a node that creates them is added too.
@@ -261,8 +258,7 @@ class _LoopUnroller:
         )
 
     def _shared_input(self, value: int, variant: Variant, actor: ActorId) -> ValueId | None:
-        """Return the graph value that all microbatches of a task variant read as one of its inputs, if there
-        is one.
+        """Return the graph value that all microbatches read as an input of a task variant, or None or -1.
 
         A variant is the version of a task that the schedule asked for.
 
@@ -290,8 +286,7 @@ class _LoopUnroller:
         return self.finals[add[0]][add[1]]
 
     def _start_accumulators(self, actor: ActorId, whole: TaskKey) -> None:
-        """Add a node that creates the accumulators of one forward or backward, just before the node that
-        first uses them.
+        """Add a node that creates the accumulators of a forward or backward, just before their first use.
 
         Args:
             actor: the actor of the task's stage.
