@@ -183,7 +183,9 @@ class _VariantData:
 
 
 class _LoopUnroller:
-    """The state of `unroll_loop`, such as the values made so far and the current value of each accumulator."""
+    """The state of `unroll_loop`: the values made so far, the current value of each accumulator, and
+    caches.
+    """
 
     def __init__(self, graph: TaskGraphBuilder, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
         self.graph, self.scheduled, self.staged, self.finals = graph, scheduled, scheduled.staged, finals

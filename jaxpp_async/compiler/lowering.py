@@ -442,8 +442,8 @@ def delete_buffers(programs: Programs) -> Programs:
     """Insert `Delete`s so that each buffer is freed right after its last use.
 
     A donated buffer needs no `Delete`, since the run that it is donated to consumes it. Outputs, and
-    arguments that the caller keeps, are not freed by the program. The `Delete` of a sent buffer comes right
-    after its `Send`; the executor keeps the buffer until the send completes.
+    arguments that the caller keeps, are not freed by the program. The `Delete` of a sent buffer follows its
+    `Send`; the executor keeps the buffer until the send completes.
 
     Args:
         programs: the programs that `donate_buffers` made.

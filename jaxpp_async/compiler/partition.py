@@ -69,8 +69,8 @@ class StagedLoop:
 
     @property
     def boundaries(self) -> list[str]:
-        """One text per stage boundary, for error messages: the `file:line` of the marker there, then its name
-        if any.
+        """Texts that describe the stage markers to the user: each marker's `file:line`, then its name if it
+        has one.
         """
         lines = [op.line for op in self.loop.body.ops if isinstance(op, Op) and op.name == MARKER]
         named = zip(lines, self.stage_names, strict=True)

@@ -108,7 +108,8 @@ class CompilePlan:
             its values are the positions of the argument leaves that are the old leaves.
         weak_or_strong: the positions of argument leaves that may be weakly or strongly typed.
         any_sharding: the positions of unused argument leaves, which may have any sharding. If an unused leaf
-            is returned as a result and the user gave a spec for the leaf or for the result, it is left out.
+            is returned as a result and the user gave a spec for the leaf or for the result, the leaf is left
+            out.
     """
 
     traced: Traced
