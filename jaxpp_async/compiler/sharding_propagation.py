@@ -44,11 +44,11 @@ def propagate(
         target: the mesh of each actor's devices, and their platform.
         in_specs: the spec that the user gave for each argument leaf; one that is None is inferred.
         out_specs: the spec that the user gave for each result leaf; one that is None is inferred.
-        continues: a map from the position of a result leaf to that of the argument leaf whose sharding it
-            gets.
+        continues: a dictionary. Its keys are positions of result leaves; its values are the positions of the
+            argument leaves whose shardings these results get.
 
     Returns:
-        The spec of each value, by id; empty if actors have one device and no mesh.
+        A dictionary from value id to spec. Empty if each actor has one device and no mesh.
 
     Raises:
         ShardingError: a result is unreduced: each device still has only a part of a sum.
@@ -82,7 +82,7 @@ def _refuse_unreduced_results(traced: Traced, placed: PlacedStep) -> None:
 
 
 def sharded(aval: Aval, value_type: ValueType, spec: Spec) -> Aval:
-    """Return an aval with the sharding that its value has between executables.
+    """Return an aval with the sharding with which its value is passed between executables.
 
     Args:
         aval: the aval without a sharding.
