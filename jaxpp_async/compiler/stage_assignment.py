@@ -109,7 +109,7 @@ class StageAssignment:
         return ref
 
     def _boundary_of(self, position: int) -> int:
-        """Return the number of the stage boundary at which a marker of tangents or cotangents stands.
+        """Return the number of the stage boundary at which a marker of tangents or cotangents is.
 
         Boundary 0 is between stages 0 and 1.
 
