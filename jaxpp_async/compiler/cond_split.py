@@ -98,8 +98,7 @@ def _split_inside(body: Flat, wanted: Sequence[int], types: Types) -> Flat:
 
 
 def _groups(bodies: Sequence[Flat], wanted: Sequence[int], types: Types) -> list[list[int]]:
-    """Group a cond's results, so that two results that share a computed array in some branch are in one
-    group.
+    """Group a cond's results: two results that share a computed array in some branch are in one group.
 
     Args:
         bodies: one body per branch.
@@ -171,8 +170,8 @@ class _WholeCond:
             results: positions among the whole cond's results.
 
         Returns:
-            A cond with only the operands that it needs. If there is a single result, and no branch computes
-            anything for it, a `copy` or `select_n` instead.
+            A cond with only the operands that it needs. If there is a single result and no branch computes
+            anything for it, an operation `copy` or `select_n` instead.
         """
         op, bodies = self.op, [self._reduced(b, results) for b in range(len(self.branches.bodies))]
         used = [used_ids(b.ops, b.outputs) for b in bodies]
@@ -219,7 +218,7 @@ def _select_one(op: Op, cases: Sequence[Ref], output: int) -> Op:
         output: the id of the selected value.
 
     Returns:
-        A `copy` if all cases are the same value, else a `select_n`.
+        An operation `copy` if all cases are the same value, else a `select_n`.
     """
     if len(cases) == 1 or all(isinstance(c, int) and c == cases[0] for c in cases):
         return Op("copy", (cases[0],), (output,), list, op.line, op.transposed)

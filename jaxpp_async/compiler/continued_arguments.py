@@ -26,7 +26,7 @@ def result_positions(traced: Traced) -> Any:
 
 
 def continued_arguments(traced: Traced) -> dict[int, int]:
-    """Return a dictionary from the position of a result leaf to that of the argument leaf that it continues.
+    """Find the results that continue an argument, leaf by leaf.
 
     A result continues an argument if it is the argument's next value, such as the new state of a training
     step. An argument is continued by a subtree of the results that has the argument's tree structure and
@@ -35,6 +35,10 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
     arguments and results decides. If most leaves of an argument keep their types, but not all (for example
     parameters with a cache that grows), only the leaves that keep their types are continued. A result that
     consists entirely of another argument, returned unchanged, continues that argument alone.
+
+    Returns:
+        A dictionary. Its keys are positions of result leaves; its values are the positions of the argument
+        leaves that they continue.
     """
     out = result_positions(traced)
     flat = [tree_util.tree_flatten(arg) for arg in _argument_positions(traced)]
@@ -49,7 +53,7 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
         """Return the numbers of the arguments whose unchanged leaves are the leaves of a candidate.
 
         Args:
-            candidate: positions of result leaves.
+            candidate: positions of result leaves that might be the next value of an argument.
 
         Returns:
             Argument numbers. The set is empty if some leaf of the candidate is not an unchanged argument.
@@ -97,7 +101,7 @@ def _nearest_first(
 
     Args:
         traced: the step.
-        pairs: (leaves of an argument, leaves of a result), as positions.
+        pairs: pairs (leaves of an argument, leaves of a result). A leaf is given by its position.
     """
     if len(pairs) < 2:
         return pairs

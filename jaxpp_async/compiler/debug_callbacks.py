@@ -117,7 +117,7 @@ def _evaluate(closed: Any, args: Sequence[Any], found: list[tuple[Any, list[Any]
 
     Args:
         closed: the closed jaxpr.
-        args: its arguments.
+        args: the arguments of the jaxpr.
         found: the list to which a pair (equation of a print, the print's operands) is appended for each
             print.
     """

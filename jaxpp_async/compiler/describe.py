@@ -245,9 +245,7 @@ class Explainer:
 
     @cached_property
     def _continued(self) -> dict[ValueId, list[int]]:
-        """The positions of the results that are an argument's next value, by the argument's value in the task
-        graph.
-        """
+        """The results that are each argument's next value, by the argument's id in the task graph."""
         values = {i.arg: i.value for i in self.graph.inputs}
         found: dict[ValueId, list[int]] = defaultdict(list)
         for result, arg in self.continues.items():
@@ -376,8 +374,7 @@ class Explainer:
         return "not used: stays where it is"
 
     def _used_through(self, value: ValueId, actor: ActorId) -> list[str]:
-        """List an actor's tasks that use an argument indirectly, after an operation outside the loops such as
-        a cast.
+        """List an actor's tasks that use an argument through an operation outside the loops, such as a cast.
 
         Args:
             value: the id of the argument in the task graph.

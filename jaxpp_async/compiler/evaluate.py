@@ -32,8 +32,7 @@ def recipe_function(recipe: Recipe, types: Types) -> Callable[..., list[Any]]:
 
 
 def checked_function(recipe: Recipe, types: Types) -> Callable[..., tuple[list[Any], dict[str, Any]]]:
-    """Return a function that runs a recipe (the operations of one executable) and reports NaNs and
-    infinities.
+    """Return a function that runs a recipe (an executable's operations) and reports NaNs and infinities.
 
     Returns:
         A function that returns the recipe's results and a dictionary with one entry. The values that are

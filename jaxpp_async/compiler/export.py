@@ -54,7 +54,7 @@ class Target:
     Args:
         mesh: the device mesh of each actor, as an abstract mesh; None for actors with one device.
         platform: `"cpu"` or `"cuda"`.
-        axis_rules: logical axis name to mesh axis names, for `shard`.
+        axis_rules: a dictionary from logical axis name to mesh axis names, for `shard`.
     """
 
     mesh: AbstractMesh | None

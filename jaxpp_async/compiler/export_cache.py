@@ -1,10 +1,10 @@
 """Export equal recipes (the operations of executables) only once.
 
-Two recipes are equal if they differ only in the numbers of their value ids. `emit` must read equal names,
-types, shardings, constants' bytes, parameters of every operation including nested jaxprs, and source lines
-that become part of an executable's bytes. An object that cannot be compared counts as equal only to itself. A
-shared executable therefore has the same bytes as a second export would give, and any number of identical
-stages cost one export.
+Two recipes are equal if they differ only in the numbers of their value ids. Everything else that `emit` reads
+must be equal: names, types, shardings, constants' bytes, the parameters of every operation including nested
+jaxprs, and the source lines that become part of an executable's bytes. An object that cannot be compared
+counts as equal only to itself. A shared executable therefore has the same bytes as a second export would
+give, and any number of identical stages cost one export.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class ExportCache:
     def emit(
         self, recipes: Sequence[Recipe], types: Types, specs: Specs, target: Target
     ) -> tuple[Emitted, ...]:
-        """Return one executable per recipe (the operations of one executable), and export equal recipes only
-        once.
+        """Return one executable for each recipe (list of operations), and export equal recipes only once.
 
         Args:
             recipes: the recipes of one step.
@@ -159,9 +158,7 @@ class _RecipeKey:
         return r.stem, inputs, index, slices, starts, ops, accumulates, outputs
 
     def make(self, value: int) -> int:
-        """Return the number that replaces the id of a newly made value in the key; -1 if the value is
-        unused.
-        """
+        """Return the number that replaces the id of a newly made value in the key; -1 for an unused value."""
         return self.numbers.setdefault(value, len(self.numbers)) if value >= 0 else -1
 
     def read(self, ref: Ref) -> Hashable:

@@ -335,7 +335,7 @@ def renamed(op: Op, ids: KeysView[int], replacement: Callable[[Ref], Ref]) -> Op
 
 @dataclass(frozen=True, eq=False)
 class OuterStep:
-    """The input of placement: a step as it looks from outside its microbatch loops, each an opaque item.
+    """The input of placement: a step in which each microbatch loop is a single item.
 
     Args:
         inputs: the ids of the step's inputs (argument leaves, then captured arrays).

@@ -49,9 +49,7 @@ def split_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], 
 
 
 def select_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[Op, ...]:
-    """Return the operations that `wanted` depends on, each as it is; `split_needed` may also expand or split
-    them.
-    """
+    """Return the operations that `wanted` depends on; unlike `split_needed`, never expand or split them."""
     needed, found = set(wanted), list[Op]()
     for op in reversed(ops):
         if not needed.isdisjoint(op.outputs):
@@ -72,8 +70,7 @@ def _expand(op: Op) -> list[Op]:
 
 
 class LightOps:
-    """The light operations of a program, that is operations that cost less to run again than to keep their
-    results.
+    """The light operations of a program: to run one again costs less than to keep its results.
 
     Args:
         ops: a dictionary from position in the program to light operation.

@@ -51,8 +51,7 @@ class Epilogue:
 
 @dataclass(frozen=True, eq=False)
 class LoopResults:
-    """A plan for computing each result of a loop from parts that tasks accumulate and that are joined after
-    the loop.
+    """A plan for each result of a loop: tasks accumulate its parts, which are joined after the loop.
 
     Args:
         parts: for each result, the values that are accumulated separately.
@@ -161,8 +160,7 @@ class _Commuter:
         return tuple(parts), Epilogue(tuple(ops), made)
 
     def _split_of(self, value: Ref) -> int | None:
-        """Return the position of the `split` operation that makes a value, if its operand can be accumulated
-        in parts.
+        """Find the `split` operation that makes a value, if its operand can be accumulated in parts.
 
         This is so if all results of the `split` are summed results of the loop and its operand joins values
         of several stages. The operand is then added to `split_operands`, so that its parts are accumulated
@@ -199,10 +197,10 @@ class _Commuter:
         return _Leaf(value, task)
 
     def _stages_that_hold(self, value: int) -> set[int]:
-        """Return the stages whose forward makes or uses an input of the loop's body that `value` is computed
-        from.
+        """Return the stages whose forward makes or uses a body input from which `value` is computed.
 
-        `value` is made by cheap operations, which each task that needs it repeats.
+        Body inputs are the inputs of the loop's body. `value` is made by cheap operations, which each task
+        that needs it repeats.
         """
         found: set[int] = set()
         stack = [value]
@@ -287,12 +285,11 @@ class _Commuter:
         return whole
 
     def _movable(self, op: Op, operands: Sequence[_Expr]) -> tuple[_Expr, ...] | None:
-        """Return the operands of a layout operation that may be values of several tasks, if it can move after
-        the loop.
+        """Return the operands of a layout operation that may be values of several tasks.
 
         Returns:
             For a `pad` with zeros, only the padded array. None for a `pad` with any other value, which is not
-            linear. For all other operations, all operands.
+            linear and so cannot move to after the loop. For all other operations, all operands.
         """
         if op.name != "pad":
             return tuple(operands)
@@ -365,9 +362,7 @@ class _Commuter:
     # ---- the epilogue's operations
 
     def _merge_terms(self, expr: _Expr) -> _Expr:
-        """Return `expr` with each sum changed so that every task adds up its own terms, which become one
-        term.
-        """
+        """Return a copy of `expr` in which each sum has one term per task: every task adds up its own."""
         if isinstance(expr, _Leaf):
             return expr
         if isinstance(expr, _Layout):
@@ -390,8 +385,7 @@ class _Commuter:
         return total
 
     def _emit(self, expr: _Expr, parts: dict[OutputPart, None], ops: list[Op]) -> int:
-        """Append the operations that compute an expression after the loop, and return the id of the
-        expression's value.
+        """Append operations that compute an expression after the loop, and return the id of the result.
 
         Args:
             expr: the expression.

@@ -183,9 +183,7 @@ class _VariantData:
 
 
 class _LoopUnroller:
-    """The state of `unroll_loop`: the values made so far, the current value of each accumulator, and
-    caches.
-    """
+    """The state of `unroll_loop`: the values made so far and each accumulator's current value."""
 
     def __init__(self, graph: TaskGraphBuilder, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
         self.graph, self.scheduled, self.staged, self.finals = graph, scheduled, scheduled.staged, finals

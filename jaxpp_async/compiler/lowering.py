@@ -85,8 +85,9 @@ def lower(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs
 
 @frozen()
 class PlannedTransfer:
-    """The transfer of one value from the actor that makes it, or has it as an argument, to an actor that
-    needs it.
+    """The transfer of one value to an actor that needs it.
+
+    The sender is the actor that makes the value or has it as an argument.
 
     Args:
         value: the value.
@@ -325,12 +326,14 @@ def _find_never_donated(instructions: Iterable[Instruction]) -> set[BufferId]:
 
 
 def _choose_donations(nodes: Sequence[Node], program: ActorProgram) -> dict[ExecutableId, tuple[int, ...]]:
-    """Choose, for each executable, the input positions that all of its `Run` instructions on an actor can
-    donate.
+    """Choose for each executable the inputs that all its `Run` instructions on an actor can donate.
 
     Args:
         nodes: the actor's nodes, in order.
         program: the actor's program.
+
+    Returns:
+        A dictionary from executable to the positions of the inputs.
     """
     # The walk goes back from the end of the program; slots that later instructions read are added here.
     taken = _find_never_donated(program.instructions)

@@ -69,9 +69,7 @@ class StagedLoop:
 
     @property
     def boundaries(self) -> list[str]:
-        """Texts that describe the stage markers to the user: each marker's `file:line`, then its name if it
-        has one.
-        """
+        """One text per stage marker, for dumps: the marker's `file:line`, then its name if it has one."""
         lines = [op.line for op in self.loop.body.ops if isinstance(op, Op) and op.name == MARKER]
         named = zip(lines, self.stage_names, strict=True)
         return [line if name is None else f"{line} {name!r}" for line, name in named]

@@ -164,8 +164,10 @@ def compile_step(request: StepRequest, passed: Passed = _ignore_pass) -> Compile
         passed: a callback for timing, called with the name of each pass after the pass and its checks.
 
     Raises:
-        UnsupportedError, StageError, ScheduleError, ShardingError: the step, its schedule or its shardings
-            cannot be compiled; see `errors`.
+        UnsupportedError: the step cannot be pipelined.
+        StageError: a stage needs a value of a later stage, or a loop has no usable microbatch axis.
+        ScheduleError: a schedule is invalid.
+        ShardingError: a sharding is invalid.
     """
     done = plan(request, passed)
     with explained(done.placed.recipes, done.traced.types, request.target):
@@ -184,8 +186,10 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
         passed: a callback for timing, called with the name of each pass after the pass and its checks.
 
     Raises:
-        UnsupportedError, StageError, ScheduleError, ShardingError: the step, its schedule or its shardings
-            cannot be compiled; see `errors`.
+        UnsupportedError: the step cannot be pipelined.
+        StageError: a stage needs a value of a later stage, or a loop has no usable microbatch axis.
+        ScheduleError: a schedule is invalid.
+        ShardingError: a sharding is invalid.
     """
     with lowering_context(request.target):
         traced, weak_or_strong = trace_ignoring_weak_types(
@@ -232,9 +236,7 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
 def _find_any_sharding(
     traced: Traced, placed: PlacedStep, in_specs: Sequence[Spec | None], out_specs: Sequence[Spec | None]
 ) -> frozenset[int]:
-    """Return the positions of the unused argument leaves that may have any sharding; see
-    `CompilePlan.any_sharding`.
-    """
+    """Return the positions of unused argument leaves that may have any sharding (see `CompilePlan`)."""
     leaf_of = {v: arg for arg, v in enumerate(traced.flat.inputs)}
     back = {leaf_of[v]: result for result, v in placed.placement.handed_back.items()}
     asked = {

@@ -36,8 +36,7 @@ from jaxpp_async.program.instructions import ActorId
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The result of `place`: the actors that run the operations outside a step's loops and store inputs and
-    results.
+    """The result of `place`: the actors of a step's inputs, results and operations outside the loops.
 
     Args:
         items: the operations outside the loops, and the loops; conds are split and sums regrouped.
@@ -314,8 +313,7 @@ class _Placer:
         return held
 
     def _choose(self, position: int, threshold: int) -> bool:
-        """Choose the actor that runs an operation: the actor that has the most bytes of the operation's
-        operands.
+        """Choose the actor of an operation: the one with the most bytes of the operation's operands.
 
         Args:
             position: the position of the operation.
@@ -323,7 +321,7 @@ class _Placer:
                 that depends on a loop and reads or makes a large value is left undecided.
 
         Returns:
-            Whether an actor was chosen; False if the operation was left undecided.
+            True if an actor was chosen; False if the operation was left undecided.
         """
         op = self.ops[position]
         held = self._weights(op.reads)
@@ -382,9 +380,9 @@ class _Placer:
     def _place_results(self) -> None:
         """Choose the actors of each result.
 
-        The actors that the caller asked for come first, then the actors of the input that the result
-        continues (the old leaf of a state), then the actors that make the result. If a result is an input
-        that the step only returns, it stays on the actors that already store it and is recorded in
+        These are the actors that the caller asked for, otherwise the actors of the input that the result
+        continues (the old leaf of a state), otherwise the actors that make the result. If a result is an
+        input that the step only returns, it stays on the actors that already store it and is recorded in
         `handed_back`.
         """
         results = [r for r in self.step.outputs if isinstance(r, int)]

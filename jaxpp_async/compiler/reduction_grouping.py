@@ -25,7 +25,7 @@ class GroupingInputs:
     """The input of `regroup_reductions`: the part of a step outside its loops, and the actors of its values.
 
     Args:
-        step: the step as it looks from outside its loops.
+        step: the step, in which each loop is a single item.
         types: the type of each value; types of newly created values are added to it.
         one_actor_ops: the positions of the operations that run on exactly one actor.
         producer: a dictionary from the id of a value to the position of the operation that makes it.

@@ -37,8 +37,7 @@ _INFINITE = 2**30  # more than any sum of costs
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """Operations of an earlier executable that a later executable runs again, so that fewer bytes are kept
-    for it.
+    """Operations of an earlier executable that a later one runs again, so that fewer bytes are kept.
 
     Args:
         ops: copies of operations of the earlier executable, in program order; their results have new ids.

@@ -61,8 +61,9 @@ class Flattener(Protocol):
 
 
 def reads_stacks(flattener: Flattener, eqn: Any, inputs: Sequence[Ref]) -> bool:
-    """Return whether a scan iterates over a stack that an unrolled scan made, so that the elements are
-    known.
+    """Return whether a scan iterates over a stack whose elements are known.
+
+    These are the stacks that unrolled scans made.
     """
     stacked = inputs[private_api.scan_parts(eqn).first_x :]
     return any(r in flattener.stacks for r in stacked if isinstance(r, int))
@@ -225,7 +226,7 @@ def _half_scan(
         results: the positions of the scan's results that this half makes.
         takes: the values that this half reads from the other half, as a dictionary. Its keys are the ids of
             the values in the body; its values are the ids of the stacks of these values over all iterations.
-        gives: the values that this half makes for the other half, as a dictionary with such keys and values.
+        gives: the values that this half makes for the other half, as a dictionary of the same form.
     """
     carried = [k for k in results if k < scan.num_carry]
     ys = [k for k in results if k >= scan.num_carry]

@@ -78,9 +78,7 @@ class StageAssignment:
             self.forward_stages = self._find_forward_stages()
 
     def _aliases(self) -> dict[int, Ref]:
-        """Return a dictionary from the id of a stage marker's result to the value that the marker was
-        given.
-        """
+        """Return the value that each stage marker was given, by the id of the marker's result."""
         alias: dict[int, Ref] = {}
         for op in self.ops:
             if op.name == MARKER:
@@ -99,10 +97,10 @@ class StageAssignment:
         return Counter([self.root(r) if r in self.alias else r for r in reads])
 
     def resolve(self, ref: Ref) -> Ref:
-        """Return the value that an operand stands for, that is the value that its stage markers were given.
+        """Follow an operand back through stage markers to the value that the first of them was given.
 
-        If the operand is the result of a marker, follow it back to the marker's input, as often as necessary.
-        If it is not, return it unchanged.
+        A marker returns the values that it is given. An operand that no marker returned is returned
+        unchanged.
         """
         while isinstance(ref, int) and ref in self.alias:
             ref = self.alias[ref]
@@ -249,8 +247,7 @@ class StageAssignment:
         return max((s for s in held if s <= limit), default=otherwise)
 
     def _roots(self, value: int) -> set[int]:
-        """Return the inputs of the loop's body from which `value` is computed by cheap operations alone, as
-        ids.
+        """Return the ids of the body's inputs from which cheap operations alone compute `value`.
 
         If `value` is itself an input, it is the only one. Inputs that other operations read are left out.
         """
@@ -323,8 +320,9 @@ class StageAssignment:
                 self.stage[i] = max(stage, wanted)
 
     def _last_forward_stage(self, op: Op, forward_stages: dict[int, set[int]], limit: int) -> int | None:
-        """Return the last stage whose forward makes or uses all operands of a backward operation but
-        cotangents.
+        """Return the last stage whose forward has all operands of a backward operation but its cotangents.
+
+        A forward has the values that it makes or uses.
 
         Args:
             op: the backward operation.
@@ -386,17 +384,16 @@ class StageAssignment:
         return last if first is None else first
 
     def root(self, value: int) -> int:
-        """Return the id of the value that stage markers were given, if `value` is a result of markers.
+        """Follow a value back through stage markers to the id of the value that the first of them was given.
 
-        If `value` is not a marker's result, or if the markers were given a constant, return `value` itself.
+        A marker returns the values that it is given. If no marker returned `value`, or if the first marker
+        was given a constant, return `value` itself.
         """
         resolved = self.resolve(value)
         return resolved if isinstance(resolved, int) else value
 
     def _find_forward_stages(self) -> dict[int, set[int]]:
-        """Return a dictionary from the id of a value to the stages that make or use the value in the
-        forward.
-        """
+        """Return the stages that make or use each value in the forward, by the value's id."""
         forward_stages: dict[int, set[int]] = defaultdict(set)
         for i, op in enumerate(self.ops):
             if self.kind[i] != FORWARD:
@@ -424,8 +421,7 @@ class StageAssignment:
     # ---- operations that a checkpoint need not repeat
 
     def _find_skipped(self) -> set[int]:
-        """Return the positions of operations that need not run, since they repeat an operation of an earlier
-        stage.
+        """Return the positions of operations that need not run, since an earlier stage made their results.
 
         A checkpoint repeats operations of the forward in the backward. If the original is in an earlier stage
         than its repetition, a skip connection has already sent the original's results to the stage of the

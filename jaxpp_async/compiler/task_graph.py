@@ -198,9 +198,12 @@ class _StepBuilder:
         )
 
     def _untouched(self, outputs: Sequence[int]) -> dict[int, int]:
-        """Return, for each result that is an unchanged argument, the argument's id, by the result's position.
+        """Find the results that are unchanged arguments.
 
         An argument that is returned as several results is left out, since it has to be copied.
+
+        Returns:
+            A dictionary from the position of a result to the id of the argument.
         """
         arguments = set(self.traced.flat.inputs[: len(self.traced.arg_names)])
         return {
@@ -274,8 +277,7 @@ class _StepBuilder:
         return self.types.new(dataclasses.replace(value_type, weak=self.types[result].weak))
 
     def _renamed(self, epilogue: Epilogue, names: dict[Ref, Ref]) -> list[Op]:
-        """Return copies of an epilogue's operations (which run after a loop) that use value ids outside the
-        loop.
+        """Return copies of an epilogue's operations (which run after a loop) with ids outside the loop.
 
         Args:
             epilogue: the operations, which use ids of the loop's body.
@@ -445,9 +447,7 @@ class _StepBuilder:
 
 @dataclass(frozen=True, eq=False)
 class _ReductionEnd:
-    """A callable for `Op.run` that finishes a reduction after the last microbatch, such as a mean by a
-    division.
-    """
+    """A callable for `Op.run` that ends a reduction after the last microbatch (a mean divides)."""
 
     reduction: Any
     num_microbatches: int

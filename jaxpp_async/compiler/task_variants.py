@@ -160,8 +160,7 @@ class _Variants:
         return self._made[key]
 
     def canonical_key(self, key: TaskKey) -> TaskKey:
-        """Return the key under which to store a variant (version of a task), so that equal variants share a
-        key.
+        """Return the key under which to store a variant (version of a task); equal variants share a key.
 
         If one half of a split backward has nothing to compute, the other half gets the key of the whole
         backward. All other keys are returned unchanged.
@@ -203,8 +202,7 @@ class _Variants:
     def _makes(self, task: StageTask) -> list[int]:
         """Return the ids of the values that a variant (version of a task) makes for other tasks.
 
-        The ids are in the order in which the whole tasks read the values, so that the order is the same for
-        split, fused and whole tasks.
+        The ids are in the order in which the tasks, when neither split nor fused, read the values.
         """
         ty, stage = task.key
         own = {(kind, stage) for kind in _WHOLE_TASKS[ty]}
@@ -235,8 +233,9 @@ def _join(key: TaskKey, first: StageTask, second: StageTask) -> StageTask:
 def split_backward(
     staged: StagedLoop, task: StageTask, wanted: Collection[int], types: Types
 ) -> tuple[StageTask | None, StageTask | None]:
-    """Split a backward task into two: an input-gradient part, which other stages need, and a weight-gradient
-    part.
+    """Split a backward task into an input-gradient part and a weight-gradient part.
+
+    The input-gradient part makes the values that other stages need.
 
     Args:
         staged: the loop, split into the tasks of its stages.

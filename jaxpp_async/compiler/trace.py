@@ -337,8 +337,7 @@ class _Flattener:
         return outputs
 
     def add_equation(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
-        """Append an equation to `ops`, inlined, unrolled or as one operation, and return the equation's
-        results.
+        """Append an equation to `ops` (inlined, unrolled or as one operation), and return the results.
 
         Args:
             eqn: the equation, which may contain others.
@@ -558,9 +557,7 @@ class _Flattener:
 
 
 def _refuse_other_meshes(eqn: Any, line: str) -> None:
-    """Raise a `ShardingError` if an equation refers to a mesh of devices that differs from that of the
-    actors.
-    """
+    """Raise a `ShardingError` if an equation refers to a mesh of devices other than that of the actors."""
     actors = dict(jax.sharding.get_abstract_mesh().shape)
     for mesh in private_api.meshes_named(eqn):
         named = dict(mesh.shape)

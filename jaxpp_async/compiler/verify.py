@@ -45,8 +45,7 @@ _T = TypeVar("_T")
 
 
 class InternalError(AssertionError):
-    """An error that reports an invalid task graph or program, which a bug in a compiler pass of this package
-    made.
+    """An error that reports an invalid task graph or program, due to a bug in a compiler pass.
 
     The user's step is never the cause of this error.
     """
@@ -273,9 +272,7 @@ def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
 
 
 class _ProgramCheck:
-    """A check of one program, which goes through the instructions and records the state of each slot
-    (buffer).
-    """
+    """A check of one program, which follows the state of each slot (buffer) over the instructions."""
 
     def __init__(self, program: ActorProgram):
         self.program = program
@@ -341,9 +338,7 @@ class _ProgramCheck:
             self.fail(f"b{buffer} {self.explain_dead(buffer)}")
 
     def explain_dead(self, buffer: BufferId) -> str:
-        """Return the reason, for an error message, why a buffer may not be read at the current
-        instruction.
-        """
+        """Return the reason, for an error message, why a buffer may not be read at this instruction."""
         if buffer in self.given:
             return "has left the program"
         for i in self.program.instructions[: self.index]:
@@ -486,7 +481,7 @@ def verify_transfers(programs: Sequence[ActorProgram]) -> None:
 
 
 def verify_signatures(programs: Sequence[ActorProgram]) -> None:
-    """Check that all runs of an executable have operands and results of the same shapes and dtypes.
+    """Check that all `Run` instructions of an executable have the same shapes and dtypes.
 
     Args:
         programs: one program per actor.
@@ -511,7 +506,7 @@ def verify_signatures(programs: Sequence[ActorProgram]) -> None:
 
 
 def _shapes_and_dtypes(operands: Sequence[Aval], results: Sequence[Aval]) -> tuple[list, list]:
-    """Return the shape and dtype of each operand and of each result of one run of an executable.
+    """Return the shape and dtype of each operand and of each result of one `Run` instruction.
 
     Sharding specs are left out, since ("data",) and ("data", None) differ as tuples but mean the same.
     """
@@ -600,8 +595,7 @@ class _DeadlockSimulation:
         self.counter[actor] = index
 
     def link(self, sender: ActorId, receiver: ActorId, tag: Tag) -> _Link:
-        """Return the key of the queue in which a transfer waits until both its send and its receive are
-        issued.
+        """Return the key of the queue in which a transfer waits for both its send and its receive.
 
         In the strict simulation (`rendezvous`), all transfers from one actor to another share a queue, so
         that they complete in order. Otherwise each transfer has a queue of its own.
@@ -622,9 +616,7 @@ class _DeadlockSimulation:
             self.ready.append(actor)
 
     def blocked_actors(self) -> list[BlockedActor]:
-        """Return the actors that have not finished, each with the transfer for which it waits, sorted by
-        actor.
-        """
+        """Return the unfinished actors, each with the transfer for which it waits, sorted by actor."""
         found: dict[ActorId, BlockedActor] = {}
         for actor, buffer in self.blocked.items():
             recv, at = self.pending[actor][buffer], self.streams[actor][self.counter[actor]]
