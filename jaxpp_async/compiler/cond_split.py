@@ -23,7 +23,7 @@ SCALAR_BYTES = 16
 
 
 def is_repeatable(op: Op, types: Types) -> bool:
-    """Return whether computing `op` again costs less than sharing its result."""
+    """Return whether computing an operation again in each cond costs less than sharing its result."""
     if any(types.sizes[r] > SCALAR_BYTES for r in op.reads):
         return False
     return op.name in ENLARGING or all(types.sizes[o] <= SCALAR_BYTES for o in op.outputs if o >= 0)

@@ -62,7 +62,7 @@ class TaskGraphBuilder:
     Args:
         types: the type of every value id; types of newly created values are added to it.
         num_actors: the number of actors of the mesh.
-        recipes: the computations of the executables, one per executable.
+        recipes: the recipes, each with the operations of one executable.
         nodes: the nodes, in a topological order.
         value_ids: for each value of the graph, the id of the corresponding value of the traced step.
         avals, kinds: the type and the kind of each value of the graph.

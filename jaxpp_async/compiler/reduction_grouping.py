@@ -140,7 +140,7 @@ def _join_by_actor(inputs: GroupingInputs, root: int, leaves: list[int]) -> list
 
 
 def _find_stacked(inputs: GroupingInputs, kept: set[int]) -> dict[int, int]:
-    """Find the reductions to a scalar of small values of several actors that were concatenated only for this.
+    """Find reductions of small values that several actors make and that are concatenated only to be reduced.
 
     Args:
         inputs: the placed step.

@@ -45,7 +45,7 @@ class Where:
 class Flattener(Protocol):
     """An interface to the tracer (`trace._Flattener`), which translates jaxprs to flat operations.
 
-    This module calls it on the jaxprs inside `scan` equations.
+    This module calls the tracer on the jaxprs inside `scan` equations.
     """
 
     types: Types

@@ -1,8 +1,9 @@
 """Infer a sharding for every value that is passed between executables, without devices.
 
-On a mesh of explicit axes the values' types already contain the shardings. For automatic axes the whole step,
-with one iteration of each loop's body, is lowered on an abstract mesh with every such value as a result, and
-Shardy's propagation chooses the shardings that the user did not give.
+On a mesh of explicit axes the values' types already contain the shardings. For automatic axes, the whole
+step, with one iteration of each loop's body, is lowered on an abstract mesh. All values that are passed
+between executables are results of this lowered step. Shardy's propagation chooses the shardings that the user
+did not give.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _boundary_ids(placed: PlacedStep) -> set[int]:
 
 
 def _index_ids(placed: PlacedStep) -> set[int]:
-    """Return the ids of all microbatch indices: those inside loop bodies and the step's hidden arguments."""
+    """Return the ids of all microbatch indices, both inside loop bodies and among the step's inputs."""
     hidden = {
         placed.value_ids[i.value]
         for i in placed.graph.inputs[len(placed.graph.inputs) - placed.num_indices :]

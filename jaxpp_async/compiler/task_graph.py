@@ -146,7 +146,8 @@ class _StepBuilder:
     def _add_nodes(self, placement: Placement) -> None:
         """Add all nodes to the graph, level by level; data is sent to other actors only between levels.
 
-        Within a level, the nodes outside the loops come first, one per actor, then the nodes of the loops.
+        For each level, first the nodes outside the loops are added, one per actor, then the nodes of the
+        loops.
         """
         exported = self._exported(placement)
         positions = {id(item): i for i, item in enumerate(self.traced.flat.ops) if isinstance(item, Loop)}

@@ -319,8 +319,7 @@ class _Flattener:
         return tuple([-1 if type(v) is drop else new(type_of(v.aval)) for v in eqn.outvars])
 
     def add_simple(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
-        """Append an equation that contains no others to `ops` as one operation, and return the equation's
-        results.
+        """Append an equation that contains no others to `ops` as one operation, and return its results.
 
         This is the fast path of `add_equation`, since a step consists of thousands of such equations.
         """

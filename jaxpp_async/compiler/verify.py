@@ -95,14 +95,16 @@ def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> 
 
 
 def verify_together(programs: Sequence[ActorProgram]) -> None:
-    """Check the programs of a step together: transfers match, executables are called alike, and nothing
-    deadlocks.
+    """Check the programs of a step together.
+
+    Transfers must match, all calls of an executable must have the same shapes and dtypes, and the programs
+    must not deadlock.
 
     Args:
         programs: one program per actor.
 
     Raises:
-        InternalError: transfers do not match, or an executable is called in two ways.
+        InternalError: transfers do not match, or calls of an executable differ.
         ScheduleError: the programs deadlock; the message says which actor waits for which.
     """
     verify_transfers(programs)
