@@ -131,7 +131,7 @@ def _groups(bodies: Sequence[Flat], wanted: Sequence[int], types: Types) -> list
 class _DisjointSets:
     """A union-find structure over the operations and results of a cond.
 
-    An operation is named (branch, position in its body); a result is named (-1, position).
+    An operation is identified by (branch, position in the branch's body), and a result by (-1, position).
     """
 
     def __init__(self) -> None:

@@ -460,8 +460,8 @@ class Recipe:
         inputs: the value ids of the executable's arguments.
         outputs: the value ids (or constants) of the executable's results.
         ops: the operations, in program order.
-        slices: pairs of a whole batch leaf and one microbatch of it, which is sliced at `index` before `ops`
-            run.
+        slices: pairs (whole batch leaf, one microbatch of this leaf). The microbatch is sliced at `index`
+            before `ops` run.
         index: the id of the microbatch's index among `inputs`; None if it is not needed.
         literals: a dictionary. Its keys are the ids of values that are constants; its values are these
             constants.

@@ -59,9 +59,9 @@ def select_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[Op, ...]:
 
 
 def _expand(op: Op) -> list[Op]:
-    """Return the operations inside an operation such as a checkpoint, which compute the same results.
+    """Return the operations inside an operation such as a checkpoint, to replace it.
 
-    Copy operations at the end give the results their old ids.
+    Copy operations at the end give the results the ids that they have outside.
     """
     assert op.expand is not None
     inner, results = op.expand()
@@ -70,7 +70,7 @@ def _expand(op: Op) -> list[Op]:
 
 
 class LightOps:
-    """The light operations of a program: to run one again costs less than to keep its results.
+    """The light operations of a program: running one again costs less than keeping its results.
 
     Args:
         ops: a dictionary from position in the program to light operation.

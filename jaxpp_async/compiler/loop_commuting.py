@@ -285,7 +285,8 @@ class _Commuter:
         return whole
 
     def _movable(self, op: Op, operands: Sequence[_Expr]) -> tuple[_Expr, ...] | None:
-        """Return the operands of a layout operation that may be values of several tasks.
+        """Return the operands of a layout operation that may be values of several tasks if it moves to after
+        the loop.
 
         Returns:
             For a `pad` with zeros, only the padded array. None for a `pad` with any other value, which is not

@@ -56,8 +56,8 @@ class StagedLoop:
         epilogues: for each result of the loop, the operations that combine its accumulated parts after the
             loop; None for a result with a single part.
         loop: the loop that was split.
-        stage_names: the name that the user gave to each stage marker, one per stage boundary; None if the
-            user gave none.
+        stage_names: for each stage marker, the name that the user gave to it; None for a marker without a
+            name.
     """
 
     num_stages: int

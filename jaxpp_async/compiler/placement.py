@@ -336,7 +336,7 @@ class _Placer:
         return True
 
     def _wanted(self, position: int) -> set[ActorId]:
-        """Return the actors that need a result of an operation, as far as the choices made so far tell."""
+        """Return the actors that are known so far to need a result of an operation."""
         made = self.ops[position].outputs
         found = {a for o in made for u in self.users.get(o, ()) for a in self._run_on(u)}
         return found.union(*(needs.get(o, ()) for needs in self.step.loop_needs.values() for o in made))
