@@ -1,6 +1,7 @@
 """The compiler turns a step function and its arguments' types into executables and one program per actor.
 
-`pipeline` runs the passes in this order; each pass is a module:
+`pipeline` runs the passes in this order; each pass is a module. A recipe lists the operations of one
+executable.
 
 trace                   traces the step function into flat operations over integer value ids
 partition               splits each loop's operations into forward and backward tasks, one pair per stage

@@ -1,8 +1,8 @@
 """Split conds and calls outside the loops, so that each piece can run on the actor that holds its data.
 
-`split_cond` makes several conds of one, `merge_parts` joins such parts again, and `expand_op` replaces an
-operation by the operations inside it. All compute the same values as before. `compiler.placement` decides
-which operations are split or expanded.
+`split_cond` splits one cond into several, `merge_parts` merges several conds of this kind into one again, and
+`expand_op` replaces a call or a cond by the operations inside it. None of these functions changes the values
+that are computed. `compiler.placement` decides which operations are split or expanded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCALAR_BYTES = 16
 
 
 def is_repeatable(op: Op, types: Types) -> bool:
-    """Return whether computing `op` again costs less than sharing its result."""
+    """Return whether computing an operation again in each cond costs less than sharing its result."""
     if any(types.sizes[r] > SCALAR_BYTES for r in op.reads):
         return False
     return op.name in ENLARGING or all(types.sizes[o] <= SCALAR_BYTES for o in op.outputs if o >= 0)
@@ -35,9 +35,9 @@ def is_repeatable(op: Op, types: Types) -> bool:
 def split_cond(op: Op, used: set[int], types: Types) -> list[Op]:
     """Split a cond into several, so that results in different conds share no computed array.
 
-    Results that are computed from the same array in some branch are kept in one cond. Scalars, and arrays
-    made from scalars by layout operations such as broadcasts, do not count as shared: each cond computes its
-    own.
+    If two results are computed from the same array in some branch, one cond makes both. Scalars, and arrays
+    made from scalars by layout operations such as broadcasts, do not count: each cond computes its own
+    copies.
 
     Args:
         op: a cond, that is an operation with `branches`.
@@ -45,7 +45,7 @@ def split_cond(op: Op, used: set[int], types: Types) -> list[Op]:
         types: the type of every value id.
 
     Returns:
-        The new conds; `op` alone if it already is a part of a split cond.
+        The new conds. If `op` is already a part of a split cond, a list with only `op`.
     """
     assert op.branches is not None
     if op.branches.whole is not None:
@@ -57,7 +57,7 @@ def split_cond(op: Op, used: set[int], types: Types) -> list[Op]:
 
 
 def merge_parts(parts: Sequence[Op]) -> Op:
-    """Merge several parts of one cond into a single operation, since every cond costs time on a device."""
+    """Merge several parts of one split cond into one operation, since every cond costs time on a device."""
     assert parts[0].branches is not None and parts[0].branches.whole is not None
     whole = parts[0].branches.whole
     asked = {o for part in parts for o in part.outputs}
@@ -98,7 +98,7 @@ def _split_inside(body: Flat, wanted: Sequence[int], types: Types) -> Flat:
 
 
 def _groups(bodies: Sequence[Flat], wanted: Sequence[int], types: Types) -> list[list[int]]:
-    """Group the results that share a computed array in some branch, directly or through other results.
+    """Group a cond's results: two results that share a computed array in some branch are in one group.
 
     Args:
         bodies: one body per branch.
@@ -131,7 +131,7 @@ def _groups(bodies: Sequence[Flat], wanted: Sequence[int], types: Types) -> list
 class _DisjointSets:
     """A union-find structure over the operations and results of a cond.
 
-    An operation is named (branch, position in its body); a result is named (-1, position).
+    An operation is identified by (branch, position in the branch's body), and a result by (-1, position).
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class _DisjointSets:
 
 
 class _WholeCond:
-    """A whole cond from which smaller conds with only some of its results can be made.
+    """A cond from which smaller conds can be made, each with only some of the whole cond's results.
 
     Making a part takes time in proportion to the part, not to the whole cond.
     """
@@ -170,8 +170,8 @@ class _WholeCond:
             results: positions among the whole cond's results.
 
         Returns:
-            The cond, with only the operands it needs; or a `copy` or `select_n` if there is a single result,
-            for which no branch computes anything.
+            A cond with only the operands that it needs. If there is a single result and no branch computes
+            anything for it, an operation `copy` or `select_n` instead.
         """
         op, bodies = self.op, [self._reduced(b, results) for b in range(len(self.branches.bodies))]
         used = [used_ids(b.ops, b.outputs) for b in bodies]
@@ -191,7 +191,7 @@ class _WholeCond:
     def _reduced(self, branch: int, results: Sequence[int]) -> Flat:
         """Return a branch's body reduced to the operations that some results need.
 
-        Parts of one nested cond inside the body are merged into one operation.
+        If conds in the body are parts of one split cond, they are merged into one.
 
         Args:
             branch: the branch's index.
@@ -218,7 +218,7 @@ def _select_one(op: Op, cases: Sequence[Ref], output: int) -> Op:
         output: the id of the selected value.
 
     Returns:
-        A `copy` if all cases are the same value, else a `select_n`.
+        An operation `copy` if all cases are the same value, else a `select_n`.
     """
     if len(cases) == 1 or all(isinstance(c, int) and c == cases[0] for c in cases):
         return Op("copy", (cases[0],), (output,), list, op.line, op.transposed)
@@ -272,7 +272,8 @@ def _append_copies(ops: Iterable[Op], mapping: dict[int, Ref], made: list[Op], t
 
     Args:
         ops: the operations to copy, in program order.
-        mapping: old value id to the value that replaces it; the ids of the copies' results are added to it.
+        mapping: a dictionary. Its keys are old value ids; its values are the values that replace them.
+            Entries for the results of the copied operations are added.
         made: the list that the copies are appended to.
         types: the type of every value id; new ids are added to it.
     """
@@ -289,13 +290,14 @@ def _append_copies(ops: Iterable[Op], mapping: dict[int, Ref], made: list[Op], t
 
 
 def _with_whole_renamed(op: Op, mapping: dict[int, Ref], wholes: dict[int, Op]) -> Op:
-    """Return `op` with new value ids in the whole cond that it refers to, if it is a part of a split cond.
+    """Return `op` with new value ids in `op.branches.whole`, the cond that `op` is a part of.
 
     Args:
-        op: an operation whose own values are renamed already.
-        mapping: old value id to the value that replaces it.
-        wholes: the renamed whole conds made so far, by the `id()` of the original; all parts of a cond share
-            one.
+        op: an operation whose own inputs and outputs are renamed already. If it is not a part of a split
+            cond, it is returned unchanged.
+        mapping: a dictionary. Its keys are old value ids; its values are the values that replace them.
+        wholes: a cache of the renamed whole conds, by the `id()` of the original, so that all parts of a cond
+            refer to the same one.
     """
     if op.branches is None or (whole := op.branches.whole) is None:
         return op
@@ -312,11 +314,14 @@ def _with_whole_renamed(op: Op, mapping: dict[int, Ref], wholes: dict[int, Op]) 
 def _rebased_expand(
     op: Op, mapping: dict[int, Ref], types: Types
 ) -> Callable[[], tuple[tuple[Op, ...], tuple[Ref, ...]]]:
-    """Return a replacement of `op.expand` (which returns the operations inside a call) with other operands.
+    """Return a version of `op.expand` whose operations read other values than the original call's operands.
+
+    `op.expand` is the function that returns the operations inside a call.
 
     Args:
         op: the call.
-        mapping: old value id to the value that the operations inside the call read instead.
+        mapping: a dictionary. Its keys are ids of the call's operands; its values are the values to read
+            instead.
         types: the type of every value id; types of new values are added to it.
     """
     here = {r: mapping[r] for r in op.reads if r in mapping}

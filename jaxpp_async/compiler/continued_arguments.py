@@ -1,8 +1,8 @@
 """Pair each result of a step with the argument that it continues: the argument whose next value it is.
 
 A training step's new state continues its state argument, for example. Placement keeps such a pair on the same
-actors, donation reuses the argument's memory, and after an interrupted `run` a donated argument stands for
-the result that continues it.
+actors, donation reuses the argument's memory, and after an interrupted `run` a donated argument refers to the
+result that continues it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,26 @@ from jaxpp_async.program.instructions import Aval
 def result_positions(traced: Traced) -> Any:
     """Return the step's result tree with each leaf replaced by its position among the traced results.
 
-    A leaf is None where the type alone determines the result (`float0`), so that no value is traced for it.
+    A leaf is None if the result has dtype `float0`, since no value is traced for such a result.
     """
     tree = tree_util.tree_unflatten(traced.out_tree, list(range(len(traced.out_names))))
     return tree_util.tree_map(lambda k: k if isinstance(k, int) else None, tree)
 
 
 def continued_arguments(traced: Traced) -> dict[int, int]:
-    """Map positions of result leaves to positions of the argument leaves that they continue.
+    """Find the results that continue an argument, leaf by leaf.
 
     A result continues an argument if it is the argument's next value, such as the new state of a training
     step. An argument is continued by a subtree of the results that has the argument's tree structure and
     types. Where several arguments are alike, each is continued by the result that is computed from it in the
-    fewest operations: `p - 0.1 * m` continues `p` and not `m`. Where that does not decide, the order of
-    arguments and results does. An argument most of whose leaves keep their types (for example parameters with
-    a cache that grows) is continued in those leaves only. A result that consists entirely of another
-    argument, returned unchanged, continues that argument alone.
+    fewest operations: `p - 0.1 * m` continues `p` and not `m`. If that leaves several choices, the order of
+    arguments and results decides. If most leaves of an argument keep their types, but not all (for example
+    parameters with a cache that grows), only the leaves that keep their types are continued. A result that
+    consists entirely of another argument, returned unchanged, continues that argument alone.
+
+    Returns:
+        A dictionary. Its keys are positions of result leaves; its values are the positions of the argument
+        leaves that they continue.
     """
     out = result_positions(traced)
     flat = [tree_util.tree_flatten(arg) for arg in _argument_positions(traced)]
@@ -46,13 +50,13 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
     taken: set[int] = set()
 
     def handed_back_arguments(candidate: list[int]) -> set[int]:
-        """Return the arguments that a candidate consists of, if its leaves are all unchanged arguments.
+        """Return the numbers of the arguments whose unchanged leaves are the leaves of a candidate.
 
         Args:
-            candidate: positions of result leaves.
+            candidate: positions of result leaves that might be the next value of an argument.
 
         Returns:
-            Argument numbers; the empty set if some leaf of the candidate is any other value.
+            Argument numbers. The set is empty if some leaf of the candidate is not an unchanged argument.
         """
         refs = (traced.flat.outputs[k] for k in candidate)
         came = {came_as.get(ref) if isinstance(ref, int) else None for ref in refs}
@@ -91,13 +95,13 @@ _NUM_MEASURED_LEAVES = 3
 def _nearest_first(
     traced: Traced, pairs: Sequence[tuple[list[int], list[int]]]
 ) -> Sequence[tuple[list[int], list[int]]]:
-    """Sort pairs of an argument and a result that may continue it (be its next value), the closest first.
+    """Sort pairs of an argument and a result that may be its next value by their distance, the closest first.
 
     The distance is the number of operations from the argument to the result.
 
     Args:
         traced: the step.
-        pairs: (leaves of an argument, leaves of a result), as positions.
+        pairs: pairs (leaves of an argument, leaves of a result). A leaf is given by its position.
     """
     if len(pairs) < 2:
         return pairs
@@ -124,17 +128,17 @@ def _operations_from(traced: Traced, value: int) -> dict[Any, int]:
 def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping[int, int]) -> list[str]:
     """Describe donated arguments whose memory cannot be reused because their new value has another type.
 
-    For each such argument leaf, the result at its place in the result tree has another shape or dtype. Two
-    kinds of arguments are left out: those that are returned unchanged as some other result, and arrays with a
-    scalar at their place, which is probably the loss that is returned where a batch was passed.
+    The new value of an argument leaf is the result at the same place in the result tree. Two kinds of
+    arguments are left out: arguments that are returned unchanged as some other result, and arrays whose new
+    value would be a scalar, since this is probably the loss, returned where a batch was passed.
 
     Args:
         traced: the step.
         donated: the numbers of the donated arguments.
-        continues: result leaf to the argument leaf that it continues, as `continued_arguments` returns it.
+        continues: the dictionary that `continued_arguments` returned.
 
     Returns:
-        One text per such leaf, with the name and type of the argument and of the result.
+        One text per leaf, with the name and type of the argument and of the result.
     """
     out = result_positions(traced)
     several = type(out) is tuple

@@ -38,8 +38,9 @@ def refuse_host_code(eqn: Any, line: str, stage: Callable[[], int] | None) -> No
     Args:
         eqn: the equation to check.
         line: `file:line` of the equation in the user's code.
-        stage: a function that finds the stage of the equation inside a loop's body, for the error's text;
-            called only for an error, since it has to walk over the body. None outside loops.
+        stage: a function that finds the stage of an equation in a loop's body, for the error message. The
+            function is slow, since it walks over the body, so it is called only for an error. None for
+            equations outside loops.
 
     Raises:
         UnsupportedError: the equation runs host code or has side effects.
@@ -89,8 +90,9 @@ def lift_prints(eqn: Any) -> tuple[Any, list[Any], list[tuple[Any, list[Any]]]]:
         eqn: the equation of the checkpoint (`jax.checkpoint`).
 
     Returns:
-        The equation without prints, the constants to pass before its operands, and a list of (equation of a
-        print, its operands). Each such operand is a literal or the number of a result of the new equation.
+        Three values: the equation without prints; the constants to pass before its operands; and a list of
+        pairs (equation of a print, the print's operands). Each operand of a print is a literal or the number
+        of a result of the new equation.
     """
     jaxpr = private_api.inner_jaxpr(eqn)
     lifted: list[tuple[Any, list[Any]]] = []
@@ -115,8 +117,9 @@ def _evaluate(closed: Any, args: Sequence[Any], found: list[tuple[Any, list[Any]
 
     Args:
         closed: the closed jaxpr.
-        args: its arguments.
-        found: a list to which (equation of a print, its operands) is added for each print.
+        args: the arguments of the jaxpr.
+        found: the list to which a pair (equation of a print, the print's operands) is appended for each
+            print.
     """
     jaxpr, consts = private_api.open_jaxpr(closed)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -155,13 +158,14 @@ def move_prints_out(
 
     Args:
         prints: the prints in the body; their operands are value ids of the body.
-        inside: for each input of the body, the operand outside the loop that it stands for.
+        inside: a dictionary. Its keys are the ids of the body's inputs; its values are the operands outside
+            the loop that these inputs get.
         types: the type of every value id; the stacked values are added to it.
         num_microbatches: the number of microbatches of the loop.
 
     Returns:
-        The rewritten prints, and the values that the loop has to stack: value id in the body to value id of
-        the stacked result.
+        The rewritten prints, and a dictionary of the values that the loop has to stack. Its keys are value
+        ids in the body; its values are the ids of the stacked results.
     """
     stacked: dict[int, int] = {}
 
@@ -194,13 +198,13 @@ def hidden_results(prints: Sequence[Print | LoopPrints]) -> tuple[int, ...]:
 def print_calls(
     prints: Sequence[Print | LoopPrints], values: Mapping[int, Any]
 ) -> Iterator[tuple[Print, list[Any]]]:
-    """Yield each print to call with the operands to call it with, in program order.
+    """Yield, in program order, each print to call and the list of operands to call it with.
 
     The prints of a loop are called once per microbatch, all prints of a microbatch before those of the next.
 
     Args:
         prints: the prints of the step.
-        values: value id to host array; PRNG keys are key arrays.
+        values: a dictionary from value id to host array; PRNG keys are key arrays.
     """
     for p in prints:
         inside, count = ((p,), 1) if isinstance(p, Print) else (p.prints, p.num_microbatches)

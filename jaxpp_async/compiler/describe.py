@@ -31,8 +31,8 @@ class PassTexts(Mapping[str, str]):
     A dump is made anew each time it is read.
 
     Args:
-        makers: a map from the name of each pass to a function without arguments that makes the dump. The
-            function must use only values that are never changed later.
+        makers: a dictionary. Its keys are the names of passes; its values are functions without arguments
+            that make the dumps. The functions must use only values that are never changed later.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], str]]) -> None:
@@ -105,8 +105,9 @@ def format_staged(staged: StagedLoop) -> str:
 def format_scheduled(scheduled: ScheduledLoop) -> str:
     """Return a text dump of a loop under its schedule.
 
-    The dump has the grid of tasks by actor and time, then each task variant (a form of a task that the
-    schedule asked for) with its actor, the values it reads and makes, and its operations.
+    The dump has the grid of tasks by actor and time, then each variant of a task (the whole task, one half of
+    it, or two tasks joined, as the schedule asked) with its actor, the values it reads and makes, and its
+    operations.
     """
     lines = [schedules.format_grid(scheduled.tasks)]
     for variant, actor in scheduled.variants_on_actors():
@@ -143,7 +144,7 @@ def _format_ref(ref: Ref, types: Types | None = None) -> str:
 
 
 def _format_literal(value: Any) -> str:
-    """Format a constant; the text does not depend on the array class in which JAX keeps it."""
+    """Format a constant as text that is the same for every class of array in which JAX keeps constants."""
     array = np.asarray(value)
     content = array.tolist() if array.size <= 8 else "..."
     return f"#{content}:{_format_aval(array.dtype.name, array.shape) if array.ndim else array.dtype.name}"
@@ -154,7 +155,7 @@ def _format_aval(dtype: str, shape: Sequence[int]) -> str:
 
 
 def format_graph(placed: PlacedStep) -> str:
-    """Return a text dump of a task graph, followed by one line per executable's recipe."""
+    """Return a text dump of a task graph, then one line per recipe (the operations of one executable)."""
     graph = placed.graph
     lines = [f"in  v{i.value} {graph.values[i.value].label} on {list(i.actors)}" for i in graph.inputs]
     for n in graph.nodes:
@@ -187,7 +188,7 @@ class CrossActorArray:
     """One array that is sent from one actor to another, with the reason, for the step's `report`.
 
     Args:
-        value: the array's value in the task graph.
+        value: the id in the task graph of the value that the array holds.
         from_actor, to_actor: the sender and the receiver.
         what: the array's type, and the task or operation that makes it, as text.
         when: `"in the loop"`, or the part of the step outside the loop.
@@ -208,7 +209,8 @@ class Explainer:
     Args:
         traced: the traced step, for the names of arguments and results.
         placed: the same step after placement, with its task graph.
-        continues: result leaf to the argument leaf that it continues (whose next value it is), as positions.
+        continues: a dictionary. Its keys are positions of result leaves; its values are the positions of the
+            argument leaves whose next values these results are.
     """
 
     def __init__(self, traced: Traced, placed: PlacedStep, continues: Mapping[int, int]) -> None:
@@ -243,7 +245,7 @@ class Explainer:
 
     @cached_property
     def _continued(self) -> dict[ValueId, list[int]]:
-        """For each argument's value in the task graph, the results that continue it (are its next value)."""
+        """The results that are each argument's next value, by the argument's id in the task graph."""
         values = {i.arg: i.value for i in self.graph.inputs}
         found: dict[ValueId, list[int]] = defaultdict(list)
         for result, arg in self.continues.items():
@@ -306,12 +308,12 @@ class Explainer:
     # ---- parts of the step
 
     def is_in_loop(self, when: str) -> bool:
-        """Return whether transfers with this `CrossActorArray.when` happen once per microbatch."""
+        """Return whether transfers with this value of `CrossActorArray.when` happen once per microbatch."""
         return when == IN_LOOP
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches of the loop that has the most; 1 for a step without a loop."""
+        """The largest number of microbatches of any loop of the step; 1 for a step without a loop."""
         return max((s.staged.loop.num_microbatches for s in self.placed.loops.values()), default=1)
 
     @cached_property
@@ -336,7 +338,7 @@ class Explainer:
         """Return the reason why an argument is placed on the given actors, as text.
 
         Args:
-            value: the argument's value in the task graph.
+            value: the id of the argument in the task graph.
             actors: the actors that get the argument; empty if no actor uses it.
         """
         if not actors:
@@ -372,10 +374,10 @@ class Explainer:
         return "not used: stays where it is"
 
     def _used_through(self, value: ValueId, actor: ActorId) -> list[str]:
-        """List an actor's tasks that use an argument after an operation outside the loops, such as a cast.
+        """List an actor's tasks that use an argument through an operation outside the loops, such as a cast.
 
         Args:
-            value: the argument's value in the task graph.
+            value: the id of the argument in the task graph.
             actor: the actor.
         """
         argument, homes = self.placed.value_ids[value], self.placed.placement.op_actors
@@ -392,7 +394,7 @@ class Explainer:
 
         Args:
             result: the position of the result leaf.
-            value: the result's value in the task graph.
+            value: the id of the result in the task graph.
         """
         if result in self.placed.placement.handed_back:
             return f"is {self.graph.values[value].label}, handed back where it lies"

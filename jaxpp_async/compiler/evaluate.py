@@ -1,7 +1,7 @@
 """Turn operations, recipes and branches of a cond into functions of arrays that JAX can trace.
 
-A recipe describes the computation of one executable. PRNG keys among its arguments and results are passed as
-their uint32 data.
+A recipe describes the computation of one executable. Executables take and return PRNG keys as their uint32
+data.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from jaxpp_async.program.instructions import Aval
 
 
 def recipe_function(recipe: Recipe, types: Types) -> Callable[..., list[Any]]:
-    """Return a function that computes the recipe's outputs from its inputs, for `jax.jit`."""
+    """Return the computation of a recipe (the operations of one executable) as a function for `jax.jit`.
+
+    The function takes the recipe's inputs and returns its outputs.
+    """
     return lambda *args: _run_recipe(recipe, types, args, None)
 
 
 def checked_function(recipe: Recipe, types: Types) -> Callable[..., tuple[list[Any], dict[str, Any]]]:
-    """Return the recipe's function, extended to report which operations make NaNs or infinities.
+    """Return a function that runs a recipe (an executable's operations) and reports NaNs and infinities.
 
     Returns:
-        A function that returns the recipe's results and a dict with one entry. Its key is the text of the
-        checked places, joined by newlines. Its value is an integer vector that tells for each place whether
-        the value at this place contains a NaN, an infinity or neither. The places are first each input (for a
-        batch, its microbatch), then the result of each operation. See `nonfinite.NonfiniteChecker`.
+        A function that returns the recipe's results and a dictionary with one entry. The values that are
+        checked are first each input (for a batch, its microbatch), then the result of each operation. The
+        entry's key lists descriptions of these values, joined by newlines. The entry's value is an integer
+        vector that says, for each of these values, whether it contains a NaN, an infinity or neither. See
+        `nonfinite.NonfiniteChecker`.
     """
 
     def run(*args: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -79,7 +83,7 @@ def run_ops(ops: Sequence[Op], env: dict[int, Any]) -> None:
 
     Args:
         ops: the operations, in program order.
-        env: value id to array; operands are read from it and results are written to it.
+        env: a dictionary from value id to array. Operands are read from it, and results are written to it.
     """
     for op in ops:
         results = op.run([read_operand(env, r) for r in op.inputs])
@@ -105,7 +109,7 @@ def read_operand(env: Mapping[int, Any], ref: Ref) -> Any:
 
 
 def wrap_input(value_type: ValueType, x: Any) -> Any:
-    """Convert an argument of an executable into the array that its operations use.
+    """Convert an argument of an executable into the array that the executable's operations use.
 
     Key data is wrapped as PRNG keys, and the array gets the sharding of its type.
     """
@@ -116,8 +120,8 @@ def wrap_input(value_type: ValueType, x: Any) -> Any:
 def unwrap_result(x: Any) -> Any:
     """Convert a result of an executable's operations into the array that the executable returns.
 
-    PRNG keys become their uint32 data. An array whose sharding type says "reduced" becomes a replicated one,
-    since each device has the whole array.
+    PRNG keys become their uint32 data. If the sharding in an array's type says "reduced", the array becomes a
+    replicated one, since each device already has the whole array.
     """
     x = jnp.asarray(x)
     mesh, known = jax.sharding.get_abstract_mesh(), logical_axes.explicit_sharding(jax.typeof(x))
@@ -134,7 +138,7 @@ def key_data(x: Any) -> Any:
 def value_type(aval: Any) -> ValueType:
     """Return the `ValueType` of a JAX aval.
 
-    The type does not say how automatic mesh axes split the value, which `compiler.sharding_propagation` finds
+    The type does not say how automatic mesh axes split the value; `compiler.sharding_propagation` finds that
     later.
     """
     weak, types = bool(getattr(aval, "weak_type", False)), logical_axes.explicit_sharding(aval)
@@ -191,13 +195,14 @@ def _dtype(refs: Sequence[Ref], types: Types) -> Any:
 
 
 def _select(xs: Sequence[Any]) -> list[Any]:
-    """Return the case that an index selects from cases that are all computed already.
+    """Return the value that an index selects from several computed values, for `Branches.select`.
 
     Args:
-        xs: the index, then the cases. Constants among the cases are converted to the dtype of the others.
+        xs: the index, then the values to select from. Constants among these are converted to the dtype of the
+            others.
 
     Returns:
-        A list with the selected case.
+        A list with the selected value.
     """
     position, *cases = xs
     arrays = [x for x in cases if isinstance(x, jax.Array)]

@@ -5,8 +5,8 @@ PRNG keys are passed between executables as their uint32 data. Under `jax_debug_
 executable returns a second result: see `evaluate.checked_function`.
 
 Errors for steps that cannot be lowered, or whose arrays actors cannot keep, are `UnsupportedError`s that name
-the operation, its task and the user's line. The operation is searched for only after lowering has failed, by
-lowering each operation alone.
+the operation, its task and the user's line. This operation is searched for only after lowering has failed:
+each operation is then lowered alone.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Emitted:
     """One serialized executable.
 
     Args:
-        key: a hash of `blob`, without the name.
+        key: a hash of `blob` that does not depend on `name`.
         blob: the serialized StableHLO.
-        name: the name of the executable's recipe, such as `"fwd0"`.
+        name: the name of the recipe (list of operations) that was lowered, such as `"fwd0"`.
     """
 
     key: str
@@ -54,7 +54,7 @@ class Target:
     Args:
         mesh: the device mesh of each actor, as an abstract mesh; None for actors with one device.
         platform: `"cpu"` or `"cuda"`.
-        axis_rules: logical axis name to mesh axis names, for `shard`.
+        axis_rules: a dictionary from logical axis name to mesh axis names, for `shard`.
     """
 
     mesh: AbstractMesh | None
@@ -75,14 +75,14 @@ def emit(
     *,
     out_specs: Sequence[tuple[SpecEntry, ...]] | None = None,
 ) -> Emitted:
-    """Lower one recipe to a serialized executable.
+    """Lower one recipe (the operations of one executable) to a serialized executable.
 
     Args:
-        recipe: the computation to lower.
+        recipe: the recipe to lower.
         types: the type of each value id.
         specs: the sharding of each value id; ids without an entry are replicated.
         target: the mesh and platform to lower for.
-        out_specs: the sharding of each result, where it differs from the entry in `specs`.
+        out_specs: the sharding of each result; None if these are the shardings in `specs`.
     """
     if out_specs is None:
         out_specs = [specs.get(v, ()) if isinstance(v, int) else () for v in recipe.outputs]
@@ -130,8 +130,8 @@ def _sharding(mesh: AbstractMesh, spec: Sequence[SpecEntry], value_type: ValueTy
     Args:
         mesh: the actors' abstract mesh.
         spec: the mesh axes that split each dimension.
-        value_type: the value's type, which tells the axes over which it is still to be summed; None if there
-            are none.
+        value_type: the value's type, whose sharding names the mesh axes over which the value is still to be
+            summed. None if there are no such axes.
     """
     pending = logical_axes.unreduced_axes(value_type.sharding) if value_type is not None else ()
     return NamedSharding(mesh, PartitionSpec(*spec, unreduced=frozenset(pending)))
@@ -169,11 +169,11 @@ def explained(recipes: Sequence[Recipe], types: Types, target: Target) -> Iterat
 def refuse_host_memory(placed: PlacedStep) -> None:
     """Raise an error if an array in host memory leaves its task, since actors cannot keep such arrays.
 
-    A `jax.checkpoint` whose policy offloads puts each residual into host memory. That is allowed where its
-    backward is in the same task.
+    A `jax.checkpoint` with an offloading policy puts its residuals into host memory. This is allowed if the
+    backward that reads them is in the same task.
 
     Raises:
-        UnsupportedError: such an array is passed to another task or returned from the step.
+        UnsupportedError: an array in host memory is passed to another task or returned from the step.
     """
     crossing = {v for v in placed.value_ids if placed.types[v].on_host}
     for recipe in placed.recipes if crossing else ():
@@ -194,11 +194,11 @@ def refuse_host_memory(placed: PlacedStep) -> None:
 def _find_culprit(
     recipes: Sequence[Recipe], types: Types, target: Target
 ) -> tuple[Recipe, Op, Exception] | None:
-    """Find the first operation that cannot be lowered on its own.
+    """Find the first operation of some recipes that JAX cannot lower on its own.
 
     Returns:
-        The recipe that contains the operation, the operation, and JAX's error; None if every operation can be
-        lowered.
+        A tuple of the recipe that contains the operation, the operation, and JAX's error. None if every
+        operation can be lowered.
     """
     tried: set[tuple[str, str]] = set()
     for recipe in recipes:

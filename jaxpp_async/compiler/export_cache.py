@@ -1,10 +1,10 @@
-"""Export equal recipes only once; recipes are equal if they differ only in the numbers of their value ids.
+"""Export equal recipes (the operations of executables) only once.
 
-Two recipes are equal when everything that `emit` reads of them is: names, types, shardings, constants' bytes,
-the parameters of every operation including nested jaxprs, and the source lines that become part of an
-executable's bytes. An object that cannot be compared counts as equal only to itself. A shared executable
-therefore has the same bytes as a second export would give, and identical stages cost one export, however many
-there are.
+Two recipes are equal if they differ only in the numbers of their value ids. Everything else that `emit` reads
+must be equal: names, types, shardings, constants' bytes, the parameters of every operation including nested
+jaxprs, and the source lines that become part of an executable's bytes. An object that cannot be compared
+counts as equal only to itself. A shared executable therefore has the same bytes as a second export would
+give, and any number of identical stages cost one export.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Specs = Mapping[int, tuple[SpecEntry, ...]]
 
 
 class ExportCache:
-    """A cache of exported executables, keyed by what they compute.
+    """A cache of exported executables, keyed by their computations.
 
-    One cache serves a step and the forms of that step under other schedules; the owner of the compiled steps
-    owns it. The cache grows with every step that is emitted through it and is never emptied.
+    One cache serves a step and the same step under other schedules. The object that owns the compiled steps
+    owns the cache. Entries are only added, never removed.
 
     Attributes:
-        count: the number of recipes that were exported.
+        count: the number of recipes (computations of executables) that were exported.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class ExportCache:
     def emit(
         self, recipes: Sequence[Recipe], types: Types, specs: Specs, target: Target
     ) -> tuple[Emitted, ...]:
-        """Return one executable per recipe, as `export.emit` would make it, exporting equal recipes once.
+        """Return one executable for each recipe (list of operations), and export equal recipes only once.
 
         Args:
             recipes: the recipes of one step.
-            types, specs, target: the arguments of the same names of `export.emit`.
+            types, specs, target: as for `export.emit`, which makes each executable.
         """
         context = _ExportContext(types, specs, target, jax_config.trace_settings())
         # Keys cost a tenth of an export. A recipe that resembles no other needs none yet.
@@ -84,7 +84,10 @@ class ExportCache:
 
 
 def _outline(recipe: Recipe) -> Hashable:
-    """Return a cheap key of a recipe; only recipes with equal outlines can be equal and need a full key."""
+    """Return a key of a recipe (the operations of one executable) that is cheap to compute.
+
+    Only recipes with equal outlines can be equal, so that all other recipes need no full key.
+    """
     lists = recipe.inputs, recipe.outputs, recipe.slices, recipe.starts, recipe.accumulates
     return recipe.stem, tuple(map(len, lists)), tuple(op.name for op in recipe.ops)
 
@@ -94,7 +97,10 @@ def _outline(recipe: Recipe) -> Hashable:
 
 @dataclass(frozen=True, eq=False)
 class _ExportContext:
-    """The data besides a recipe that determines its executable; all recipes of one step share it."""
+    """The data besides a recipe (the operations of one executable) that determines the executable.
+
+    All recipes of one step share one such object.
+    """
 
     types: Types
     specs: Specs
@@ -107,7 +113,10 @@ class _ExportContext:
         return self.target.mesh, self.target.platform, rules, self.config
 
     def key(self, recipe: Recipe) -> Hashable:
-        """Return a key that recipes share only if their executables have equal bytes."""
+        """Return a cache key of a recipe (the operations of one executable).
+
+        Recipes have equal keys only if their executables have equal bytes.
+        """
         if {f.name for f in dataclasses.fields(recipe)} != _KEYED_FIELDS:
             return _Identity(recipe)
         return self._common, _RecipeKey(self).key(recipe)
@@ -119,9 +128,9 @@ executable."""
 
 
 class _RecipeKey:
-    """A maker of the key of one recipe, in which value ids are replaced by numbers.
+    """A maker of the cache key of one recipe (the operations of one executable).
 
-    Values are numbered in the order in which they are made, so that the key does not depend on their ids.
+    The key has no value ids: values are numbered in the order in which they are made.
     """
 
     def __init__(self, context: _ExportContext) -> None:
@@ -149,7 +158,7 @@ class _RecipeKey:
         return r.stem, inputs, index, slices, starts, ops, accumulates, outputs
 
     def make(self, value: int) -> int:
-        """Return the number that stands for a newly made value in the key; -1 for an unused result."""
+        """Return the number that replaces the id of a newly made value in the key; -1 for an unused value."""
         return self.numbers.setdefault(value, len(self.numbers)) if value >= 0 else -1
 
     def read(self, ref: Ref) -> Hashable:
@@ -158,7 +167,10 @@ class _RecipeKey:
         return self.contents.key(ref.value) if isinstance(ref, Lit) else self.numbers[ref]
 
     def boundary(self, ref: Ref) -> tuple[ValueType, Hashable]:
-        """Return the type and sharding of an argument or result of the recipe."""
+        """Return the type and sharding of an argument or a result of the executable, as a part of the key.
+
+        Arguments and results are the values at the executable's boundary.
+        """
         if isinstance(ref, Lit):
             return literal_type(ref), ()
         return self.context.types[ref], self.context.specs.get(ref, ())
@@ -181,10 +193,10 @@ class _Identity:
 
 
 class _ContentKeys:
-    """A maker of keys for operations' functions and parameters, used for one recipe.
+    """A maker of keys for the functions and parameters of one recipe's operations.
 
-    JAX lowers a jaxpr object that occurs in several places of a recipe once. So each jaxpr is numbered, and
-    the pattern of repetition is part of the key.
+    A recipe lists the operations of one executable. If a jaxpr object occurs several times in a recipe, JAX
+    lowers it once. So each jaxpr object has a number, and the key says where each number occurs.
     """
 
     def __init__(self) -> None:
@@ -258,7 +270,7 @@ class _ContentKeys:
     def function(self, value: Any) -> Hashable:
         """Return the key of a Python function: its code object, its defaults and the values it closes over.
 
-        Functions with the same code over the same values do the same.
+        Functions with equal keys compute the same.
         """
         if any(value is f for f in self._open):
             return "itself", next(i for i, f in enumerate(self._open) if value is f)

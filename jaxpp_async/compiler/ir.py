@@ -1,10 +1,11 @@
 """Represent a traced step as flat lists of operations over integer value ids, and its executables as recipes.
 
 A recipe describes the computation of one executable: `task_graph` writes it and `export` turns it into
-StableHLO. The inputs of a node of the task graph and of its recipe agree position by position. The function
-that runs an operation (`Op.run`) is opaque to the passes, so that partition and placement use only the
-structure. Value ids count from zero over the whole step, loop bodies included. An `OuterStep` is the part of
-a step outside its microbatch loops, whose operations placement replaces and removes.
+StableHLO. A node of the task graph has the same inputs as its recipe, in the same order. The function that
+runs an operation (`Op.run`) is opaque to the passes, so partition and placement see only an operation's data,
+such as its name, inputs and outputs. Value ids count from zero over the whole step, loop bodies included. An
+`OuterStep` is the part of a step outside its microbatch loops, whose operations placement replaces and
+removes.
 """
 
 from __future__ import annotations
@@ -70,12 +71,12 @@ class Op:
         line: `file:line` of the user's code.
         transposed: whether reverse-mode differentiation made the operation.
         params: properties that partitioning reads, such as the name and side of a stage marker.
-        expand: for an operation that wraps others (such as a checkpoint), a function that returns those, over
-            new value ids, and their results.
+        expand: for an operation that wraps others (such as a checkpoint), a function that returns the wrapped
+            operations, with new value ids, and the values that are their results.
         split: for an operation that can be split in two (a scan), a function that takes the operation and the
-            positions of the results that are wanted first. The function returns the operation that makes
-            these results, together with the values of it that the rest needs, and the operation that makes
-            the rest; None if the operation cannot be split in this way.
+            positions of the results that are wanted first. The function returns two operations: the first
+            makes the wanted results and the values that the second needs from it; the second makes the other
+            results. The function returns None if the operation cannot be split in this way.
         branches: the branches of a `cond` outside the loops; else None.
 
     Attributes:
@@ -108,14 +109,14 @@ class Branches:
 
     Args:
         bodies: one body per branch, each over value ids of its own.
-        choose: a function that takes bodies and returns the `Op.run` of a cond of them. The bodies may be
-            reduced or reordered versions of those above.
+        choose: a function that takes bodies (reduced or reordered versions of `bodies`) and returns the
+            `Op.run` of a cond with these branches.
         select: the `Op.run` of an operation that takes the index and one value per branch, and returns the
             value of the chosen branch.
         terminates: whether every branch is certain to end. A branch with a `while` is not: it might run
-            forever on values that it was not meant for.
-        whole: the cond that this one is a part of (see `cond_split`), so that parts that are placed on the
-            same actor can be merged again; None if it is not a part.
+            forever if it is computed although the cond chooses another branch.
+        whole: the cond that this cond is a part of (see `cond_split`). Parts of one cond that are placed on
+            the same actor are merged again. None for a cond that is not a part.
     """
 
     bodies: tuple[Flat, ...]
@@ -179,9 +180,10 @@ class Flat:
 
 
 class _SizeCache(dict[int, int]):
-    """A cache of the size in bytes of each value, counting one whole copy of the array.
+    """A cache of the size of each value in bytes, by value id.
 
-    A size is computed when it is first used, since some values (`float0`) have none.
+    A sharded or replicated array counts as one whole array. A size is computed when it is first used, since
+    some values (`float0`) have no size.
     """
 
     def __init__(self, types: dict[int, ValueType]) -> None:
@@ -196,7 +198,8 @@ class Types:
     """A table of the type of every value id; types of new values are added while a step is compiled.
 
     Attributes:
-        sizes: the size in bytes of one whole copy of each value, by value id.
+        sizes: the size of each value in bytes, by value id. A sharded or replicated array counts as one whole
+            array.
     """
 
     def __init__(self) -> None:
@@ -332,25 +335,26 @@ def renamed(op: Op, ids: KeysView[int], replacement: Callable[[Ref], Ref]) -> Op
 
 @dataclass(frozen=True, eq=False)
 class OuterStep:
-    """The input of placement: a step as it looks from outside its microbatch loops, each an opaque item.
+    """The input of placement: a step in which each microbatch loop is a single item.
 
     Args:
         inputs: the ids of the step's inputs (argument leaves, then captured arrays).
         items: the operations outside the loops and the loops themselves, in program order.
         outputs: the ids (or constants) of the step's results.
-        loop_needs: for each loop (by its position in `items`), a map from the id of each value that it reads
-            from outside to the actors that need that value.
-        loop_makes: for each loop (by its position in `items`), a map from the id of each value that it leaves
-            for operations outside to the actor that makes that value.
-        continues: a map from the position of a result to the position of the input that it continues (the new
-            and the old leaf of a state).
+        loop_needs: for each loop (by its position in `items`), a dictionary. Its keys are the ids of the
+            outside values that the loop reads; its values are the actors that need these values.
+        loop_makes: for each loop (by its position in `items`), a dictionary. Its keys are the ids of the
+            values that the loop makes for operations outside; its values are the actors that make these
+            values.
+        continues: a dictionary. Its keys are the positions of results that are new leaves of a state; its
+            values are the positions of the inputs that are the old leaves.
         num_actors: the number of actors in the mesh.
-        result_homes: a map from the position of a result to the actors that must hold it, for the results
-            where the caller asks for that. Placement chooses the actors of the other results.
+        result_homes: a dictionary. Its keys are positions of results; its values are the actors on which the
+            caller wants these results. Placement chooses the actors of the other results.
         num_results: the number of leading `outputs` that are the user's results; the others are values that
             `jax.debug.print` shows. None if all of them are the user's.
-        untouched: a map from the position of a result that is an unchanged input to the id of that input.
-            Only inputs that are returned as exactly one result appear.
+        untouched: a dictionary. Its keys are the positions of the results that are unchanged inputs; its
+            values are the ids of these inputs. An input that is returned as several results is left out.
     """
 
     inputs: tuple[int, ...]
@@ -366,10 +370,10 @@ class OuterStep:
 
 
 def source_actor(actors: Collection[ActorId], wanted: ActorId) -> ActorId:
-    """Return the actor from which the actor `wanted` gets a value that is made on each of `actors`.
+    """Return the actor from which `wanted` gets a value that each of `actors` makes.
 
-    This is `wanted` itself if it makes the value, else the lowest of `actors`, from which
-    `lowering.plan_transfers` sends it.
+    If `wanted` itself makes the value, return `wanted`. Otherwise return the lowest of `actors`, from which
+    `lowering.plan_transfers` sends the value.
     """
     return wanted if wanted in actors else min(actors)
 
@@ -378,10 +382,10 @@ def replaced(step: OuterStep, others: Mapping[int, Sequence[Op]], removed: Colle
     """Return a copy of a step with the operations at some positions replaced or removed.
 
     Args:
-        step: the step; what it says about its loops is kept, under their new positions.
-        others: a map from the position in `items` of each operation to replace to the operations to put in
-            its place.
-        removed: the positions in `items` of the operations to remove.
+        step: the step. The copy has the same loops, at their new positions.
+        others: a dictionary. Its keys are the positions in `step.items` of the operations to replace; its
+            values are the operations to put in their place.
+        removed: the positions in `step.items` of the operations to remove.
     """
     items: list[Op | Loop] = []
     renumbered: dict[int, int] = {}
@@ -417,7 +421,10 @@ def without_dead(step: OuterStep) -> OuterStep:
 
 @dataclass(frozen=True, eq=False)
 class Accumulate:
-    """One update of an accumulator in a recipe: `result = reduction.step(accumulator, value, index)`."""
+    """One update of an accumulator in a recipe (the operations of one executable).
+
+    The update computes `result = reduction.step(accumulator, value, index)`.
+    """
 
     accumulator: int
     value: Ref
@@ -427,7 +434,9 @@ class Accumulate:
 
 @dataclass(frozen=True, eq=False)
 class AccumulatorStart:
-    """The creation of an accumulator in a recipe, with its value before the first microbatch.
+    """The creation of an accumulator of a loop, as a part of a recipe (the operations of one executable).
+
+    The new accumulator has its value before the first microbatch.
 
     Args:
         aval: shape and dtype of one microbatch's value.
@@ -451,10 +460,11 @@ class Recipe:
         inputs: the value ids of the executable's arguments.
         outputs: the value ids (or constants) of the executable's results.
         ops: the operations, in program order.
-        slices: pairs of a whole batch leaf and one microbatch of it, which is sliced at `index` before `ops`
-            run.
+        slices: pairs (whole batch leaf, one microbatch of this leaf). The microbatch is sliced at `index`
+            before `ops` run.
         index: the id of the microbatch's index among `inputs`; None if it is not needed.
-        literals: the constant for each value id that stands for one.
+        literals: a dictionary. Its keys are the ids of values that are constants; its values are these
+            constants.
         starts: the accumulators to create, before `ops` run.
         accumulates: the accumulators to update, after `ops` have run.
     """
@@ -471,7 +481,10 @@ class Recipe:
 
     @property
     def stem(self) -> str:
-        """The name without the stage number, such as `"fwd"`: identical stages then share one executable."""
+        """The recipe's name without the stage number, such as `"fwd"`.
+
+        The exported function gets this name, so that identical stages share one executable.
+        """
         return self.name.rstrip("0123456789")
 
 

@@ -1,7 +1,8 @@
-"""Select from a list of operations those that given values depend on.
+"""From a list of operations, select the ones that given values depend on.
 
-`split_needed` separates the operations that some values need from the others, `LightOps` finds the cheap ones
-that are better computed twice than kept, and `eliminate_dead` drops the operations that nothing needs.
+`split_needed` separates the operations that some values need from all others. `LightOps` finds operations
+that cost less to run again than to keep their results. `eliminate_dead` drops the operations that nothing
+needs.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from jaxpp_async.compiler.primitives import LIGHT, MARKER
 def split_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], list[Op]]:
     """Separate the operations that `wanted` depends on from the others.
 
-    An operation of which only some results are needed is expanded (a checkpoint) or split (a scan) where
-    possible; otherwise it counts as needed.
+    If only some results of an operation are needed, the operation is expanded (a checkpoint) or split in two
+    (a scan). If neither is possible, the whole operation counts as needed.
 
     Args:
         ops: the operations, in program order.
@@ -48,7 +49,7 @@ def split_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], 
 
 
 def select_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[Op, ...]:
-    """Return the operations that `wanted` depends on; none is expanded or split."""
+    """Return the operations that `wanted` depends on; unlike `split_needed`, never expand or split them."""
     needed, found = set(wanted), list[Op]()
     for op in reversed(ops):
         if not needed.isdisjoint(op.outputs):
@@ -58,7 +59,10 @@ def select_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[Op, ...]:
 
 
 def _expand(op: Op) -> list[Op]:
-    """Return the operations inside an operation, followed by copies that give its results their old ids."""
+    """Return the operations inside an operation such as a checkpoint, to replace it.
+
+    Copy operations at the end give the results the ids that they have outside.
+    """
     assert op.expand is not None
     inner, results = op.expand()
     renamed = [(ref, o) for ref, o in zip(results, op.outputs, strict=True) if o >= 0]
@@ -66,10 +70,10 @@ def _expand(op: Op) -> list[Op]:
 
 
 class LightOps:
-    """The "light" operations of a program: those that cost less to run again than to keep their results.
+    """The light operations of a program: running one again costs less than keeping its results.
 
     Args:
-        ops: position in the program to operation.
+        ops: a dictionary from position in the program to light operation.
     """
 
     def __init__(self, ops: Mapping[int, Op]) -> None:
@@ -77,7 +81,7 @@ class LightOps:
 
     @classmethod
     def among(cls, ops: Sequence[Op], free: Iterable[int]) -> LightOps:
-        """Find the light operations (cheap to run again) that depend on no values but `free` ones.
+        """Find the operations that are cheap to run again and depend on no values but `free` ones.
 
         Args:
             ops: the operations to choose from, in program order.
@@ -95,8 +99,8 @@ class LightOps:
         """Return the light operations that have to run again to compute `values`.
 
         Returns:
-            Position in the program to operation, in program order. Values that no light operation makes add
-            nothing.
+            A dictionary from position in the program to operation, in program order. Values that no light
+            operation makes are ignored.
         """
         found: dict[int, Op] = {}
         stack = list(values)
@@ -111,7 +115,7 @@ class LightOps:
 def eliminate_dead(flat: Flat) -> Flat:
     """Drop operations, loop results and loop inputs that nothing needs.
 
-    Stage markers are kept, since the number of stages is counted by them.
+    Stage markers are kept, since they determine the number of stages.
     """
     needed = {r for r in flat.outputs if isinstance(r, int)}
     kept: list[Op | Loop] = []

@@ -1,14 +1,14 @@
 """Move the linear operations that join several stages' parts of a summed result to after the loop.
 
 A sum over microbatches commutes with linear operations. The last operations of a summed result may join
-values of several stages: the gradient of a weight that two stages share is an addition, that of a stack of
-layers that spans stages is a concatenation. These operations move to after the loop as an `Epilogue`, and
-each stage accumulates its own part, so that no array of a weight's size is sent inside the loop. Widening
-casts and scalings between the stages' values and the joining operations are instead computed in each stage
-before accumulating, since a sum in a narrower type would round.
+values of several stages. For example, the gradient of a weight that two stages share is the sum of two
+values, and the gradient of a stack of layers from several stages is a concatenation. These operations move to
+after the loop as an `Epilogue`, and each stage accumulates its own part, so that no array of a weight's size
+is sent inside the loop. Widening casts and scalings between the stages' values and the joining operations are
+instead computed in each stage before accumulating, since a sum in a narrower type would round.
 
-Only gradients are split so. A metric is small, and its terms may cancel, which they would not do when
-they are summed separately.
+Only gradients are accumulated in parts. A metric is small, and its terms may cancel, but they would not
+cancel if they were summed separately.
 
 Source: the JaxPP paper, section "Weight Sharing" (loop commuting).
 """
@@ -40,8 +40,8 @@ class Epilogue:
     """The operations after the loop that compute one of its results from the totals that stages accumulated.
 
     Args:
-        ops: the operations in program order; they read the total of each part under the id of the part's
-            value.
+        ops: the operations, in program order. Where an operation reads the id of a part's value, it gets the
+            total of that part.
         value: the id of the result.
     """
 
@@ -51,14 +51,14 @@ class Epilogue:
 
 @dataclass(frozen=True, eq=False)
 class LoopResults:
-    """The way to compute each result of a loop: from parts that tasks accumulate, joined after the loop.
+    """A plan for each result of a loop: tasks accumulate its parts, which are joined after the loop.
 
     Args:
         parts: for each result, the values that are accumulated separately.
-        epilogues: for each result, the operations that join its parts; None for a result with a single part,
-            whose total is the result.
+        epilogues: for each result, the operations that join its parts after the loop; None if the result is
+            the total of a single part.
         dropped: the positions in the loop's body of the operations that the epilogues replace.
-        added: the operations that are added to each task, in order.
+        added: for each task, the operations that are added at its end, in order.
     """
 
     parts: tuple[tuple[OutputPart, ...], ...]
@@ -69,22 +69,25 @@ class LoopResults:
 
 @dataclass(frozen=True, eq=False)
 class _Leaf:
-    """A value that one task makes; `task` is None for a "light" value, which any task can make cheaply."""
+    """A value that one task makes, as a leaf of an expression.
+
+    `task` is None for a value that any task can make by cheap operations alone.
+    """
 
     value: Ref
     task: TaskKey | None
 
     @property
     def place(self) -> TaskKey:
-        """The task that makes the value; the forward of stage 0 for a light value."""
+        """The task that makes the value; the forward of stage 0 for a value that any task can make."""
         return self.task or ("fwd", 0)
 
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
-    """A sum of values of several tasks.
+    """An expression that is a sum of values of several tasks.
 
-    The sum replaces the operations at the positions `dropped` of the loop's body.
+    `dropped` has the positions in the loop's body of the operations that the sum replaces.
     """
 
     terms: tuple[_Expr, ...]
@@ -93,9 +96,9 @@ class _Sum:
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """A layout operation (such as a concatenation) over values of several tasks.
+    """An expression that applies a layout operation (such as a concatenation) to values of several tasks.
 
-    This operation replaces the operations at the positions `dropped` of the loop's body.
+    `dropped` has the positions in the loop's body of the operations that the expression replaces.
     """
 
     op: Op
@@ -107,10 +110,10 @@ _Expr: TypeAlias = _Leaf | _Sum | _Layout
 
 
 def commute_results(stages: StageAssignment, types: Types) -> LoopResults:
-    """Choose for every result of a loop its parts and its epilogue.
+    """For every result of a loop, choose the parts to accumulate and the epilogue that joins them.
 
-    A part is a value that one task accumulates; an epilogue has the operations that join the parts after the
-    loop.
+    A part is a value that one task accumulates over microbatches. An epilogue is a list of operations that
+    run after the loop.
 
     Args:
         stages: the loop's body with a stage for each operation.
@@ -157,14 +160,15 @@ class _Commuter:
         return tuple(parts), Epilogue(tuple(ops), made)
 
     def _split_of(self, value: Ref) -> int | None:
-        """Find the `split` operation that makes a value, if what it splits can be accumulated in parts.
+        """Find the `split` operation that makes a value, if its operand can be accumulated in parts.
 
-        That is the case if all its results are summed results of the loop and its operand joins values of
-        several stages. The operand is then put into `split_operands`, and its parts are accumulated once for
-        all of the results.
+        This is so if all results of the `split` are summed results of the loop and its operand joins values
+        of several stages. The operand is then added to `split_operands`, so that its parts are accumulated
+        once for all of these results.
 
         Returns:
-            The position of the `split`, or None.
+            The position in the loop's body. None if no `split` makes the value, or if its operand cannot be
+            accumulated in parts.
         """
         stages = self.stages
         p = stages.producer.get(value) if isinstance(value, int) else None
@@ -193,7 +197,11 @@ class _Commuter:
         return _Leaf(value, task)
 
     def _stages_that_hold(self, value: int) -> set[int]:
-        """Return the stages that already have an operand of a light (cheaply recomputed) value."""
+        """Return the stages whose forward makes or uses a body input from which `value` is computed.
+
+        Body inputs are the inputs of the loop's body. `value` is made by cheap operations, which each task
+        that needs it repeats.
+        """
         found: set[int] = set()
         stack = [value]
         while stack:
@@ -210,7 +218,7 @@ class _Commuter:
     def _expression(self, value: Ref) -> _Expr:
         """Return an expression for a value in terms of values that single tasks make.
 
-        The operations in the expression are the linear ones that join values of several tasks.
+        Its operations are the linear operations that join values of several tasks.
         """
         if not isinstance(value, int):
             return self._leaf(value)
@@ -227,10 +235,7 @@ class _Commuter:
         return found or self._leaf(ref)
 
     def _region(self, value: int) -> set[int]:
-        """Return the positions of the linear operations that serve only to make a value.
-
-        No other operation reads their results.
-        """
+        """Return the positions of the linear operations whose results are used only to compute a value."""
         found: set[int] = set()
         stack = [value]
         while stack:
@@ -248,7 +253,8 @@ class _Commuter:
     def _combine(self, position: int, op: Op, operands: Sequence[_Expr]) -> _Expr:
         """Return the expression of an operation's result, made from the expressions of its operands.
 
-        Where that is not allowed, the expression is just the value that the operation's task computes.
+        If the operation cannot move to after the loop, the expression is a leaf: the value that the
+        operation's own task computes.
 
         Args:
             position: the operation's position in the loop's body.
@@ -279,11 +285,12 @@ class _Commuter:
         return whole
 
     def _movable(self, op: Op, operands: Sequence[_Expr]) -> tuple[_Expr, ...] | None:
-        """Return the operands of a layout operation that may be values of several tasks.
+        """Return the operands of a layout operation that may be values of several tasks if it moves to after
+        the loop.
 
         Returns:
-            All operands; for `pad` only the padded array. None for a `pad` with another value than zero,
-            which is not linear.
+            For a `pad` with zeros, only the padded array. None for a `pad` with any other value, which is not
+            linear and so cannot move to after the loop. For all other operations, all operands.
         """
         if op.name != "pad":
             return tuple(operands)
@@ -293,7 +300,7 @@ class _Commuter:
     # ---- operations computed in each stage
 
     def _move_into_stages(self, op: Op, operands: Sequence[_Expr], dropped: frozenset[int]) -> _Expr | None:
-        """Return an expression that applies an operation to each stage's value before they are joined.
+        """Return an expression that applies an operation to each stage's value before the values are joined.
 
         Args:
             op: the operation.
@@ -301,8 +308,8 @@ class _Commuter:
             dropped: the positions of the operations that the new expression replaces.
 
         Returns:
-            The expression; None if the operation is not linear in exactly one operand or could round or
-            overflow.
+            The expression. None if the operation is not linear in exactly one operand, or if it could round
+            or overflow.
         """
         several = [k for k, e in enumerate(operands) if not isinstance(e, _Leaf)]
         if len(several) != 1 or (op.name == "div" and several != [0]):
@@ -337,12 +344,12 @@ class _Commuter:
         return self.types[value]
 
     def _run_in_stage(self, op: Op, position: int, leaf: _Leaf) -> _Leaf:
-        """Add an operation on one stage's part to that stage's task, and return its result.
+        """Add an operation to the task that computes one of its operands, and return the operation's result.
 
         Args:
             op: the operation.
-            position: the position of the part among the operation's inputs.
-            leaf: the part.
+            position: the position of the operand among the operation's inputs.
+            leaf: the operand.
         """
         assert isinstance(leaf.value, int)
         task, new_type = leaf.place, self.types[op.outputs[0]]
@@ -356,7 +363,7 @@ class _Commuter:
     # ---- the epilogue's operations
 
     def _merge_terms(self, expr: _Expr) -> _Expr:
-        """Return `expr` with one term per task in each sum: each task adds up its own terms."""
+        """Return a copy of `expr` in which each sum has one term per task: every task adds up its own."""
         if isinstance(expr, _Leaf):
             return expr
         if isinstance(expr, _Layout):
@@ -379,11 +386,11 @@ class _Commuter:
         return total
 
     def _emit(self, expr: _Expr, parts: dict[OutputPart, None], ops: list[Op]) -> int:
-        """Append the operations that compute `expr` after the loop, and return the id of its value.
+        """Append operations that compute an expression after the loop, and return the id of the result.
 
         Args:
             expr: the expression.
-            parts: an ordered set, to which the values that are accumulated for `expr` are added.
+            parts: an ordered set of the values to accumulate; the values that `expr` reads are added to it.
             ops: the list that operations are appended to.
         """
         if isinstance(expr, _Leaf):
@@ -407,7 +414,10 @@ class _Commuter:
         return total
 
     def _with_id(self, leaf: _Leaf) -> Ref:
-        """Return a value's id; for a constant, make a value with an id, since an accumulator needs one."""
+        """Return the id of a leaf's value, since an accumulator needs a value with an id.
+
+        If the leaf is a constant, add an operation to its task that makes a value of the constant.
+        """
         if isinstance(leaf.value, int):
             return leaf.value
         made = self.types.new(literal_type(leaf.value))

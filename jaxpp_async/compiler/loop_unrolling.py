@@ -1,7 +1,7 @@
 """Unroll one scheduled loop into a task graph with one node per scheduled task, in the schedule's order.
 
-All microbatches of a task run the same recipe (the computation of one executable), and each passes its
-accumulators on to the next one.
+For all microbatches a task runs the same recipe (the computation of one executable). The node of each
+microbatch passes the accumulators on to the node of the next microbatch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def unroll_loop(graph: TaskGraphBuilder, scheduled: ScheduledLoop, finals: list[
     Args:
         graph: the graph so far, which contains the values that the loop reads.
         scheduled: the loop under its schedule.
-        finals: for each result of the loop, the value ids of its parts after the last microbatch. A part is
-            the sum that one task accumulates.
+        finals: for each result of the loop, the value ids of its final accumulators. There is one accumulator
+            for each task that accumulates a part of the result.
     """
     unroller = _LoopUnroller(graph, scheduled, finals)
     for actor, task, key in scheduled.order:
@@ -62,18 +62,18 @@ class TaskGraphBuilder:
     Args:
         types: the type of every value id; types of newly created values are added to it.
         num_actors: the number of actors of the mesh.
-        recipes: the computations of the executables, one per executable.
+        recipes: the recipes, each with the operations of one executable.
         nodes: the nodes, in a topological order.
-        value_ids: for each value of the graph, the id of the value in the traced step that it stands for.
+        value_ids: for each value of the graph, the id of the corresponding value of the traced step.
         avals, kinds: the type and the kind of each value of the graph.
-        task_labels: for each value of the graph, the label of the task that makes the value, or "" for a
-            value that is labelled by `names`.
-        names: a map from a value id to the label of its graph values.
-        value_by_actor: a map from (value id, actor) to the graph value that represents this value on this
-            actor.
+        task_labels: for each value of the graph, the label of the task that makes the value; "" if `names`
+            has the value's label instead.
+        names: a dictionary from value id to the label of that id's graph values.
+        value_by_actor: a dictionary. Its keys are (value id, actor); its values are the graph values that
+            represent this id on this actor.
         index_ids: the value id of each microbatch's index.
-        same_sharding: ids of accumulators inside recipes to the ids of their final values, whose sharding
-            they share.
+        same_sharding: a dictionary. Its keys are ids of accumulators inside recipes; its values are the ids
+            of the final accumulators, which have the same sharding.
     """
 
     types: Types
@@ -90,7 +90,7 @@ class TaskGraphBuilder:
     same_sharding: dict[int, int] = field(default_factory=dict)
 
     def add_recipe(self, recipe: Recipe) -> int:
-        """Add the recipe of a new executable and return its index."""
+        """Add the recipe (list of operations) of a new executable, and return the executable's index."""
         self.recipes.append(recipe)
         return len(self.recipes) - 1
 
@@ -113,13 +113,13 @@ class TaskGraphBuilder:
         task_label: str,
         num_labelled: int,
     ) -> range:
-        """Add the values that one task makes, and return their graph values.
+        """Add the values that one task makes to the graph, and return their positions in the graph.
 
         Args:
             ir_ids, avals, kinds: the value id, type and kind of each value.
             task_label: the task's label.
-            num_labelled: how many of the values, from the first, are labelled by the task; the others by
-                `names`.
+            num_labelled: the number of leading values that get the task's label. The labels of the others are
+                in `names`.
         """
         first = len(self.avals)
         self.avals += avals
@@ -130,7 +130,14 @@ class TaskGraphBuilder:
         return range(first, len(self.avals))
 
     def value_on(self, ir_id: int, actor: ActorId) -> ValueId:
-        """Return the graph value of a value id on `actor`, or the one to send to it if it has none."""
+        """Return the graph value that represents a value of the traced step on an actor.
+
+        If the actor does not have the value, return the graph value on the actor that sends it.
+
+        Args:
+            ir_id: the id of the value in the traced step.
+            actor: the actor that needs the value.
+        """
         if (ir_id, actor) in self.value_by_actor:
             return self.value_by_actor[ir_id, actor]
         actors = [a for a in range(self.num_actors) if (ir_id, a) in self.value_by_actor]
@@ -148,17 +155,16 @@ class TaskGraphBuilder:
 
 @dataclass(frozen=True, eq=False)
 class _VariantData:
-    """The data that the nodes of all microbatches of one task variant share.
+    """The data of one task variant that is the same for the nodes of all microbatches.
 
-    A variant is a form of a task that the schedule asked for, such as `bwd_input`.
+    A variant is the version of a task that the schedule asked for, such as `bwd_input`, half of a backward.
 
     Args:
         recipe: the index of the executable.
-        inputs: for each input except the accumulators, its value id in the loop body and the graph value that
-            is this input for every microbatch; None in place of the latter for a value that the microbatch's
-            own tasks make.
+        inputs: for each input except the accumulators, a pair. First the value id in the loop's body; then
+            the graph value that all microbatches read, or None if each microbatch has its own.
         index: the position of the microbatch's index among `inputs`; None if it is not read.
-        finals: the accumulators that the task adds to, each by the value id that it has after the loop.
+        finals: the accumulators that the task adds to, as ids of final accumulators.
         makes: the value ids that the task makes for other tasks.
         ir_ids, avals, kinds: the value id, type and kind of each value that the task makes: first those of
             `makes`, then the accumulators.
@@ -177,7 +183,7 @@ class _VariantData:
 
 
 class _LoopUnroller:
-    """The state of `unroll_loop`: the values made so far and the current value of each accumulator."""
+    """The state of `unroll_loop`: the values made so far and each accumulator's current value."""
 
     def __init__(self, graph: TaskGraphBuilder, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
         self.graph, self.scheduled, self.staged, self.finals = graph, scheduled, scheduled.staged, finals
@@ -219,13 +225,14 @@ class _LoopUnroller:
                 self.graph.value_by_actor[final, actor] = self.accumulators[final]
 
     def _make_variant_data(self, actor: ActorId, key: TaskKey) -> _VariantData:
-        """Make the data that all microbatches of a task variant share, including its recipe.
+        """Make the data of a task variant that all microbatches share, and add its recipe to the graph.
 
-        Accumulators of the variant that no earlier node created are created too.
+        A variant is the version of a task that the schedule asked for; its recipe has its operations. If no
+        earlier node creates the variant's accumulators, a node that creates them is added too.
 
         Args:
             actor: the actor that runs the variant.
-            key: the kind and stage of the variant, which is a form of a task that the schedule asked for.
+            key: the kind and stage of the variant.
         """
         variant, graph = self.scheduled.variants[key], self.graph
         adds = variant.task.adds
@@ -251,11 +258,18 @@ class _LoopUnroller:
         )
 
     def _shared_input(self, value: int, variant: Variant, actor: ActorId) -> ValueId | None:
-        """Return the graph value of an input of a task variant, if all microbatches share it.
+        """Return the graph value that all microbatches read as an input of a task variant, or None or -1.
+
+        A variant is the version of a task that the schedule asked for.
+
+        Args:
+            value: the id of the input in the loop's body.
+            variant: the variant.
+            actor: the actor that runs the variant.
 
         Returns:
-            The graph value; None for a value that the microbatch's own tasks make; -1 for the microbatch's
-            index.
+            The graph value. None if each microbatch reads a value that its own tasks make. -1 if the input is
+            the microbatch's index; `add_node` replaces this by the index's graph value.
         """
         if value in variant.takes:
             return None
@@ -272,11 +286,12 @@ class _LoopUnroller:
         return self.finals[add[0]][add[1]]
 
     def _start_accumulators(self, actor: ActorId, whole: TaskKey) -> None:
-        """Add the node that creates the accumulators of one forward or backward, just before their first use.
+        """Add a node that creates the accumulators of a forward or backward, just before their first use.
 
         Args:
             actor: the actor of the task's stage.
-            whole: kind and stage of the whole forward or backward, of which the task that runs may be a part.
+            whole: the kind and stage of the forward or backward. Both halves of a split backward share its
+                accumulators.
         """
         self.started.add(whole)
         starts = []

@@ -9,7 +9,7 @@ A lowered program has, in order of issue:
 * the `Input`s by argument number, then the `Send`s of arguments that this actor has and other actors need;
 * for each node: the `Recv`s that are posted before it, its `Run`, the `Send`s of values that it made, and the
   `Delete`s of buffers that no later instruction needs;
-* the `Output`s, so that a step that fails half-way leaves none of its results in the actor's store.
+* the `Output`s, so that a step that fails half-way leaves none of its results in the actor's store of arrays.
 
 Slots (the numbers of buffers in a program) are assigned once and count from zero in order of definition. Tags
 (the numbers of transfers) count from zero over all programs of the step in the order of the graph, so the
@@ -65,8 +65,9 @@ def lower(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs
 
     Args:
         graph: a graph that is valid in the sense of `verify.verify_graph`.
-        receives_ahead: how many `Run` instructions before its first consumer on that actor a receive is
-            posted. 0 posts it right before the consumer; more hides latency and costs memory.
+        receives_ahead: the number of `Run` instructions between posting a receive and the first run that
+            reads the received value. 0 posts a receive right before this run. A larger number hides latency
+            and costs memory.
 
     Returns:
         Programs of actors 0 to `num_actors - 1`, valid in the sense of `verify.verify_programs`.
@@ -84,14 +85,17 @@ def lower(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs
 
 @frozen()
 class PlannedTransfer:
-    """One value that is sent to an actor that needs it by the actor that makes it or has it as an argument.
+    """The transfer of one value to an actor that needs it.
+
+    The sender is the actor that makes the value or has it as an argument.
 
     Args:
         value: the value.
         from_actor, to_actor: the sender and the receiver.
         tag: the transfer's number in the step.
-        node: the index of the node after which it is sent; -1 for a step argument.
-        needed: the index of the first node on the receiver that reads it; the number of nodes for a result.
+        node: the index of the node after which the value is sent; -1 for a step argument.
+        needed: the index of the receiver's first node that reads the value. If only a result of the step
+            needs the value, the number of nodes.
     """
 
     value: ValueId
@@ -106,8 +110,8 @@ def _find_missing(graph: TaskGraph) -> list[tuple[ValueId, ActorId, int]]:
     """Find every value that an actor needs but neither makes nor has as an argument.
 
     Returns:
-        (value, actor, index of the actor's first node that reads the value); for a value that only a result
-        needs, the index is the number of nodes.
+        Tuples (value, actor, index of the actor's first node that reads the value). If only a result of the
+        step needs the value, the index is the number of nodes.
     """
     held: list[set[ValueId]] = [set() for _ in range(graph.num_actors)]
     for i in graph.inputs:
@@ -136,9 +140,9 @@ def _find_missing(graph: TaskGraph) -> list[tuple[ValueId, ActorId, int]]:
 def plan_transfers(graph: TaskGraph) -> tuple[PlannedTransfer, ...]:
     """Plan every transfer of the step, and return them in order of their tags.
 
-    A value is sent exactly once to each actor that needs and lacks it, from the actor that makes it; an
-    argument is sent from the first actor that has it. Values that are sent after the same node are sent in
-    the order in which they are needed.
+    Each actor that needs a value but does not have it gets the value exactly once. The sender is the actor
+    that makes the value; for an argument, the first actor that has it. Values that are sent after the same
+    node are sent in the order in which they are needed.
     """
     missing = _find_missing(graph)
     wanted_values = {v for v, _, _ in missing}
@@ -160,18 +164,20 @@ def plan_transfers(graph: TaskGraph) -> tuple[PlannedTransfer, ...]:
 def _receive_positions(
     transfers: Sequence[PlannedTransfer], position_of: dict[int, int], num_runs: int, ahead: int
 ) -> dict[int, list[PlannedTransfer]]:
-    """Choose for each receive of an actor the `Run` instruction before which it is posted.
+    """Choose, for each receive of an actor, the `Run` instruction before which the receive is posted.
 
     Args:
         transfers: the transfers to this actor, by tag.
-        position_of: index of a node in the graph to its position in this actor's sequence of runs.
-        num_runs: the number of this actor's runs.
-        ahead: how many runs before its first consumer a receive is posted. The receive is posted earlier
-            where a later receive from the same sender has to be, since receives keep the order of the sends.
+        position_of: a dictionary. Its keys are indices of nodes in the graph; its values are positions in
+            this actor's sequence of `Run` instructions.
+        num_runs: the number of this actor's `Run` instructions.
+        ahead: the number of runs between posting a receive and the first run that reads the received value. A
+            receive is posted earlier if a later receive from the same sender is, since receives keep the
+            order of the sends.
 
     Returns:
-        Position in the sequence of runs to the receives that are posted before that run; position `num_runs`
-        is after the last run.
+        A dictionary. Its keys are positions in the sequence of runs; its values are the receives to post
+        before the run at this position. Position `num_runs` is after the last run.
     """
     # Between two actors receives are posted in the order of the sends (NCCL pairs them by order alone), so a
     # receive moves up to the earliest one that follows it on its link.
@@ -206,7 +212,8 @@ class _ProgramBuilder:
         Args:
             nodes: the actor's nodes, each with its index in the graph.
             sent, received: the transfers from and to the actor, by tag.
-            receives_ahead: how many runs before its consumer a receive is posted; see `lower`.
+            receives_ahead: the number of `Run` instructions between posting a receive and its first use; see
+                `lower`.
         """
         position_of = {index: position for position, (index, _) in enumerate(nodes)}
         due = _receive_positions(received, position_of, len(nodes), receives_ahead)
@@ -262,7 +269,7 @@ class _ProgramBuilder:
         """Return the finished program.
 
         Args:
-            uncounted: the values that are left out when the program's peak bytes are counted.
+            uncounted: the values that the program's planned peak of memory does not include.
         """
         slots = self.slots
         uncounted_slots = frozenset([slots[v] for v in uncounted & slots.keys()])
@@ -271,11 +278,11 @@ class _ProgramBuilder:
 
 
 def insert_transfers(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs:
-    """Write programs with all runs and transfers, but without donations and deletions.
+    """Write programs with all `Run` instructions and transfers, but without donations and deletions.
 
     Args:
         graph: a graph that is valid in the sense of `verify.verify_graph`.
-        receives_ahead: how many runs before its first consumer a receive is posted; see `lower`.
+        receives_ahead: the number of runs between posting a receive and its first use; see `lower`.
 
     Returns:
         One program per actor.
@@ -307,8 +314,9 @@ def insert_transfers(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) 
 def _find_never_donated(instructions: Iterable[Instruction]) -> set[BufferId]:
     """Return the slots (buffer numbers) whose buffers no `Run` instruction may overwrite.
 
-    A received buffer is in the transport's memory, a sent one may still be in use by its send, an output
-    leaves the program, and an argument that was not donated stays in the store.
+    Four kinds of buffers are not overwritten: a received buffer is in the transport's memory; a sent buffer
+    may still be in use by its send; an output is passed to the caller; an argument that the user did not
+    donate stays in the actor's store of arrays.
     """
     return {
         i.buffer
@@ -318,11 +326,14 @@ def _find_never_donated(instructions: Iterable[Instruction]) -> set[BufferId]:
 
 
 def _choose_donations(nodes: Sequence[Node], program: ActorProgram) -> dict[ExecutableId, tuple[int, ...]]:
-    """Choose for each executable the input positions that all its runs on this actor can donate.
+    """Choose for each executable the inputs that all its `Run` instructions on an actor can donate.
 
     Args:
-        nodes: the nodes of this actor, in order.
-        program: the program of this actor.
+        nodes: the actor's nodes, in order.
+        program: the actor's program.
+
+    Returns:
+        A dictionary from executable to the positions of the inputs.
     """
     # The walk goes back from the end of the program; slots that later instructions read are added here.
     taken = _find_never_donated(program.instructions)
@@ -345,9 +356,10 @@ def _choose_donations(nodes: Sequence[Node], program: ActorProgram) -> dict[Exec
 def donate_buffers(graph: TaskGraph, programs: Programs) -> Programs:
     """Let `Run` instructions donate the inputs that no later instruction needs.
 
-    A position listed in `Node.donatable` is donated if, at every run of that executable on that actor, its
-    buffer is read for the last time and appears once among the inputs. The buffer must also not be one that
-    is received, sent or returned, or an argument that the caller keeps.
+    Each actor decides once per executable about each input position listed in `Node.donatable`. The position
+    is donated if at every run the buffer there is read for the last time and appears only once among the
+    inputs. A buffer that is received, sent or returned, or an argument that the caller keeps, cannot be
+    donated.
 
     Args:
         graph: the graph that `programs` were made from.
@@ -393,7 +405,7 @@ def _find_not_deleted(program: ActorProgram) -> set[BufferId]:
 def _find_last_uses(program: ActorProgram) -> list[Sequence[BufferId]]:
     """Return for each instruction the slots (buffer numbers) that are to be deleted after it.
 
-    No later instruction uses these slots. The slots are in the order in which the instruction names them.
+    These are slots that no later instruction uses, in the order in which the instruction names them.
     """
     needed = _find_not_deleted(program)  # slots that later instructions use are added below
     ends: list[Sequence[BufferId]] = []
@@ -432,9 +444,9 @@ def _insert_deletes(program: ActorProgram, deletes: Sequence[Delete]) -> tuple[I
 def delete_buffers(programs: Programs) -> Programs:
     """Insert `Delete`s so that each buffer is freed right after its last use.
 
-    Donated buffers need none, since the run that they are donated to consumes them. Outputs, and arguments
-    that the caller keeps, are not freed by the program. A sent buffer is deleted after its send: the executor
-    keeps it until the send completes.
+    A donated buffer needs no `Delete`, since the run that it is donated to consumes it. Outputs, and
+    arguments that the caller keeps, are not freed by the program. The `Delete` of a sent buffer follows its
+    `Send`; the executor keeps the buffer until the send completes.
 
     Args:
         programs: the programs that `donate_buffers` made.
@@ -455,8 +467,8 @@ class PeakPlan:
     """The peak memory of an actor's buffer table during a step, as planned from its program.
 
     Args:
-        peak_bytes: the bytes at the peak. A sharded array counts as one whole copy (`Aval.size_bytes`),
-            however many devices the actor has; XLA's temporaries inside a run and unfinished sends do not
+        peak_bytes: the bytes at the peak. A sharded array counts as one whole array (`Aval.size_bytes`),
+            however many devices the actor has. XLA's temporaries inside a run and unfinished sends do not
             count.
         instruction: the index of the first instruction at which the peak occurs; 0 for a program without
             buffers.
@@ -475,8 +487,8 @@ def _buffers_freed(instruction: Instruction) -> tuple[BufferId, ...]:
 def peak_plan(program: ActorProgram) -> PeakPlan:
     """Find the peak memory of a program's buffer table by walking over its instructions.
 
-    A receive counts from the moment it is posted. At a run its results are added and its donated inputs are
-    removed at the same moment; its other inputs count until their `Delete`. A buffer counts until its
+    A receive counts from the moment it is posted. At a `Run`, the run's results are added and its donated
+    inputs are removed at the same moment. Other inputs count until their `Delete`. A buffer counts until its
     `Output`, which passes it to the caller. Slots in `ActorProgram.uncounted` never count.
 
     Args:

@@ -1,8 +1,8 @@
 """Split the flat body of a microbatch loop into one forward and one backward task per pipeline stage.
 
-Every operation goes to exactly one task, which `compiler.stage_assignment` chooses. The exceptions are light
-operations: cheap ones that read only inputs of the loop's body and results of each other. Every task that
-needs their results repeats them.
+Every operation is in exactly one task, which `compiler.stage_assignment` chooses, except for cheap operations
+that read only inputs of the loop's body and results of each other. Every task that needs the result of a
+cheap operation repeats the operation.
 
 Source: the JaxPP paper, sections "Stage Marking", "Placement Inference" and "Weight Sharing".
 """
@@ -50,14 +50,14 @@ class StagedLoop:
 
     Args:
         num_stages: the number of stages, one more than the number of stage markers in the loop's body.
-        tasks: the tasks that have something to do: the forward ones from the first stage to the last, then
-            the backward ones from the last stage to the first.
+        tasks: the tasks that have something to compute, by kind and stage: first the forward tasks from the
+            first stage to the last, then the backward tasks from the last stage to the first.
         outputs: for each result of the loop, the values that its stages accumulate separately.
         epilogues: for each result of the loop, the operations that combine its accumulated parts after the
-            loop; None for a result that is a single part.
+            loop; None for a result with a single part.
         loop: the loop that was split.
-        stage_names: the name that the user gave to each stage marker, one per stage boundary; None if the
-            user gave none.
+        stage_names: for each stage marker, the name that the user gave to it; None for a marker without a
+            name.
     """
 
     num_stages: int
@@ -69,15 +69,16 @@ class StagedLoop:
 
     @property
     def boundaries(self) -> list[str]:
-        """Texts for messages that describe the marker at the end of each stage but the last: the marker's
-        `file:line`, then its name if the user gave one."""
+        """One text per stage marker, for dumps: the marker's `file:line`, then its name if it has one."""
         lines = [op.line for op in self.loop.body.ops if isinstance(op, Op) and op.name == MARKER]
         named = zip(lines, self.stage_names, strict=True)
         return [line if name is None else f"{line} {name!r}" for line, name in named]
 
     def added(self, task: StageTask) -> list[int]:
-        """Return the ids of the values that a task adds to accumulators, without constants, which have no
-        id."""
+        """Return the ids of the values that a task adds to accumulators.
+
+        Constants that are added are left out, since they have no id.
+        """
         values = (self.outputs[k][j].value for k, j in task.adds)
         return [v for v in values if isinstance(v, int)]
 
@@ -125,7 +126,15 @@ def partition(loop: Loop, types: Types) -> StagedLoop:
 
 
 def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, StageTask]:
-    """Return every task of a loop, with its own operations and the light (cheap) ones that it repeats."""
+    """Return every task of a loop, by kind and stage.
+
+    A task has the operations that stage assignment chose for it, and the cheap operations whose results these
+    need. Cheap operations are not assigned to a stage; each task that needs them repeats them.
+
+    Args:
+        stages: the loop's body with a stage for each operation.
+        results: the values that tasks accumulate for each result of the loop.
+    """
     members: dict[TaskKey, list[int]] = defaultdict(list)
     light: dict[int, Op] = {}
     for i, op in enumerate(stages.ops):
@@ -157,8 +166,14 @@ def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, Stage
 
 
 def _without_markers(stages: StageAssignment, position: int) -> Op:
-    """Return a copy of an operation in which each operand that is a stage marker's result is replaced by the
-    value that the marker was given."""
+    """Return a copy of an operation that reads each value directly and not as the result of a stage marker.
+
+    A marker returns the values that it is given.
+
+    Args:
+        stages: the loop's body with a stage for each operation.
+        position: the position of the operation in the body.
+    """
     op = stages.ops[position]
     return renamed(op, stages.alias.keys(), stages.resolve)
 

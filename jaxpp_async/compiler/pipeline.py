@@ -12,8 +12,9 @@ donate      programs               -> the same programs, where runs reuse buffer
 delete      programs               -> the same programs, where every other buffer is freed after its last use
 emit        recipes                -> serialized StableHLO
 
-A variant is a form of a task that a schedule asks for, such as half of a split backward. `plan` runs every
-pass but `emit`, which takes longest and changes no decision; `compile_step` runs them all.
+A variant is the version of a task that a schedule asks for, such as half of a split backward; a recipe is the
+list of operations of one executable. `plan` runs every pass but `emit`, which takes longest and changes no
+decision; `compile_step` runs them all.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class StepRequest:
         num_actors: the number of actors in the mesh.
         target: the mesh and platform that executables are lowered for.
         schedule: the schedule that replaces the schedule of every loop; None keeps those written in the step.
-        result_homes: a map from the position of a result leaf to the actors that must hold it when the step
-            ends. Placement chooses the actors of leaves that are not in it.
+        result_homes: a dictionary. Its keys are positions of result leaves; its values are the actors that
+            must hold these leaves when the step ends. Placement chooses the actors of all other leaves.
         exports: a cache of executables that are lowered already; those of this step are added to it.
     """
 
@@ -103,12 +104,12 @@ class CompilePlan:
         specs: the sharding of each value id.
         programs: one program per actor.
         passes: the printed result of each pass, by the name of the pass.
-        continues: a map from the position of a result leaf to that of the argument leaf that it continues
-            (the new and the old leaf of a state).
-        weak_or_strong: the positions of argument leaves that the step accepts both weakly and strongly typed.
-        any_sharding: the positions of unused argument leaves that the step accepts in any sharding. An unused
-            leaf that is returned as a result is left out if the user gave a spec for the argument or for the
-            result.
+        continues: a dictionary. Its keys are the positions of result leaves that are new leaves of a state;
+            its values are the positions of the argument leaves that are the old leaves.
+        weak_or_strong: the positions of argument leaves that may be weakly or strongly typed.
+        any_sharding: the positions of unused argument leaves, which may have any sharding. If an unused leaf
+            is returned as a result and the user gave a spec for the leaf or for the result, the leaf is left
+            out.
     """
 
     traced: Traced
@@ -126,7 +127,7 @@ class Compiled(CompilePlan):
     """The result of all passes: a `CompilePlan` together with its executables.
 
     Args:
-        executables: the lowered executables, one per recipe of the placed step.
+        executables: the lowered executables, one per recipe (list of operations) of the placed step.
     """
 
     executables: tuple[Emitted, ...]
@@ -140,9 +141,9 @@ def _ignore_pass(_: str) -> None:
 def gc_paused() -> Iterator[None]:
     """Pause Python's search for reference cycles, in all threads, while the context is open.
 
-    Inside another use of this context it does nothing. A compilation makes millions of objects that live
-    until it ends. Searching them for cycles finds none and takes a third of the compiler's time, and more in
-    a process that has many other objects.
+    If the context is already open, a second use does nothing. A compilation makes millions of objects that
+    live until it ends. A search finds no cycles among them, but takes a third of the compiler's time, or more
+    if the process has many other objects.
     """
     if not gc.isenabled():
         yield
@@ -163,8 +164,10 @@ def compile_step(request: StepRequest, passed: Passed = _ignore_pass) -> Compile
         passed: a callback for timing, called with the name of each pass after the pass and its checks.
 
     Raises:
-        UnsupportedError, StageError, ScheduleError, ShardingError: the step, its schedule or its shardings
-            cannot be compiled; see `errors`.
+        UnsupportedError: the step cannot be pipelined.
+        StageError: a stage needs a value of a later stage, or a loop has no usable microbatch axis.
+        ScheduleError: a schedule is invalid.
+        ShardingError: a sharding is invalid.
     """
     done = plan(request, passed)
     with explained(done.placed.recipes, done.traced.types, request.target):
@@ -183,8 +186,10 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
         passed: a callback for timing, called with the name of each pass after the pass and its checks.
 
     Raises:
-        UnsupportedError, StageError, ScheduleError, ShardingError: the step, its schedule or its shardings
-            cannot be compiled; see `errors`.
+        UnsupportedError: the step cannot be pipelined.
+        StageError: a stage needs a value of a later stage, or a loop has no usable microbatch axis.
+        ScheduleError: a schedule is invalid.
+        ShardingError: a sharding is invalid.
     """
     with lowering_context(request.target):
         traced, weak_or_strong = trace_ignoring_weak_types(
@@ -231,8 +236,7 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
 def _find_any_sharding(
     traced: Traced, placed: PlacedStep, in_specs: Sequence[Spec | None], out_specs: Sequence[Spec | None]
 ) -> frozenset[int]:
-    """Return the positions of the unused argument leaves that the step accepts in any sharding; see
-    `CompilePlan.any_sharding`."""
+    """Return the positions of unused argument leaves that may have any sharding (see `CompilePlan`)."""
     leaf_of = {v: arg for arg, v in enumerate(traced.flat.inputs)}
     back = {leaf_of[v]: result for result, v in placed.placement.handed_back.items()}
     asked = {
@@ -244,8 +248,8 @@ def _find_any_sharding(
 def _lower_and_verify(graph: TaskGraph, passed: Passed) -> lowering.Programs:
     """Lower a task graph to one program per actor by the passes transfer, donate and delete, and check them.
 
-    The checks of each program by itself run only once, after `delete`: whatever is wrong in a program without
-    its `Delete`s is still found with them.
+    The checks of each program by itself run only once, after `delete`. An error that `transfer` or `donate`
+    made is still found then.
     """
     programs = lowering.insert_transfers(graph)
     verify.verify_together(programs)
@@ -268,7 +272,8 @@ def _pass_texts(
 ) -> PassTexts:
     """Return the printed results of all passes but `emit`, each made when it is first read.
 
-    The programs that `transfer` and `donate` return are not stored; their texts run these passes again.
+    The programs that the passes `transfer` and `donate` return are not stored. When their texts are read,
+    these passes run again.
     """
     graph = placed.graph
     return PassTexts(
@@ -315,10 +320,10 @@ def _insert_specs(placed: PlacedStep, specs: Mapping[int, Spec]) -> TaskGraph:
 def _separate_results(
     traced: Traced, in_specs: Sequence[Sequence[Any] | None], out_specs: Sequence[Sequence[Any] | None]
 ) -> Traced:
-    """Return a traced step in which no value has to have two shardings.
+    """Return a traced step in which each value needs only one sharding.
 
-    A value that the user asks for in several shardings is copied, so that each sharding has a value of its
-    own.
+    If the user asks for a value in several shardings, the value is copied, so that there is one value per
+    sharding.
 
     Args:
         traced: the traced step.

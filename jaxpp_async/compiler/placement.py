@@ -1,14 +1,13 @@
-"""Choose the actors that run the operations outside the microbatch loops, and those that hold arguments and
-results.
+"""Choose the actors that run the operations outside the microbatch loops and store the arguments and results.
 
-`place` takes the step as it looks from outside its loops, with the actors on which each loop reads and makes
-values. The result is the actors and the level of each operation, and the homes of each input and each result,
-which are the actors that hold it. `docs/placement.md` has the rules and DESIGN 4 their reasons. Among actors
-that are equally good, the lowest is always chosen.
+`place` takes a step in which each loop is a single item, with the actors on which the loop reads and makes
+values. The result says on which actors and in which level each operation runs. The result also gives the
+homes of each input and each result, that is the actors that store it. `docs/placement.md` has the rules and
+DESIGN 4 their reasons. If several actors are equally good, the lowest is chosen.
 
-Operations outside the loops run in levels. On each actor one level is one task, and the next level begins
-where data first has to be sent to another actor. Levels are found in one forward and one backward pass over
-the operations, in time linear in the number of operands.
+Operations outside the loops run in levels. On each actor one level is one task, and a new level begins where
+data has to be sent to another actor. Levels are found in one forward and one backward pass over the
+operations, in time linear in the number of operands.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from jaxpp_async.program.instructions import ActorId
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The result of `place`: the actors that run each operation outside a step's loops, and those that hold
-    the step's inputs and results.
+    """The result of `place`: the actors of a step's inputs, results and operations outside the loops.
 
     Args:
         items: the operations outside the loops, and the loops; conds are split and sums regrouped.
@@ -46,14 +44,15 @@ class Placement:
         levels: the level of each operation on each of its actors, by (position in `items`, actor). One level
             is one task on each actor; levels count from 0.
         loop_levels: the level of each loop, by its position in `items`.
-        input_homes: a map from the id of each input to the actors that hold it when the step starts; no
-            actors if the step does not use it.
-        output_homes: for each result, the actors that hold it when the step ends; no actors if the result is
-            in `handed_back`.
+        input_homes: a dictionary. Its keys are the ids of inputs; its values are the actors that store the
+            input when the step starts, or no actors if the step does not use the input.
+        output_homes: for each result, the actors that store the result when the step ends; no actors if the
+            result is in `handed_back`.
         num_levels: the number of levels.
         caller_placed_results: the positions of the results for which the caller chose the actors.
-        handed_back: a map from the position of each result that is an otherwise unused input to the id of
-            that input. The caller gets the input's array back as the result, on whichever actors hold it.
+        handed_back: the results that are inputs which the step only returns. The keys are positions of
+            results; the values are ids of inputs. The caller gets the input's array as the result, on the
+            actors that already store it.
     """
 
     items: tuple[Op | Loop, ...]
@@ -71,7 +70,7 @@ def place(step: OuterStep, types: Types) -> Placement:
     """Choose the actors and levels of all operations outside the loops, and the actors of inputs and results.
 
     Args:
-        step: the step as it looks from outside its loops.
+        step: the step, in which each loop is a single item.
         types: the type of each value; types of newly created values are added to it.
     """
     step = _split_conds(step, types)
@@ -102,8 +101,7 @@ def place(step: OuterStep, types: Types) -> Placement:
 
 
 def _split_conds(step: OuterStep, types: Types) -> OuterStep:
-    """Return a step where each cond is split into one cond for each group of results that share computed
-    arrays.
+    """Return a step in which each cond is split, so that conds share no computed arrays (see `split_cond`).
 
     A cond whose choice is a constant is replaced by the operations of the chosen branch. In a step with a
     loop, a `jit` with its own shardings is replaced by the operations inside it.
@@ -126,8 +124,11 @@ def _split_conds(step: OuterStep, types: Types) -> OuterStep:
 
 
 def _merge_conds(draft: _Placer) -> OuterStep | None:
-    """Return the step with the parts of one cond that run on the same actors merged into one operation again,
-    or None if there is nothing to merge."""
+    """Return the step with parts of one cond merged again if they run on the same actors.
+
+    Returns:
+        The step; None if no parts can be merged.
+    """
     parts: dict[tuple[int, Actors], list[int]] = defaultdict(list)
     actors = draft.actors()
     for i, op in enumerate(draft.items):
@@ -139,15 +140,14 @@ def _merge_conds(draft: _Placer) -> OuterStep | None:
 
 
 class _Placer:
-    """A solver that chooses the actors of every operation, input and result; its constructor does all the
-    work.
+    """A solver whose constructor chooses the actors of every operation, input and result of a step.
 
     There are three kinds of operations:
 
     - Bound operations (`bound`) depend on a loop's results. Each runs on one actor.
     - Anchored operations (`anchored`) depend on no loop, and compute a small value from large inputs (the
-      norm of a parameter) or are conds over large inputs. Each runs on one actor that holds those inputs, and
-      causes no copies of them on other actors.
+      norm of a parameter) or are conds over large inputs. Each runs on one actor that stores these inputs, so
+      that the inputs are not stored on other actors for it.
     - All others are free (`free`). Free operations run on every actor that needs their results, and the
       inputs that they read are put on these actors too.
     """
@@ -212,10 +212,10 @@ class _Placer:
         return ops
 
     def _owned_ops(self) -> set[int]:
-        """Return the positions of the free operations (those that run wherever needed) that make a
-        floating-point result of the step.
+        """Return the positions of the free operations that make a floating-point result of the step.
 
-        Each of them runs on one actor, which sends its value to the others, so that all copies are equal.
+        Free operations run on every actor that needs their results. But these run on one actor, which sends
+        the result to the others, so that all copies of the result are equal.
         """
         results = self.step.outputs[: self.step.num_results]  # printing a value does not change who makes it
         made = {self.producer[r] for r in results if isinstance(r, int) and r in self.producer}
@@ -235,7 +235,7 @@ class _Placer:
         return {i: chosen[i] if i in chosen else frozenset(free[i]) for i in self.ops}
 
     def grouping_inputs(self) -> GroupingInputs:
-        """Return the input of `regroup_reductions`: the step and where its operations run so far."""
+        """Return the input of `regroup_reductions`: the step and the actors chosen so far."""
         single = self.one_actor_ops
         return GroupingInputs(self.step, self.types, single, self.producer, self.users, self._where)
 
@@ -261,8 +261,9 @@ class _Placer:
     def _need(self, value: int, actors: Iterable[ActorId]) -> None:
         """Record that a value is used on some actors.
 
-        If it is an input, these actors also have to hold it. If a free operation makes it (one that runs
-        wherever needed), the operation also runs on these actors, and needs its own operands on them.
+        If the value is an input, these actors also have to store it. If a free operation makes the value
+        (free operations run on every actor that needs their results), the operation also runs on these
+        actors, and its operands are used on them.
         """
         stack = [(value, set(actors))]
         while stack:
@@ -286,10 +287,11 @@ class _Placer:
     # ---- operations on one actor
 
     def _guess_free_ops(self) -> None:
-        """Guess the actors of free operations (those that run wherever needed) that no actor needs yet.
+        """Guess the actors of the free operations whose results no actor needs yet.
 
-        The guess is the actors that have most bytes of an operation's operands. This guess is recorded in
-        `at` for the operation's results, and helps to place the operations that read them.
+        Free operations run on every actor that needs their results. The guess is the actors that have the
+        most bytes of an operation's operands. `at` records the guess for the operation's results, which helps
+        to place the operations that read these.
         """
         for i in sorted(self.free):
             if not self.free[i]:
@@ -300,7 +302,7 @@ class _Placer:
                     self.at.update(dict.fromkeys(self.ops[i].outputs, likely))
 
     def _weights(self, values: Sequence[int]) -> dict[ActorId, int]:
-        """Return how many bytes of `values` each actor has, without the actors that have none of them."""
+        """Return the number of bytes of `values` that each actor has; an actor that has none is left out."""
         at, size = self.at, self.size
         held: dict[ActorId, int] = {}
         for v in values:
@@ -311,15 +313,15 @@ class _Placer:
         return held
 
     def _choose(self, position: int, threshold: int) -> bool:
-        """Choose the actor of an operation: the one that has most bytes of its operands.
+        """Choose the actor of an operation: the one with the most bytes of the operation's operands.
 
         Args:
             position: the position of the operation.
-            threshold: a number of bytes. An operation that depends on a loop and reads or makes a large value
-                is left undecided if no actor has more bytes of its operands than this.
+            threshold: a number of bytes. If no actor has more bytes of the operands than this, an operation
+                that depends on a loop and reads or makes a large value is left undecided.
 
         Returns:
-            Whether an actor was chosen; False if the operation was left undecided.
+            True if an actor was chosen; False if the operation was left undecided.
         """
         op = self.ops[position]
         held = self._weights(op.reads)
@@ -376,10 +378,12 @@ class _Placer:
     # ---- results
 
     def _place_results(self) -> None:
-        """Choose the actors of each result: those of the input that it continues, or else those that make it.
+        """Choose the actors of each result.
 
-        An input whose only use is to be returned is recorded in `handed_back` instead: it stays on whichever
-        actors hold it.
+        These are the actors that the caller asked for, otherwise the actors of the input that the result
+        continues (the old leaf of a state), otherwise the actors that make the result. If a result is an
+        input that the step only returns, it stays on the actors that already store it and is recorded in
+        `handed_back`.
         """
         results = [r for r in self.step.outputs if isinstance(r, int)]
         assert len(results) == len(self.step.outputs), "constant results are made by an operation"
@@ -411,8 +415,10 @@ class _Placer:
         self.output_homes = [frozenset(home) for home in homes]
 
     def _actors_having(self, ref: int) -> Set[ActorId]:
-        """Return the actors that have a result, or the one likely to make it if no actor has needed it so
-        far."""
+        """Return the actors that have a result.
+
+        If no actor has needed the result so far, return one actor that is likely to make it.
+        """
         i = self.producer.get(ref)
         where = self._where(ref)
         return where if not where or i is None or self._run_on(i) else {min(where)}
@@ -426,14 +432,14 @@ def _find_levels(
 ) -> tuple[dict[tuple[int, ActorId], int], dict[int, int], int]:
     """Assign a level to each operation and loop, so that data is sent to other actors only between levels.
 
-    Of the possible levels each operation gets the last one, since an early result would occupy memory until
-    it is used.
+    If several levels are possible, an operation gets the last one, since an early result would occupy memory
+    until it is used.
 
     Args:
-        step: the step as it looks from outside its loops.
+        step: the step, in which each loop is a single item.
         actors: the actors that run each operation, by its position.
-        producer: a map from the id of each value to the position of the operation that makes it.
-        users: a map from the id of each value to the positions of the operations that read it.
+        producer: a dictionary from the id of a value to the position of the operation that makes it.
+        users: a dictionary from the id of a value to the positions of the operations that read it.
 
     Returns:
         The level of each operation by (position, actor), the level of each loop by position, and the number

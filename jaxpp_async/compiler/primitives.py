@@ -2,8 +2,8 @@
 associative.
 
 The compiler recognises primitives by name, and this module has all lists of names.
-`tests/compiler/test_primitives.py` compares the lists with the installed JAX, so that the test fails when JAX
-changes a name. Nothing else would fail, since a missing name only makes programs slower or larger.
+`tests/compiler/test_primitives.py` compares the lists with the installed JAX, so that a test fails when JAX
+changes a name. No other test would fail, since a missing name only makes programs slower or larger.
 """
 
 from __future__ import annotations

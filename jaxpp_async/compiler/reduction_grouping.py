@@ -1,7 +1,7 @@
 """Regroup reductions over values of several actors, so that each actor reduces its own values and sends one
 partial result.
 
-The pass works on the operations outside the microbatch loops, once they are placed. Trees of one associative
+The pass works on the operations outside the microbatch loops, after they are placed. Trees of one associative
 operation (sums, products, maxima and others) over small values are rewritten, and so are reductions of values
 that were stacked for this purpose, as in `jnp.all(jnp.array([...]))`.
 """
@@ -22,14 +22,14 @@ from jaxpp_async.program.instructions import ActorId
 
 @dataclass(frozen=True, eq=False)
 class GroupingInputs:
-    """The input of `regroup_reductions`: the part of a step outside its loops, and where its values are.
+    """The input of `regroup_reductions`: the part of a step outside its loops, and the actors of its values.
 
     Args:
-        step: the step as it looks from outside its loops.
+        step: the step, in which each loop is a single item.
         types: the type of each value; types of newly created values are added to it.
         one_actor_ops: the positions of the operations that run on exactly one actor.
-        producer: a map from the id of each value to the position of the operation that makes it.
-        users: a map from the id of each value to the positions of the operations that read it.
+        producer: a dictionary from the id of a value to the position of the operation that makes it.
+        users: a dictionary from the id of a value to the positions of the operations that read it.
         where: a function that takes a value's id and returns the actors that have the value.
     """
 
@@ -50,8 +50,11 @@ class GroupingInputs:
 
 
 def regroup_reductions(inputs: GroupingInputs) -> OuterStep | None:
-    """Return the step with reductions regrouped so that each actor first reduces its own values, or None if
-    there is nothing to regroup."""
+    """Regroup reductions over values of several actors, so that each actor first reduces its own values.
+
+    Returns:
+        The step with regrouped reductions; None if there is nothing to regroup.
+    """
     kept = {r for r in inputs.step.outputs if isinstance(r, int)}
     kept.update(v for needs in inputs.step.loop_needs.values() for v in needs)
     replacements: dict[int, list[Op]] = {}
@@ -70,12 +73,12 @@ def _find_trees(inputs: GroupingInputs, kept: set[int]) -> dict[int, tuple[set[i
 
     Args:
         inputs: the placed step.
-        kept: the ids of values that loops need or that are results of the step, so that they cannot be inside
-            a tree.
+        kept: the ids of values that loops need or that are results of the step. These values must still be
+            made, so they cannot be inside a tree.
 
     Returns:
-        A map from the position of the operation at the root of each tree to the positions of all operations
-        of the tree and the ids of the values at its leaves.
+        A dictionary with one entry per tree. The key is the position of the operation at the root. The value
+        is a pair: the positions of all operations of the tree, and the ids of the values at its leaves.
     """
     inside: set[int] = set()
     found = {}
@@ -137,14 +140,16 @@ def _join_by_actor(inputs: GroupingInputs, root: int, leaves: list[int]) -> list
 
 
 def _find_stacked(inputs: GroupingInputs, kept: set[int]) -> dict[int, int]:
-    """Find the reductions to a scalar of small values of several actors that were concatenated only for this.
+    """Find reductions of small values that several actors make and that are concatenated only to be reduced.
 
     Args:
         inputs: the placed step.
-        kept: the ids of values that loops need or that are results of the step, so that they have to stay.
+        kept: the ids of values that loops need or that are results of the step. These values must still be
+            made.
 
     Returns:
-        A map from the position of each such reduction to the position of its concatenation.
+        A dictionary. Its keys are positions of reductions; its values are the positions of the concatenations
+        that they read.
     """
     found = {}
     for i in sorted(inputs.one_actor_ops):

@@ -1,11 +1,10 @@
-"""Choose by a minimum cut which forward values each backward task keeps and which it recomputes, so that the
-fewest bytes are kept.
+"""Choose the forward values that are kept for each backward task, and recompute the others in it.
 
 A backward needs values of its forward, the residuals. Within one executable XLA recomputes cheap residuals
 where they are read. Between two executables XLA cannot: each residual is written, kept in memory until the
-backward of its microbatch has run, and read. So a backward receives the fewest bytes from which cheap
-operations can make the other residuals. The choice is a minimum cut through the cheap operations of the
-forward, in which keeping a value costs its bytes and recomputing it costs a fraction of them.
+backward of its microbatch has run, and read. So the fewest bytes are kept from which cheap operations can
+make the other residuals. The choice is a minimum cut through the cheap operations of the forward. In this
+cut, keeping a value costs its size in bytes, and recomputing it costs a fraction of its size.
 
 `minimize_residuals` is the pass over a loop's stages. `task_variants` calls `choose_recomputation` for the
 values that the second half of a split backward needs from the first half.
@@ -38,13 +37,12 @@ _INFINITE = 2**30  # more than any sum of costs
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """The operations of an earlier executable that a later one runs again, so that fewer bytes are kept
-    between the two.
+    """Operations of an earlier executable that a later one runs again, so that fewer bytes are kept.
 
     Args:
         ops: copies of operations of the earlier executable, in program order; their results have new ids.
-        new_ids: a map from the id of each recomputed value in the earlier executable to the id of its copy in
-            the later one.
+        new_ids: a dictionary. Its keys are the ids of the recomputed values in the earlier executable; its
+            values are the ids of their copies in the later one.
     """
 
     ops: tuple[Op, ...]
@@ -61,15 +59,15 @@ class RecomputePlan:
 
 
 def minimize_residuals(staged: StagedLoop, types: Types) -> StagedLoop:
-    """Add recomputations to the backward of every stage, so that it needs the fewest bytes from its forward.
+    """Recompute residuals in the backward of every stage, so that the fewest bytes are kept from its forward.
 
     Args:
         staged: the microbatch loop, split into tasks.
         types: the type of each value; types of newly created values are added to it.
 
     Returns:
-        The loop with recomputations in its backward tasks, and without the forward operations whose results
-        nothing reads any more.
+        The loop with recomputations in its backward tasks. Forward operations whose results are no longer
+        read are removed.
     """
     tasks, changed = dict(staged.tasks), list[int]()
     for stage in range(staged.num_stages):
@@ -99,7 +97,7 @@ def choose_recomputation(
     Args:
         ops: the operations of the earlier executable, in program order.
         taken: the ids of the values of the earlier executable that the later one needs.
-        free: the ids of the values that the later executable has anyway, such as its loop's inputs.
+        free: the ids of the values that the later executable has in any case, such as the inputs of the loop.
         types: the type of each value; types of newly created values are added to it.
 
     Returns:
@@ -136,7 +134,7 @@ def choose_recomputation(
 def _cut(
     keep: tuple[int, ...], recompute: tuple[int, ...], edges: tuple[tuple[int, int], ...], num_taken: int
 ) -> frozenset[int]:
-    """Find by a minimum cut which values to recompute, at the least total cost of keeping and recomputing.
+    """Choose the values to recompute by a minimum cut, at the least total cost of keeping and recomputing.
 
     Values are numbered from 0. Results are cached, since equal stages have equal graphs.
 
@@ -144,7 +142,7 @@ def _cut(
         keep: the cost of keeping each value.
         recompute: the cost of recomputing each value; -1 if the value cannot be recomputed.
         edges: pairs of values, (operand, result), of the operations that can be run again.
-        num_taken: the number of values that the later executable needs; they are the first ones.
+        num_taken: the number of values that the later executable needs. These values have the lowest numbers.
 
     Returns:
         The numbers of the values to recompute.

@@ -1,8 +1,8 @@
 """Unroll `scan` equations that contain stage markers, and split those in a backward task into two scans.
 
 A scan with markers is unrolled into flat operations, one iteration after the other. The compiler then knows
-the elements of each value that the scan stacks over layers. So a value that one layer keeps for its own
-backward is read directly by that backward, and a stack that no operation reads as a whole is never made.
+each element of the values that the scan stacks over layers. So the backward of a layer reads the elements of
+its layer directly, and a stack that no operation reads as a whole is never made.
 
 A scan in a stage's backward is split when the backward is split into its input-gradient and weight-gradient
 halves: one scan makes the results that are wanted first, and another makes the rest. The values that the
@@ -45,7 +45,7 @@ class Where:
 class Flattener(Protocol):
     """An interface to the tracer (`trace._Flattener`), which translates jaxprs to flat operations.
 
-    This module calls it on the jaxprs inside `scan` equations.
+    This module calls the tracer on the jaxprs inside `scan` equations.
     """
 
     types: Types
@@ -61,8 +61,10 @@ class Flattener(Protocol):
 
 
 def reads_stacks(flattener: Flattener, eqn: Any, inputs: Sequence[Ref]) -> bool:
-    """Return whether a scan iterates over a stack whose elements are known because an unrolled scan made
-    it."""
+    """Return whether a scan iterates over a stack whose elements are known.
+
+    These are the stacks that unrolled scans made.
+    """
     stacked = inputs[private_api.scan_parts(eqn).first_x :]
     return any(r in flattener.stacks for r in stacked if isinstance(r, int))
 
@@ -101,7 +103,8 @@ def unroll(flattener: Flattener, eqn: Any, inputs: Sequence[Ref], ops: list, whe
 def _element(flattener: Flattener, stack: Ref, i: int, element: ValueType, ops: list, line: str) -> Ref:
     """Return the i-th element of a value that is stacked over the iterations of a scan.
 
-    If the elements are not known, append an operation to `ops` that reads the element from the stack.
+    If an unrolled scan made the stack, the element is known. Otherwise, append an operation to `ops` that
+    reads the element from the stack.
 
     Args:
         flattener: the tracer, which knows the elements of some stacks.
@@ -142,7 +145,7 @@ def split(flattener: Flattener, scan: Any, op: Op, wanted: frozenset[int]) -> tu
         wanted: the positions of the results that are wanted first.
 
     Returns:
-        The scan that makes the wanted results and the scan that makes the others; None if there are no
+        The scan that makes the wanted results, and the scan that makes all others. None if there are no
         others.
     """
     body = flattener.flatten_body(scan.body, Where(op.line, op.transposed, in_loop=True))
@@ -179,7 +182,7 @@ def _split_body(
 ) -> tuple[list[Op], list[Op], set[int]]:
     """Split a scan's body into the operations that the wanted results need and the others.
 
-    If the first half reads a carry, it also makes that carry's next value, since it needs it in the next
+    If the first half reads a carry, it also makes the carry's next value, which it reads in the next
     iteration.
 
     Args:
@@ -219,12 +222,11 @@ def _half_scan(
         scan: the `ScanParts` of the scan that is split.
         body: the body of the scan that is split.
         op: the scan that is split.
-        ops: the operations of its body that this half runs.
+        ops: the operations of `body` that this half runs.
         results: the positions of the scan's results that this half makes.
-        takes: a map from the id of each value of the body that this half reads from the other half to the id
-            of the stack of that value over all iterations.
-        gives: a map from the id of each value of the body that this half makes for the other half to the id
-            of the stack of that value over all iterations.
+        takes: the values that this half reads from the other half, as a dictionary. Its keys are the ids of
+            the values in the body; its values are the ids of the stacks of these values over all iterations.
+        gives: the values that this half makes for the other half, as a dictionary of the same form.
     """
     carried = [k for k in results if k < scan.num_carry]
     ys = [k for k in results if k >= scan.num_carry]
@@ -252,14 +254,14 @@ def _half_scan(
 
 @dataclass(frozen=True, eq=False)
 class _HalfScan:
-    """A scan that runs some of the operations of another scan's body; ids are those of that body.
+    """A scan that runs some of the operations of another scan's body, with the value ids of this body.
 
     Args:
         consts: the ids of the values that all iterations share.
-        carry: for each carry, its id at the start of an iteration and its value at the end of the iteration.
+        carry: for each carry, a pair: the carry's id at the start of an iteration, and its value at the end.
         xs: the ids of one iteration's elements of the stacked operands.
         ops: the operations of one iteration, in program order.
-        ys: one iteration's elements of the stacked results.
+        ys: the values that become one iteration's elements of the stacked results.
         length: the number of iterations.
         reverse: whether the iterations run from the last element to the first.
     """

@@ -1,8 +1,9 @@
 """Infer a sharding for every value that is passed between executables, without devices.
 
-On a mesh of explicit axes the values' types already contain the shardings. For automatic axes the whole step,
-with one iteration of each loop's body, is lowered on an abstract mesh with every such value as a result, and
-Shardy's propagation chooses the shardings that the user did not give.
+On a mesh of explicit axes the values' types already contain the shardings. For automatic axes, the whole
+step, with one iteration of each loop's body, is lowered on an abstract mesh. All values that are passed
+between executables are results of this lowered step. Shardy's propagation chooses the shardings that the user
+did not give.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ def propagate(
         target: the mesh of each actor's devices, and their platform.
         in_specs: the spec that the user gave for each argument leaf; one that is None is inferred.
         out_specs: the spec that the user gave for each result leaf; one that is None is inferred.
-        continues: a map from the position of a result leaf to that of the argument leaf whose sharding it
-            gets.
+        continues: a dictionary. Its keys are positions of result leaves; its values are the positions of the
+            argument leaves whose shardings these results get.
 
     Returns:
-        The spec of each value, by id; empty if actors have one device and no mesh.
+        A dictionary from value id to spec. Empty if each actor has one device and no mesh.
 
     Raises:
         ShardingError: a result is unreduced: each device still has only a part of a sum.
@@ -82,7 +83,7 @@ def _refuse_unreduced_results(traced: Traced, placed: PlacedStep) -> None:
 
 
 def sharded(aval: Aval, value_type: ValueType, spec: Spec) -> Aval:
-    """Return an aval with the sharding that its value has between executables.
+    """Return an aval with the sharding with which its value is passed between executables.
 
     Args:
         aval: the aval without a sharding.
@@ -123,7 +124,7 @@ def _boundary_ids(placed: PlacedStep) -> set[int]:
 
 
 def _index_ids(placed: PlacedStep) -> set[int]:
-    """Return the ids of all microbatch indices: those inside loop bodies and the step's hidden arguments."""
+    """Return the ids of all microbatch indices, both inside loop bodies and among the step's inputs."""
     hidden = {
         placed.value_ids[i.value]
         for i in placed.graph.inputs[len(placed.graph.inputs) - placed.num_indices :]

@@ -1,8 +1,8 @@
 """Assign a pipeline stage and a direction, forward or backward, to each operation of a microbatch loop.
 
-Some operations are light instead: they are cheap, and read only inputs of the loop's body and results of
-other light operations. Light operations are repeated in every task that needs their results, since computing
-them again is cheaper than keeping or sending the results. `DESIGN.md` 2 has the rules.
+Light operations get neither a stage nor a direction. These are cheap operations that read only inputs of the
+loop's body and results of other light operations. Every task that needs the result of a light operation
+repeats it, which costs less than keeping or sending the result. `DESIGN.md` 2 has the rules.
 
 Source: the JaxPP paper, sections "Stage Marking" and "Placement Inference".
 """
@@ -26,24 +26,25 @@ FORWARD, BACKWARD, LIGHTWEIGHT, MARK = "forward", "backward", "light", "mark"
 class StageAssignment:
     """The stage and direction of each operation of a loop's body, which the constructor computes.
 
-    Operations are identified by their position in the body. Markers are the operations that `pipeline_yield`
-    leaves at the end of each stage: a `MARKER` for the values themselves, and a `MARKER_SIDE` for their
-    tangents or cotangents at the same stage boundary. Both return the values that they are given.
+    Operations are identified by their position in the body. Markers are operations that `pipeline_yield` adds
+    at the end of each stage: a `MARKER` for the values themselves, and a `MARKER_SIDE` for their tangents or
+    cotangents at the same stage boundary. A marker returns the values that it is given. Light operations are
+    cheap operations that every task that needs their results repeats.
 
     Args:
         loop: the microbatch loop.
         types: the type of each value.
 
     Attributes:
-        kind: for each operation, one of `FORWARD`, `BACKWARD`, `LIGHTWEIGHT` (a cheap operation that tasks
-            repeat) and `MARK` (a marker of the forward).
+        kind: for each operation, one of `FORWARD`, `BACKWARD`, `LIGHTWEIGHT` (a light operation) and `MARK`
+            (a marker of the forward).
         stage: the stage of each operation; None for light operations.
-        alias: a map from the id of each result of a marker or of an operation in `skipped` to the value to
-            read instead of it.
-        forward_stages: a map from the id of each value to the stages that make or use the value in the
+        alias: a dictionary. Its keys are the ids of the results of markers and of operations in `skipped`;
+            its values are the values to read instead.
+        forward_stages: a dictionary from the id of a value to the stages that make or use the value in the
             forward pass.
         num_uses: how often each value is read or returned, directly or as a marker's result.
-        skipped: the positions of operations that are not run, since an earlier stage already made the same
+        skipped: the positions of operations that do not run, since an earlier stage already made the same
             results.
 
     Raises:
@@ -77,7 +78,7 @@ class StageAssignment:
             self.forward_stages = self._find_forward_stages()
 
     def _aliases(self) -> dict[int, Ref]:
-        """Return a map from the id of each stage marker's result to the value that the marker was given."""
+        """Return the value that each stage marker was given, by the id of the marker's result."""
         alias: dict[int, Ref] = {}
         for op in self.ops:
             if op.name == MARKER:
@@ -87,23 +88,26 @@ class StageAssignment:
         return alias
 
     def _count_uses(self) -> Counter[int]:
-        """Return how often each value is read or returned by the loop's body, directly or as a marker's
-        result."""
+        """Return how often each value is read or returned by the loop's body.
+
+        A use of a stage marker's result counts as a use of the value that the marker was given.
+        """
         reads = [r for op in self.ops if op.name not in (MARKER, MARKER_SIDE) for r in op.reads]
         reads += [r for r in self.body.outputs if isinstance(r, int)]
         return Counter([self.root(r) if r in self.alias else r for r in reads])
 
     def resolve(self, ref: Ref) -> Ref:
-        """Follow an operand back through the stage markers that returned it, and return what they were given.
+        """Follow an operand back through stage markers to the value that the first of them was given.
 
-        Return an operand that no marker returned as it is.
+        A marker returns the values that it is given. An operand that no marker returned is returned
+        unchanged.
         """
         while isinstance(ref, int) and ref in self.alias:
             ref = self.alias[ref]
         return ref
 
     def _boundary_of(self, position: int) -> int:
-        """Return the number of the stage boundary that a marker of tangents or cotangents belongs to.
+        """Return the number of the stage boundary at which a marker of tangents or cotangents is.
 
         Boundary 0 is between stages 0 and 1.
 
@@ -123,7 +127,10 @@ class StageAssignment:
     # ---- forward, backward or light
 
     def _classify(self) -> None:
-        """Set the kind of each operation in `kind`: forward, backward, light (cheap to repeat) or marker."""
+        """Set the kind of each operation in `kind`: forward, backward, light or marker.
+
+        Light operations are cheap operations that every task that needs their results repeats.
+        """
         ancestors = self._marker_ancestors()
         computed: set[int] = set()  # results of operations that are not light
         backward: set[int] = set()
@@ -162,9 +169,10 @@ class StageAssignment:
                 computed.update(op.outputs)
 
     def _marker_ancestors(self) -> dict[int, int]:
-        """Return the first stage whose marker depends on each operation, by the operation's position.
+        """Return, for each operation that some stage marker depends on, the first stage whose marker does.
 
-        Operations on which no stage marker depends are left out.
+        Returns:
+            A dictionary from the position of an operation to a stage.
         """
         found: dict[int, int] = {}
         for k, position in enumerate(self.markers):
@@ -183,8 +191,9 @@ class StageAssignment:
     def _place_forward(self) -> None:
         """Choose the stage of each forward operation.
 
-        This is the earliest stage whose marker needs the operation. If no marker does, it is the latest stage
-        of its operands. If these have no stage either, it is the stage of its first user.
+        An operation that stage markers need gets the earliest stage whose marker needs it. Any other
+        operation gets the latest stage of its operands. If these have no stage, it gets a stage that uses the
+        same weight (see `_stage_beside_weights`), at the latest the stage of its first user.
         """
         for i, op in enumerate(self.ops):
             if op.name == MARKER:
@@ -210,7 +219,7 @@ class StageAssignment:
                 )
 
     def _latest_operand(self, op: Op) -> int | None:
-        """Return the last stage that makes an operand of `op`, or None if no operand has a stage yet."""
+        """Return the latest stage that makes an operand of `op`; None if no operand has a stage yet."""
         stages = [self.stage[p] for p in self._producers(op)]
         return max((s for s in stages if s is not None), default=None)
 
@@ -219,15 +228,17 @@ class StageAssignment:
     ) -> int:
         """Return a stage that uses the weight that an operation reduces to a smaller value (a penalty's sum).
 
+        The weight is an invariant of the loop that the operation reads and that is larger than its result.
+
         Args:
             op: the operation.
-            forward_stages: a map from the id of each value to the stages that make or use it in the forward.
+            forward_stages: a dictionary from the id of a value to the stages that make or use it in the
+                forward.
             limit: the last stage that may be returned.
             otherwise: the stage to return if no stage up to `limit` uses such a weight.
 
         Returns:
-            The last stage up to `limit` that uses a loop invariant that is larger than the result of `op` and
-            that `op` reads.
+            The last stage up to `limit` that uses the weight, or `otherwise`.
         """
         made = sum(self.types[o].aval.size_bytes for o in op.outputs if o >= 0)
         roots = {r for v in op.reads for r in self._roots(v) if r in self.invariants}
@@ -236,9 +247,9 @@ class StageAssignment:
         return max((s for s in held if s <= limit), default=otherwise)
 
     def _roots(self, value: int) -> set[int]:
-        """Return the ids of the inputs of the loop's body from which light (cheap) operations make `value`.
+        """Return the ids of the body's inputs from which cheap operations alone compute `value`.
 
-        These are only `value` itself if it is such an input.
+        If `value` is itself an input, it is the only one. Inputs that other operations read are left out.
         """
         found: set[int] = set()
         stack = [value]
@@ -257,7 +268,11 @@ class StageAssignment:
                 yield p
 
     def _users(self, value: int) -> list[int]:
-        """Return the positions of the operations that use a value, directly or through light (cheap) ones."""
+        """Return the positions of the operations that use a value.
+
+        If a user is a light operation (a cheap one, which tasks repeat), the users of its results are
+        returned instead.
+        """
         found = []
         for u in self.users.get(value, ()):
             if self.kind[u] == LIGHTWEIGHT:
@@ -271,9 +286,10 @@ class StageAssignment:
     def _place_backward(self) -> None:
         """Choose the stage of each backward operation.
 
-        This is the latest stage whose forward makes or uses all operands of the operation that are no
-        cotangents, but none later than the stages of the cotangents that it reads. An operation that this
-        would put after the operations that use its results gets their stage instead.
+        An operation gets the latest stage whose forward makes or uses all operands that are not cotangents,
+        but no later stage than those of the cotangents that it reads. Backward stages run in descending
+        order. If an operation would run after the operations that use its results, it gets their stage
+        instead.
         """
         forward_stages = self.forward_stages
         for i, op in enumerate(self.ops):
@@ -304,17 +320,19 @@ class StageAssignment:
                 self.stage[i] = max(stage, wanted)
 
     def _last_forward_stage(self, op: Op, forward_stages: dict[int, set[int]], limit: int) -> int | None:
-        """Return the last stage whose forward makes or uses every operand of a backward operation, apart from
-        cotangents.
+        """Return the last stage whose forward has all operands of a backward operation but its cotangents.
+
+        A forward has the values that it makes or uses.
 
         Args:
             op: the backward operation.
-            forward_stages: a map from the id of each value to the stages that make or use it in the forward.
+            forward_stages: a dictionary from the id of a value to the stages that make or use it in the
+                forward.
             limit: the last stage that may be returned.
 
         Returns:
-            The stage; `limit` if no operand restricts the choice, None if no stage up to `limit` has all of
-            the operands.
+            The stage. `limit` if no operand restricts the choice. None if no stage up to `limit` has all of
+            these operands.
         """
         common: set[int] | None = None
         for r in op.reads:
@@ -329,10 +347,16 @@ class StageAssignment:
         return max([s for s in common if s <= limit], default=None)
 
     def _stage_taking_from(self, user: int) -> int | None:
-        """Return the stage whose backward has to make a value that the operation `user` reads, or None if it
-        is not known yet.
+        """Return the stage whose backward has to make a value that an operation reads.
 
-        For the cotangent marker at the end of a stage this is the next stage, else the stage of `user`.
+        If the operation is the cotangent marker at the end of a stage, this is the next stage, otherwise the
+        stage of the operation.
+
+        Args:
+            user: the position of the operation.
+
+        Returns:
+            The stage; None if the operation has no stage yet.
         """
         stage = self.stage[user]
         return stage + 1 if stage is not None and self.ops[user].name == MARKER_SIDE else stage
@@ -340,8 +364,11 @@ class StageAssignment:
     def _last_stage_allowed(self, op: Op) -> int | None:
         """Return the last stage in whose backward an operation may run.
 
-        This is the first of the stages of the cotangents that it reads, or, if it reads none, the last of the
-        stages of its other operands. The result is None if no operand has a stage yet.
+        If the operation reads cotangents, this is the first of their stages. If it reads none, this is the
+        last of the stages of its operands.
+
+        Returns:
+            The stage; None if no operand has a stage yet.
         """
         first: int | None = None
         last: int | None = None
@@ -357,16 +384,16 @@ class StageAssignment:
         return last if first is None else first
 
     def root(self, value: int) -> int:
-        """Follow a value back through the stage markers that returned it, and return the id of what they were
-        given.
+        """Follow a value back through stage markers to the id of the value that the first of them was given.
 
-        Return `value` itself if no marker returned it, or if the markers were given a constant.
+        A marker returns the values that it is given. If no marker returned `value`, or if the first marker
+        was given a constant, return `value` itself.
         """
         resolved = self.resolve(value)
         return resolved if isinstance(resolved, int) else value
 
     def _find_forward_stages(self) -> dict[int, set[int]]:
-        """Return a map from the id of each value to the stages that make or use the value in the forward."""
+        """Return the stages that make or use each value in the forward, by the value's id."""
         forward_stages: dict[int, set[int]] = defaultdict(set)
         for i, op in enumerate(self.ops):
             if self.kind[i] != FORWARD:
@@ -394,11 +421,11 @@ class StageAssignment:
     # ---- operations that a checkpoint need not repeat
 
     def _find_skipped(self) -> set[int]:
-        """Return the positions of operations that need not run, since they repeat one of an earlier stage.
+        """Return the positions of operations that need not run, since an earlier stage made their results.
 
         A checkpoint repeats operations of the forward in the backward. If the original is in an earlier stage
-        than its repetition, the stage of the repetition already has the original's results, which a skip
-        connection sent there. `alias` then maps the results of the repetition to these.
+        than its repetition, a skip connection has already sent the original's results to the stage of the
+        repetition. An entry in `alias` then replaces each result of the repetition by that of the original.
         """
         if not any("repeats" in op.params for op in self.ops):
             return set()
@@ -429,8 +456,12 @@ class StageAssignment:
     # ---- the result
 
     def task_of(self, value: Ref) -> TaskKey | None:
-        """Return the task that makes a value, or None for inputs of the loop's body, constants and results of
-        light operations."""
+        """Return the task that makes a value.
+
+        Returns:
+            The kind and stage of the task. None for constants, inputs of the loop's body, and results of
+            light operations (cheap ones, which tasks repeat).
+        """
         p = self.producer.get(value) if isinstance(value, int) else None
         if p is None or self.kind[p] == LIGHTWEIGHT:
             return None

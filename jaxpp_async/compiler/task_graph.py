@@ -1,4 +1,4 @@
-"""Build the task graph of one traced step, and the recipe of each executable that its nodes run.
+"""Build the task graph of one traced step, and a recipe (the operations) of each executable that nodes run.
 
 `placement` decides which actors run the operations outside the microbatch loops; `loop_unrolling` adds the
 tasks of each loop.
@@ -48,19 +48,21 @@ from jaxpp_async.program.instructions import (
 class PlacedStep:
     """A step whose tasks are placed on actors, but whose values have no shardings yet.
 
-    An IR id is a value's id in `compiler.ir`, in contrast to its position in the graph.
+    An IR id is the id of a value of the traced step (`compiler.ir`), in contrast to the position of a value
+    in the graph.
 
     Args:
-        graph: the task graph. `GraphInput.arg` counts first the argument leaves, then the captured arrays,
+        graph: the task graph. `GraphInput.arg` numbers first the argument leaves, then the captured arrays,
             then the microbatch indices.
-        recipes: one recipe per executable.
+        recipes: one recipe (list of operations) per executable.
         placement: the actors of everything outside the loops.
         loops: the scheduled loops, by position in the traced operations.
-        parts: for each loop, by position in the traced operations, and for each of its results, the IR ids
-            of the final accumulators from which the result is made.
+        parts: a dictionary. Its keys are the positions of the loops in the traced operations; its values
+            have, for each result of the loop, the IR ids of the final accumulators from which the result is
+            made.
         value_ids: the IR id of every value of the graph; values of the same id have the same sharding.
-        same_sharding: a map from the IR id of each accumulator inside a recipe to the IR id of its final
-            value, whose sharding it must have.
+        same_sharding: a dictionary. Its keys are IR ids of accumulators inside recipes; its values are the IR
+            ids of the final accumulators, which must have the same shardings.
         output_ids: the IR id of every result leaf.
         num_indices: the number of microbatch indices among the graph's inputs.
         types: the type of every IR id.
@@ -95,11 +97,11 @@ def build_task_graph(
         traced: the traced step.
         loops: the scheduled loops, by position in `traced.flat.ops`.
         num_actors: the number of actors in the mesh.
-        continues: a map from the position of a result leaf to that of the argument leaf that it continues
-            (the new and the old leaf of a state).
+        continues: a dictionary. Its keys are the positions of result leaves that are new leaves of a state;
+            its values are the positions of the argument leaves that are the old leaves.
         donated: for each argument leaf, whether the step may overwrite it.
-        result_homes: a map from the position of a result leaf to the actors that must hold it when the step
-            ends. Placement chooses the actors of leaves that are not in it.
+        result_homes: a dictionary. Its keys are positions of result leaves; its values are the actors that
+            must hold these leaves when the step ends. Placement chooses the actors of all other leaves.
     """
     return _StepBuilder(traced, loops, num_actors, continues, donated, result_homes).build()
 
@@ -144,7 +146,8 @@ class _StepBuilder:
     def _add_nodes(self, placement: Placement) -> None:
         """Add all nodes to the graph, level by level; data is sent to other actors only between levels.
 
-        Within a level, the nodes outside the loops come first, one per actor, then the nodes of the loops.
+        For each level, first the nodes outside the loops are added, one per actor, then the nodes of the
+        loops.
         """
         exported = self._exported(placement)
         positions = {id(item): i for i, item in enumerate(self.traced.flat.ops) if isinstance(item, Loop)}
@@ -162,7 +165,7 @@ class _StepBuilder:
     # ---- the step outside its loops
 
     def _outer_step(self) -> OuterStep:
-        """Return the step as it looks from outside its loops, which is the input of placement."""
+        """Return the input of placement: the step, in which each loop is a single item."""
         items: list[Op | Loop] = []
         needs: dict[int, dict[int, Actors]] = {}
         makes: dict[int, dict[int, ActorId]] = {}
@@ -196,9 +199,12 @@ class _StepBuilder:
         )
 
     def _untouched(self, outputs: Sequence[int]) -> dict[int, int]:
-        """Return a map from the position of each result that is an unchanged argument to the argument's id.
+        """Find the results that are unchanged arguments.
 
-        An argument that is several results is left out, since it has to be copied.
+        An argument that is returned as several results is left out, since it has to be copied.
+
+        Returns:
+            A dictionary from the position of a result to the id of the argument.
         """
         arguments = set(self.traced.flat.inputs[: len(self.traced.arg_names)])
         return {
@@ -208,7 +214,7 @@ class _StepBuilder:
         }
 
     def _loop_needs(self, scheduled: ScheduledLoop) -> dict[int, Actors]:
-        """Return the actors that read each of the outside values that a loop needs, by the value's id."""
+        """Return the actors that read each value that a loop needs from outside, by the value's id."""
         staged = scheduled.staged
         loop = staged.loop
         invariants, batch, _ = loop.body_inputs()
@@ -227,8 +233,8 @@ class _StepBuilder:
             position: the position of the loop in the traced operations.
 
         Returns:
-            A map from the id of each final accumulator to the actor that has it, and the operations to run
-            after the loop.
+            A dictionary from the id of a final accumulator to the actor that has it, and the operations to
+            run after the loop.
         """
         scheduled = self.loops[position]
         loop = scheduled.staged.loop
@@ -272,12 +278,12 @@ class _StepBuilder:
         return self.types.new(dataclasses.replace(value_type, weak=self.types[result].weak))
 
     def _renamed(self, epilogue: Epilogue, names: dict[Ref, Ref]) -> list[Op]:
-        """Return copies of an epilogue's operations that use value ids outside the loop.
+        """Return copies of an epilogue's operations (which run after a loop) with ids outside the loop.
 
         Args:
-            epilogue: the operations to run after the loop, over ids of the loop's body.
-            names: a map from values of the loop's body to the values outside the loop that replace them;
-                entries for the results of the operations are added to it.
+            epilogue: the operations, which use ids of the loop's body.
+            names: a dictionary. Its keys are values of the loop's body; its values are the values outside the
+                loop that replace them. Entries for the results of the operations are added.
         """
         ops = []
         for op in epilogue.ops:
@@ -340,8 +346,11 @@ class _StepBuilder:
         return groups
 
     def _exported(self, placement: Placement) -> set[tuple[int, ActorId]]:
-        """Return the values that are read outside the task that makes them, as pairs (value id, actor that
-        makes the value)."""
+        """Return the values that are read outside the task that makes them.
+
+        Returns:
+            Pairs of a value id and the actor that makes the value.
+        """
         maker = {o: i for i, item in enumerate(placement.items) if isinstance(item, Op) for o in item.outputs}
         run_on, levels = placement.op_actors, placement.levels
         found: set[tuple[int, ActorId]] = set()
@@ -390,8 +399,8 @@ class _StepBuilder:
     def _outer_donations(self, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[int, ...]:
         """Choose the inputs of an executable outside the loops that are worth donating.
 
-        Each of them can give its buffer to a result of equal type: the result that continues it, if there is
-        one, else any other.
+        A chosen input gives its buffer to a result of equal type. If a result continues the input (is its
+        next value), this is the result, otherwise any other.
 
         Args:
             inputs: the ids of the executable's inputs.
@@ -426,9 +435,8 @@ class _StepBuilder:
 
     @cached_property
     def continued(self) -> dict[int, int]:
-        """A map from the id of each result that continues an argument to the id of that argument.
-
-        Such a result is the new leaf of a state, and the argument the old one.
+        """A dictionary. Its keys are the ids of results that are new leaves of a state; its values are the
+        ids of the arguments that are the old leaves.
         """
         refs = self.outer.outputs
         return {
@@ -440,7 +448,7 @@ class _StepBuilder:
 
 @dataclass(frozen=True, eq=False)
 class _ReductionEnd:
-    """A callable for `Op.run` that finishes a reduction after the last microbatch (a mean's division)."""
+    """A callable for `Op.run` that ends a reduction after the last microbatch (a mean divides)."""
 
     reduction: Any
     num_microbatches: int

@@ -1,15 +1,16 @@
-"""Choose the variants (forms) of a microbatch loop's tasks that its schedule asks for, and the order in which
-they run.
+"""Choose the variants of a microbatch loop's tasks that its schedule asks for, and the order in which they
+run.
 
-The backward of a stage can be whole or split in two, and the forward and backward of the last stage can be
-separate or fused. The schedule says which of these variants are used. The computation of a variant does not
-depend on the order of the schedule, so schedules that use the same variants share their executables.
+A variant is a version of a task. The backward of a stage can be whole or split in two, and the forward and
+backward of the last stage can be separate or fused. The schedule says which of these variants are used. The
+computation of a variant does not depend on the order of the schedule, so schedules that use the same variants
+share their executables.
 
 `split_backward` splits a backward into an input-gradient and a weight-gradient part. The input part makes
 only the values that other stages need. The weight part makes everything else and can run later. Only cheap
-operations are computed in both, and the fewest bytes are kept between the two. An operation that both parts
-need is broken up first: a checkpoint is replaced by the operations that it computes again and differentiates,
-and a scan over layers becomes two scans.
+operations are computed in both, and the fewest bytes are kept between the two. If both parts need an
+operation that contains others, this operation is divided first. A checkpoint is replaced by the operations
+that it computes again and differentiates, and a scan over layers becomes two scans.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024, arXiv:2401.10241, section 2.
 """
@@ -41,7 +42,7 @@ _WHOLE_TASKS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A form of a stage's task that a schedule asks for, such as half of a split backward.
+    """The version of a stage's task that a schedule asks for, such as half of a split backward.
 
     Args:
         task: the computation of the variant; its kind is one of `fwd`, `bwd`, `bwd_input`, `bwd_weight`,
@@ -57,15 +58,15 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class ScheduledLoop:
-    """A microbatch loop with its schedule, and the forms of its tasks (variants) that the schedule uses.
+    """A microbatch loop with its schedule, and the variants (versions) of its tasks that the schedule uses.
 
     Args:
         staged: the loop, split into the tasks of its stages.
         tasks: the schedule, one row of tasks per actor.
         stage_actors: the actor of each stage.
         variants: the variants that are used, by kind and stage.
-        order: the scheduled tasks as (actor, task, key in `variants`), in an order in which they could run
-            one after the other.
+        order: the scheduled tasks as tuples (actor, task, key in `variants`), in an order in which one
+            process could run them all, one after the other.
     """
 
     staged: StagedLoop
@@ -75,16 +76,16 @@ class ScheduledLoop:
     order: tuple[tuple[ActorId, Task, TaskKey], ...]
 
     def variants_on_actors(self) -> Iterable[tuple[Variant, ActorId]]:
-        """Return pairs of each variant (form of a task) that is used and the actor that runs it."""
+        """Yield each variant (version of a task) that is used, with the actor that runs it."""
         for (_, stage), variant in self.variants.items():
             yield variant, self.stage_actors[stage]
 
 
 def schedule_loop(staged: StagedLoop, tasks: Sequence[Sequence[Task]], types: Types) -> ScheduledLoop:
-    """Choose for every scheduled task of a loop the variant (form of the task) that runs, and make the
-    variants.
+    """Make the variants of a loop's tasks that its schedule uses, and choose one for each scheduled task.
 
-    Scheduled tasks for which the program has nothing to compute are left out.
+    A variant is a version of a task, such as half of a split backward. Scheduled tasks for which the program
+    has nothing to compute are left out.
 
     Args:
         staged: the loop, split into the tasks of its stages.
@@ -114,12 +115,12 @@ def _fuse_last_stage(
 ) -> dict[Task, TaskKey | None]:
     """Find the forwards of the last stage that can be fused with the backward of the same microbatch.
 
-    The two can be fused if the backward follows on the actor, with no task in between that has something to
-    compute.
+    A forward and a backward can be fused if the actor computes nothing between them.
 
     Returns:
-        A map with two entries for each such pair: the forward task maps to None, since it does not run
-        separately, and the backward task maps to the key of the fused variant (form of a task).
+        A dictionary with two entries for each pair of tasks to fuse. The value for the forward task is None,
+        since the task does not run separately. The value for the backward task is the key of the fused
+        variant (version of a task).
     """
     last = staged.num_stages - 1
     found: dict[Task, TaskKey | None] = {}
@@ -136,7 +137,7 @@ def _fuse_last_stage(
 
 
 class _Variants:
-    """A table of the variants (forms) of one loop's tasks, each of which is made when it is first read."""
+    """A table of the variants (versions) of one loop's tasks. A variant is made when it is first read."""
 
     def __init__(self, staged: StagedLoop, types: Types) -> None:
         self.staged, self.types = staged, types
@@ -149,7 +150,7 @@ class _Variants:
         self._rank = {v: rank for rank, v in enumerate(self._readers)}
 
     def find(self, key: TaskKey) -> StageTask | None:
-        """Return the computation of a variant (form of a task), or None if it has nothing to compute.
+        """Return the computation of a variant (version of a task); None if it has nothing to compute.
 
         Args:
             key: the kind and stage of the variant.
@@ -159,7 +160,7 @@ class _Variants:
         return self._made[key]
 
     def canonical_key(self, key: TaskKey) -> TaskKey:
-        """Return the key to store a variant (form of a task) under, so that equal variants are stored once.
+        """Return the key under which to store a variant (version of a task); equal variants share a key.
 
         If one half of a split backward has nothing to compute, the other half gets the key of the whole
         backward. All other keys are returned unchanged.
@@ -177,8 +178,7 @@ class _Variants:
         return key
 
     def variant(self, key: TaskKey) -> Variant:
-        """Return a variant (form of a task), with the values that it needs from other tasks and makes for
-        them.
+        """Return a variant (version of a task), with the values that it exchanges with other tasks.
 
         Args:
             key: the kind and stage of the variant.
@@ -200,9 +200,9 @@ class _Variants:
             self._made[ty, stage] = None
 
     def _makes(self, task: StageTask) -> list[int]:
-        """Return the ids of the values that a variant (form of a task) makes for other tasks.
+        """Return the ids of the values that a variant (version of a task) makes for other tasks.
 
-        The ids are in the order in which the whole tasks, neither split nor fused, read the values.
+        The ids are in the order in which the tasks, when neither split nor fused, read the values.
         """
         ty, stage = task.key
         own = {(kind, stage) for kind in _WHOLE_TASKS[ty]}
@@ -215,8 +215,13 @@ class _Variants:
 
 
 def _join(key: TaskKey, first: StageTask, second: StageTask) -> StageTask:
-    """Return a task that runs `first` and then `second`, without the operations of `second` that `first`
-    already ran."""
+    """Return a task that runs one task and then another, but runs the operations that both have only once.
+
+    Args:
+        key: the kind and stage of the new task.
+        first: the task that runs first.
+        second: the task that runs second.
+    """
     made = first.made
     ops = (*first.ops, *(op for op in second.ops if not made.intersection(op.outputs)))
     return replace(first, key=key, ops=ops, adds=(*first.adds, *second.adds))
@@ -228,7 +233,9 @@ def _join(key: TaskKey, first: StageTask, second: StageTask) -> StageTask:
 def split_backward(
     staged: StagedLoop, task: StageTask, wanted: Collection[int], types: Types
 ) -> tuple[StageTask | None, StageTask | None]:
-    """Split a backward task into an input-gradient part, which other stages need, and a weight-gradient part.
+    """Split a backward task into an input-gradient part and a weight-gradient part.
+
+    The input-gradient part makes the values that other stages need.
 
     Args:
         staged: the loop, split into the tasks of its stages.
@@ -237,8 +244,8 @@ def split_backward(
         types: the type of each value; types of newly created values are added to it.
 
     Returns:
-        The input-gradient part and the weight-gradient part. A part that would have nothing to do is None,
-        and the other part is then the whole task.
+        The input-gradient part and the weight-gradient part. If one part would have nothing to compute, it is
+        None, and the other part is the whole task.
     """
     stage = task.key[1]
     if not wanted:

@@ -4,10 +4,10 @@ Nested `jit`s are inlined, so that a stage can end between any two equations. An
 divided at a stage marker (a cond) stays one operation and must not contain a marker. Scans with markers are
 unrolled.
 
-`trace_ignoring_weak_types` also removes weak types that only the first call has. `jnp.full(shape, 0.1)` is
-weakly typed, `p - lr * grad` is not: a state made of the first comes back as the second, and the step would
-be compiled twice. Where the weak type changes nothing in the computation, one compiled step serves both
-calls.
+`trace_ignoring_weak_types` also removes weak types that only the first call has. For example, the state of
+the first call may be `jnp.full(shape, 0.1)`, which is weakly typed. The state that the step returns for the
+next call is `p - lr * grad`, which is not. So the step would be compiled twice. If the weak type does not
+change the computation, both calls use one compiled step.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def trace(
         args: the arguments of `fn`. Every leaf is a `jax.ShapeDtypeStruct`, except that static arguments are
             the values themselves.
         static_argnums: the numbers of the static arguments.
-        argument_names: the names of the parameters of `fn`, for messages.
+        argument_names: the names of the parameters of `fn`, for error messages.
 
     Raises:
-        UnsupportedError: the program has a construct that cannot be pipelined.
+        UnsupportedError: the step has a construct that cannot be pipelined.
     """
     dynamic = [i for i in range(len(args)) if i not in static_argnums]
 
@@ -129,22 +129,21 @@ def trace_ignoring_weak_types(
 ) -> tuple[Traced, frozenset[int]]:
     """Trace a step function so that its first and its later calls share one compilation where possible.
 
-    Arguments of the first call may be weakly typed where the results that replace them in later calls are
-    not. If that does not change the computation, they are traced as strongly typed.
+    An argument may be weakly typed in the first call only, since the result that replaces it in later calls
+    is strongly typed. If this does not change the computation, the argument is traced as strongly typed.
 
     Args:
         fn: the step function.
         args: the arguments of `fn`. Every leaf is a `jax.ShapeDtypeStruct`, except that static arguments are
             the values themselves.
         static_argnums: the numbers of the static arguments.
-        argument_names: the names of the parameters of `fn`, for messages.
+        argument_names: the names of the parameters of `fn`, for error messages.
 
     Returns:
-        The traced step, and the positions of the argument leaves that it accepts both weakly and strongly
-        typed.
+        The traced step, and the positions of the argument leaves that may be weakly or strongly typed.
 
     Raises:
-        UnsupportedError: the program has a construct that cannot be pipelined.
+        UnsupportedError: the step has a construct that cannot be pipelined.
     """
     trace_on = functools.partial(trace, fn, static_argnums=static_argnums, argument_names=argument_names)
     first = now = trace_on(args)
@@ -180,7 +179,7 @@ class _Float0Result:
     """A placeholder for a result of dtype `float0` (the gradient of an integer), which has no data.
 
     In a tree of results the placeholder is a node without leaves, so that the step computes nothing for it.
-    `jax.tree.unflatten` puts a `float0` array in its place.
+    `jax.tree.unflatten` replaces the placeholder by a `float0` array.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -199,12 +198,12 @@ def _hide_float0(results: Any) -> Any:
 
 
 def _make_jaxpr(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Call `jax.make_jaxpr`, and raise an error with advice where JAX's own error would not help the user.
+    """Call `jax.make_jaxpr`, and replace errors of JAX that would not help the user by errors with advice.
 
     Other errors, such as those of the user's own code, are raised unchanged.
 
     Returns:
-        The closed jaxpr, and the shapes of the results in their tree.
+        The closed jaxpr, and the tree of the results' shapes.
     """
     try:
         with tracebacks.framework_hints():
@@ -241,7 +240,7 @@ _HOST_VALUES = np.ndarray | np.generic | int | float | complex
 
 
 class _Flattener:
-    """A translator from jaxprs to flat operations, which inlines calls and numbers values."""
+    """A translator of jaxprs to flat operations, which inlines calls and numbers all values."""
 
     def __init__(self) -> None:
         self.types = Types()
@@ -306,8 +305,10 @@ class _Flattener:
         return Where(_line(eqn, around), around.transposed or self.origins.of(eqn)[0], around.in_loop)
 
     def type_of(self, aval: Any) -> ValueType:
-        """Return the `ValueType` of a JAX aval, from a cache, since thousands of values share a few dozen
-        avals."""
+        """Return the `ValueType` of a JAX aval.
+
+        Types are cached, since thousands of values share a few dozen avals.
+        """
         if (entry := self.known.get(id(aval))) is None:
             entry = self.known[id(aval)] = aval, value_type(aval)
         return entry[1]
@@ -318,7 +319,7 @@ class _Flattener:
         return tuple([-1 if type(v) is drop else new(type_of(v.aval)) for v in eqn.outvars])
 
     def add_simple(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
-        """Append an equation that wraps no others to `ops` as one operation, and return its results.
+        """Append an equation that contains no others to `ops` as one operation, and return its results.
 
         This is the fast path of `add_equation`, since a step consists of thousands of such equations.
         """
@@ -335,10 +336,10 @@ class _Flattener:
         return outputs
 
     def add_equation(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
-        """Append an equation to `ops` (inlined, unrolled or as one operation), and return its results.
+        """Append an equation to `ops` (inlined, unrolled or as one operation), and return the results.
 
         Args:
-            eqn: the equation, which may wrap others.
+            eqn: the equation, which may contain others.
             inputs: the operands of the equation.
             ops: the list of operations to append to.
             where: the origin of the equation.
@@ -392,8 +393,8 @@ class _Flattener:
     def make_expandable_in_stage(self, op: Op, eqn: Any) -> Op:
         """Return a copy of an operation of a stage that can be expanded (a checkpoint) or split (a scan).
 
-        When the backward of a stage is split, the two halves can then share the work of the operation.
-        Operations of other kinds, or with a large constant inside, are returned unchanged.
+        When the backward of a stage is split, the two halves can then share the work of the operation. An
+        operation of another kind, or with a large constant inside, is returned unchanged.
 
         Args:
             op: the operation.
@@ -418,8 +419,8 @@ class _Flattener:
     def make_expandable(self, op: Op, eqn: Any) -> Op:
         """Return a copy of an operation outside the loops that can be replaced by the operations inside it.
 
-        Placement does this if the operands are on several actors. An operation that is no cond, call or
-        checkpoint is returned unchanged.
+        Placement replaces the operation if its operands are on several actors. An operation that is not a
+        cond, a call or a checkpoint is returned unchanged.
 
         Args:
             op: the operation.
@@ -445,7 +446,7 @@ class _Flattener:
         return op
 
     def pinned(self, ref: Ref, sharding: Any, ops: list, line: str) -> Ref:
-        """Append a constraint of a value to a sharding that the user gave to a nested `jit`.
+        """Append an operation that constrains a value to a sharding that the user gave to a nested `jit`.
 
         Args:
             ref: the value.
@@ -454,7 +455,7 @@ class _Flattener:
             line: the `file:line` in the user's code.
 
         Returns:
-            The constrained value; `ref` itself if there is no sharding or it is a constant.
+            The constrained value. If `sharding` is None or `ref` is a constant, `ref` itself.
         """
         if sharding is None or not isinstance(ref, int):
             return ref
@@ -463,10 +464,10 @@ class _Flattener:
         return out
 
     def add_with_lifted_prints(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> list[Ref]:
-        """Append a checkpoint that contains prints, and record the prints.
+        """Append a checkpoint that contains debug prints, and record the prints.
 
-        The prints are removed from the checkpoint, and the values that they print become further results of
-        it. The return value contains only the results of the original checkpoint.
+        The prints are removed from the checkpoint, and the printed values become further results of the
+        checkpoint. Only the results of the original checkpoint are returned.
         """
         alone, consts, inside = debug_callbacks.lift_prints(eqn)
         self.refuse_host_code(alone, ops, where)  # a scan inside may still print
@@ -515,7 +516,7 @@ class _Flattener:
         inputs: Sequence[Ref],
         spec: markers.LoopSpec,
     ) -> dict[int, int]:
-        """Record the prints of a loop's body as prints that run after the step, for every microbatch.
+        """Record the debug prints of a loop's body as prints that run after the step, for every microbatch.
 
         Args:
             inside: the prints of the body.
@@ -524,8 +525,8 @@ class _Flattener:
             spec: the specification of the loop.
 
         Returns:
-            A map from the id of each value of the body that the loop has to stack over microbatches for these
-            prints to the id of the stack outside the loop.
+            A dictionary of the values that the loop has to stack over microbatches for these prints. Its keys
+            are value ids in the body; its values are the ids of the stacks outside the loop.
         """
         if not inside:
             return {}
@@ -555,7 +556,7 @@ class _Flattener:
 
 
 def _refuse_other_meshes(eqn: Any, line: str) -> None:
-    """Raise a `ShardingError` if an equation names a mesh of devices that actors do not have."""
+    """Raise a `ShardingError` if an equation refers to a mesh of devices other than that of the actors."""
     actors = dict(jax.sharding.get_abstract_mesh().shape)
     for mesh in private_api.meshes_named(eqn):
         named = dict(mesh.shape)
@@ -571,11 +572,11 @@ def _refuse_other_meshes(eqn: Any, line: str) -> None:
 
 
 def _refuse_other_meshes_inside(eqn: Any, around: Where) -> None:
-    """Raise a `ShardingError` if an equation inside another names a mesh of devices that actors do not have.
+    """Raise a `ShardingError` if an equation inside another refers to a mesh other than that of the actors.
 
     Args:
         eqn: the outer equation, whose inner equations are checked at any depth.
-        around: the origin of the outer equation, for the message.
+        around: the origin of the outer equation, for the error message.
     """
     for inner in private_api.sub_jaxprs(eqn):
         for each in inner.eqns:
@@ -589,7 +590,10 @@ def _line(eqn: Any, around: Where) -> str:
 
 
 def _count_markers(ops: Sequence[Op | Loop]) -> int:
-    """Return the number of stage markers in `ops`, which is the stage of the operation that comes next."""
+    """Return the number of stage markers in `ops`.
+
+    This is also the number of the stage that the next operation is in.
+    """
     return sum(isinstance(op, Op) and op.name == MARKER for op in ops)
 
 
@@ -598,7 +602,7 @@ def _constrain(sharding: Any, xs: Sequence[Any]) -> list[Any]:
 
 
 def _repeats(eqn: Any, other: Op) -> bool:
-    """Return whether an operation runs the same computation as an equation, even if on other operands."""
+    """Return whether an operation runs the same computation as an equation, on the same or other operands."""
     args = getattr(other.run, "args", ())
     return len(args) == 1 and private_api.same_computation(eqn, args[0])
 
@@ -607,9 +611,9 @@ def _repeats(eqn: Any, other: Op) -> bool:
 
 
 def _losing_weak_type(traced: Traced) -> set[int]:
-    """Return the positions of the weakly typed argument leaves whose continuing results are strongly typed.
+    """Return the positions of weakly typed argument leaves that are replaced by strongly typed results.
 
-    A result continues an argument if the next call gets it in place of the argument, as with a state.
+    A result replaces an argument if the next call gets the result as this argument, as with a state.
     """
 
     def is_weak(ref: Ref) -> bool:
@@ -639,7 +643,7 @@ def _without_weak_types(args: Sequence[Any], static_argnums: Sequence[int], leav
 
 
 def _computation(flat: Flat, types: Types) -> Iterator[tuple]:
-    """Yield a description of each operation, so that two traces can be compared for equal computations.
+    """Yield a description of each operation, so that the computations of two traces can be compared.
 
     Conversions that only remove a weak type are left out.
     """

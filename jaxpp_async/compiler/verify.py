@@ -5,14 +5,14 @@ break; `verify_programs` runs all of these checks. A broken rule is a bug of thi
 except for a deadlock, which a user's schedule can cause (`ScheduleError`). All checks take time linear in the
 number of instructions.
 
-Nine tenths of a program are operands of runs and deletions, which are almost always correct. So a check looks
-at whole sets first, and looks for the bad entry only if a set is bad.
+Nine tenths of a program are operands of `Run` and `Delete` instructions, which are almost always correct. So
+a check tests a whole set of operands first, and only if this fails looks for the wrong operand.
 
-`simulate` runs all programs of a step together, without data, to find deadlocks. The rules are those of the
-executor: each actor issues its instructions in order; `Recv` and `Send` never block; a `Run` blocks until its
-inputs have arrived. The transport is assumed to be the strictest one: a transfer completes only when its
-receive is posted (rendezvous) and every earlier transfer between the same two actors in the same direction
-has completed (as in NCCL). Programs that end under these rules end under any transport.
+`simulate` runs all programs of a step together, without data, to find deadlocks. The executor's rules apply:
+each actor issues its instructions in order; `Recv` and `Send` never block; a `Run` blocks until its inputs
+have arrived. The transport is assumed to be the strictest one: a transfer completes only when its receive is
+posted (rendezvous) and every earlier transfer between the same two actors in the same direction has completed
+(as in NCCL). Programs that end under these rules end with any transport.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 
 
 class InternalError(AssertionError):
-    """An error that reports an invalid task graph or program: a compiler pass of this package has a bug.
+    """An error that reports an invalid task graph or program, due to a bug in a compiler pass.
 
     The user's step is never the cause of this error.
     """
@@ -95,14 +95,16 @@ def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> 
 
 
 def verify_together(programs: Sequence[ActorProgram]) -> None:
-    """Check the programs of a step together: transfers match, executables are called alike, and nothing
-    deadlocks.
+    """Check the programs of a step together.
+
+    Transfers must match, all calls of an executable must have the same shapes and dtypes, and the programs
+    must not deadlock.
 
     Args:
         programs: one program per actor.
 
     Raises:
-        InternalError: transfers do not match, or an executable is called in two ways.
+        InternalError: transfers do not match, or calls of an executable differ.
         ScheduleError: the programs deadlock; the message says which actor waits for which.
     """
     verify_transfers(programs)
@@ -180,9 +182,9 @@ def _verify_homes(what: str, number: int, homes: Sequence[ActorId], num_actors: 
     """Check that the actors that hold an argument or a result exist, and that none is named twice.
 
     Args:
-        what: "argument" or "result", for the message.
+        what: "argument" or "result", for the error message.
         number: the position of the argument or result.
-        homes: the actors that hold it.
+        homes: the actors that hold the argument or result.
         num_actors: the number of actors in the mesh.
     """
     if homes and not (min(homes) >= 0 and max(homes) < num_actors):
@@ -201,8 +203,8 @@ def _find_repeated(things: Sequence[_T]) -> _T | None:
 class AssignedIds:
     """A set of the ids that were assigned so far.
 
-    Ids are mostly assigned in ascending order, so one number stands for all assigned ids below it, and only
-    the others are in a Python set.
+    Ids are mostly assigned in ascending order. So the set consists of a number `upto`, below which all ids
+    are assigned, and a Python set of the assigned ids above it.
 
     Args:
         size: the number of valid ids, which count from 0.
@@ -222,7 +224,7 @@ class AssignedIds:
         return in_order or all(n in self for n in numbers)
 
     def add(self, number: int) -> None:
-        """Mark a number as assigned; it must be valid and not assigned yet."""
+        """Mark an id as assigned; the id must be valid and not assigned yet."""
         if number != self.upto:
             self.beyond.add(number)
             return
@@ -232,10 +234,10 @@ class AssignedIds:
             self.upto += 1
 
     def extend(self, numbers: Sequence[int]) -> bool:
-        """Mark numbers as assigned if they are exactly the next ones in ascending order.
+        """Mark ids as assigned if they are exactly the next ones in ascending order.
 
         Returns:
-            Whether they were; otherwise none of them is marked.
+            True if all of the ids were marked; False if none was.
         """
         after = self.upto + len(numbers)
         if self.beyond or after > self.size or tuple(numbers) != tuple(range(self.upto, after)):
@@ -257,7 +259,8 @@ def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
     Args:
         program: the program of one actor.
         complete: whether to check also that every buffer is deleted, donated or returned by the end, except
-            for arguments that the caller keeps. This must be False before `lowering.delete_buffers`.
+            for arguments that the caller keeps. This must be False for programs to which
+            `lowering.delete_buffers` was not applied yet.
 
     Raises:
         InternalError: the program is invalid; the message names the actor and the instruction.
@@ -271,7 +274,7 @@ def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
 
 
 class _ProgramCheck:
-    """A check of one program, which goes through its instructions and records the state of each slot."""
+    """A check of one program, which follows the state of each slot (buffer) over the instructions."""
 
     def __init__(self, program: ActorProgram):
         self.program = program
@@ -302,7 +305,7 @@ class _ProgramCheck:
         _CHECKS[type(self.instruction)](self, self.instruction)
 
     def delete_all(self, indices: range) -> None:
-        """Check consecutive `Delete` instructions: all together, or one by one to find the one that is wrong.
+        """Check consecutive `Delete` instructions: first all together, and if this fails one by one.
 
         Args:
             indices: the positions of the instructions in the program.
@@ -337,7 +340,7 @@ class _ProgramCheck:
             self.fail(f"b{buffer} {self.explain_dead(buffer)}")
 
     def explain_dead(self, buffer: BufferId) -> str:
-        """Return the end of an error message that tells why a buffer may not be read at this instruction."""
+        """Return the reason, for an error message, why a buffer may not be read at this instruction."""
         if buffer in self.given:
             return "has left the program"
         for i in self.program.instructions[: self.index]:
@@ -428,7 +431,7 @@ _CHECKS = {
 
 @frozen()
 class _TransferEnd:
-    """The sending or the receiving end of a transfer: its actor, the other actor, and the array's type."""
+    """One end of a transfer, the `Send` or the `Recv`: its actor, the other actor, and the array's type."""
 
     actor: ActorId
     peer: ActorId
@@ -448,8 +451,8 @@ def verify_transfers(programs: Sequence[ActorProgram]) -> None:
         programs: one program per actor.
 
     Raises:
-        InternalError: a transfer has no counterpart, or differs from it; the message names the tag and the
-            actors.
+        InternalError: a send or a receive has no counterpart or differs from it. The message names the tag
+            and the actors.
     """
     sends: dict[Tag, _TransferEnd] = {}
     recvs: dict[Tag, _TransferEnd] = {}
@@ -480,7 +483,7 @@ def verify_transfers(programs: Sequence[ActorProgram]) -> None:
 
 
 def verify_signatures(programs: Sequence[ActorProgram]) -> None:
-    """Check that all runs of an executable have operands and results of the same shapes and dtypes.
+    """Check that all `Run` instructions of an executable have the same shapes and dtypes.
 
     Args:
         programs: one program per actor.
@@ -505,7 +508,7 @@ def verify_signatures(programs: Sequence[ActorProgram]) -> None:
 
 
 def _shapes_and_dtypes(operands: Sequence[Aval], results: Sequence[Aval]) -> tuple[list, list]:
-    """Return the shape and dtype of each operand and of each result of one run of an executable.
+    """Return the shape and dtype of each operand and of each result of one `Run` instruction.
 
     Sharding specs are left out, since ("data",) and ("data", None) differ as tuples but mean the same.
     """
@@ -522,7 +525,7 @@ class BlockedActor:
     Args:
         actor: the actor that waits.
         at: the text of the instruction at which the actor waits, or "the end of the step".
-        tag: the tag of the transfer for which the actor waits.
+        tag: the number of the transfer for which the actor waits.
         peer: the other actor of that transfer.
         sends: whether the waiting actor is the transfer's sender.
     """
@@ -596,8 +599,8 @@ class _DeadlockSimulation:
     def link(self, sender: ActorId, receiver: ActorId, tag: Tag) -> _Link:
         """Return the key of the queue in which a transfer waits for both its send and its receive.
 
-        In the strict simulation (`rendezvous`) all transfers from one actor to another share a queue, so that
-        they complete in order; otherwise each transfer has its own queue.
+        In the strict simulation (`rendezvous`), all transfers from one actor to another share a queue, so
+        that they complete in order. Otherwise each transfer has a queue of its own.
         """
         return (sender, receiver, None if self.rendezvous else tag)
 
@@ -615,7 +618,7 @@ class _DeadlockSimulation:
             self.ready.append(actor)
 
     def blocked_actors(self) -> list[BlockedActor]:
-        """Return what each unfinished actor waits for, sorted by actor."""
+        """Return the unfinished actors, each with the transfer for which it waits, sorted by actor."""
         found: dict[ActorId, BlockedActor] = {}
         for actor, buffer in self.blocked.items():
             recv, at = self.pending[actor][buffer], self.streams[actor][self.counter[actor]]
@@ -649,9 +652,10 @@ def simulate(programs: Sequence[ActorProgram], *, rendezvous: bool = True) -> li
 
 
 def _find_cycle(waits: list[BlockedActor]) -> list[BlockedActor]:
-    """Return the cycle of actors that wait for each other, found from the first blocked actor onward.
+    """Return a cycle of actors that wait for each other.
 
-    If the actors do not wait in a cycle, return the chain of waiting actors that begins with the first one.
+    The search begins at the first blocked actor and follows the actor that each one waits for. If it finds no
+    cycle, return the chain of actors that it followed.
     """
     by_actor = {w.actor: w for w in waits}
     chain: list[BlockedActor] = []
