@@ -291,7 +291,8 @@ class ActorGroup:
         return theirs if is_loopback(self._address[0]) or not is_loopback(theirs) else None
 
     async def connect(self) -> None:
-        """Connect the data plane of every process with all its peers and with the controller.
+        """Connect the data plane (the transport for arrays) of every process with all peers and the
+        controller.
 
         The connections are for the current epoch, a number that counts aborts of the whole mesh.
 
@@ -382,7 +383,8 @@ class ActorGroup:
         return self.links[process].ask(Report(self._number()), Reported).future
 
     async def reset_transport(self, process: ProcessId) -> None:
-        """Have a process replace its end of the data plane by a new one, and record the new address.
+        """Have a process replace its end of the data plane (the transport for arrays), and record the new
+        address.
 
         This is needed after another process has died, since a new end has no connection to the dead process.
 
@@ -394,7 +396,7 @@ class ActorGroup:
         link.address = reset.address
 
     async def reset_host_transport(self) -> None:
-        """Replace the controller's end of the data plane by a new one."""
+        """Replace the controller's end of the data plane (the transport for arrays) by a new one."""
         await self.host_transfers.transport.aclose()
         self.host_transfers.transport = self._make_transport()
 

@@ -298,8 +298,8 @@ class Controller:
                 `outputs`, so the caller must not change them any more.
             outputs: for each actor a dictionary. Its keys are the numbers of the results that the actor
                 makes; its values are the new array ids of these results.
-            puts: host values to send to each actor ahead of the step; they must not change until the handle's
-                `wait_sent` has returned.
+            puts: host values (numpy arrays of this process) to send to each actor ahead of the step. The
+                arrays must not change until the handle's `wait_sent` has returned.
             frees_before: arrays to free on each actor before the step begins. If the step cannot be sent,
                 they are not freed.
             frees_after: arrays to free on each actor when the step has finished.
@@ -364,10 +364,10 @@ class Controller:
     # ------------------------------------------------------------ values
 
     async def put(self, values: Mapping[ActorId, Sequence[HostValue]]) -> None:
-        """Store host values on actors outside of a step; return when the actors have them.
+        """Store numpy arrays on actors outside of a step; return when the actors have them.
 
         Args:
-            values: the host values for each actor.
+            values: for each actor, the arrays with the ids under which the actor stores them.
 
         Raises:
             ActorError: an actor or the mesh failed.
@@ -440,7 +440,8 @@ class Controller:
             process: the process to send to.
             message: the request.
             reply_handler: receives the reply.
-            large: the sequence number and bytes of each value that is sent over the data plane.
+            large: the sequence number and bytes of each large host value (numpy array), which is sent over
+                the data plane.
             sends: a list to which the futures of these transfers are added, each time that the request is
                 sent.
         """

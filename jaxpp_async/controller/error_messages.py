@@ -79,8 +79,8 @@ def follows_first_process(process: ActorInfo, death: Death) -> bool:
 def remote_error(actor: ActorInfo, failed: Failed, *, ends_mesh: bool = False) -> ActorError:
     """Return the error for a request that failed on an actor.
 
-    The class of the error is `RemoteError`, except that a failed step ends with an error of the class that
-    the actor raised, if that class is in `_OF_A_STEP`.
+    The class of the error is `RemoteError`, with one exception: if a step failed because the actor raised a
+    `ProtocolError` or `TransferError`, the error has the same class.
 
     Args:
         actor: the actor, or the one of its processes that failed.
@@ -191,7 +191,7 @@ def stuck_error(diagnosis: StallDiagnosis, still_s: float, actors: Mapping[int, 
 
 
 def launch_error(process_rank: ProcessRank, what: str, tail: Sequence[str] = ()) -> LaunchError:
-    """Return the error for an actor of which a process did not start.
+    """Return the error for an actor one of whose processes did not start.
 
     Args:
         process_rank: the process.
@@ -269,7 +269,7 @@ def location(actor: ActorInfo, step: StepId | None = None) -> dict[str, Any]:
 
     Args:
         actor: the actor or process; its id, host and pid are in the result.
-        step: the id of the step, if there is one; the user's number of the step is then in the result.
+        step: the id of the step, or None. If given, the result has the user's number of the step.
     """
     where: dict[str, Any] = {"actor": actor.id, "host": actor.host, "pid": actor.pid}
     return where if step is None else {**where, "step": step_number(step)}

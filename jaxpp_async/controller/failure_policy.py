@@ -107,8 +107,8 @@ class FailurePolicy:
         self.health_monitor.unwatch(process)
 
     def suspect(self, error: ActorError) -> None:
-        """Report `error` as the cause of what happened after `GRACE_S` seconds, unless another failure is
-        reported before.
+        """Report `error` in `GRACE_S` seconds as the cause of the failure, unless another error is reported
+        before.
 
         While one error is suspected, further suspected errors are ignored.
         """
@@ -116,7 +116,7 @@ class FailurePolicy:
             self._suspicion = asyncio.get_running_loop().call_later(GRACE_S, self.report, error)
 
     def report(self, error: ActorError, dead: ProcessId | None = None) -> None:
-        """Report `error` as the cause of what happened, and drop a suspected error.
+        """Report `error` as the cause of the failure, and drop a suspected error (see `suspect`).
 
         Args:
             error: the failure.
@@ -144,7 +144,7 @@ class FailurePolicy:
         self.clocks.record_heartbeat(identity, beat)
 
     def _is_current(self, link: ActorLink) -> bool:
-        """Return whether a process should still be running, because it was neither replaced nor told to end."""
+        """Return whether a process should still be running, that is, was neither replaced nor told to end."""
         return self._actor_group.links.get(link.info.process) is link and not link.is_detached
 
     def _on_message(self, link: ActorLink, message: Any) -> None:

@@ -74,7 +74,8 @@ class _ExpectedTransfers:
 
 
 class HostTransfers:
-    """The controller's end of the data plane, which sends and receives host values.
+    """The controller's end of the data plane, which sends and receives host values (numpy arrays of this
+    process).
 
     With `max_restarts`, large values are copied before they are sent, since they may have to be sent again. A
     transfer may take `progress_s` seconds, and a second more for each 50 MB.
@@ -109,7 +110,7 @@ class HostTransfers:
     def prepare(
         self, actor: ActorId, values: Iterable[HostValue]
     ) -> tuple[tuple[Put, ...], dict[ProcessId, list[Sending]]]:
-        """Prepare host values for sending them to all processes of an actor.
+        """Prepare host values (numpy arrays) for sending them to all processes of an actor.
 
         Args:
             actor: the actor.
@@ -137,7 +138,8 @@ class HostTransfers:
     def _scatter(
         self, actor: ActorId, values: Iterable[HostValue]
     ) -> tuple[tuple[Put, ...], dict[ProcessId, list[Sending]]]:
-        """Prepare host values for an actor of several processes: split each large value into parts.
+        """Prepare host values (numpy arrays) for an actor of several processes: split each large value into
+        parts.
 
         Each part is a separate message to one process and has a separate sequence number. Arguments and
         result are those of `prepare`.
@@ -156,7 +158,8 @@ class HostTransfers:
         return tuple(puts), sendings
 
     def send(self, process: ProcessId, sendings: Sequence[Sending]) -> list[Transfer]:
-        """Start to send prepared values to a process over the data plane, and return one future per value.
+        """Start to send values that `prepare` returned to a process over the data plane; return a future per
+        value.
 
         The arrays must not change until the futures are done.
         """
@@ -358,7 +361,7 @@ def _read(
 
 
 def _prepare_put(host: HostValue, sequence: int) -> tuple[Put, np.ndarray[Any, Any] | None]:
-    """Make the `Put` that tells an actor to store a host value.
+    """Make the `Put` that tells an actor to store a host value (a numpy array of the controller).
 
     Args:
         host: the value.

@@ -89,7 +89,7 @@ class MeshEvents:
         self._emit(kind, text, **location(info), silence_s=silence_s)
 
     def failed(self, error: ActorError) -> None:
-        """Report that an actor has died or does not respond; other failures are not reported as events."""
+        """Report that an actor has died or does not respond; do nothing for other failures."""
         if isinstance(error, ActorDiedError | ActorUnresponsiveError):
             what = {"host": error.host, "pid": error.pid, "error": type(error).__name__}
             self._emit("died", str(error), actor=error.actor, step=error.step, **what)

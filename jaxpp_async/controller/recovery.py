@@ -259,7 +259,8 @@ class Recovery:
         self._on_restarted(lost, steps)
 
     async def _prepare(self, living: list[ActorId], lost: list[ActorId], cause: str) -> None:
-        """Start new processes for the lost actors, and have all other actors make new ends of the data plane.
+        """Start new processes for the lost actors, and have all other actors make new ends of the data plane
+        (the transport for arrays).
 
         Args:
             living: the actors whose processes still run.
@@ -275,7 +276,8 @@ class Recovery:
         await all_of({**replacing, **resetting, CONTROLLER: host}, "prepare")
 
     async def _abort_and_reset(self, process: ProcessId, cause: str) -> None:
-        """Have a process that still runs drop its work and make a new end of the data plane.
+        """Have a process that still runs drop its work and make a new end of the data plane (the transport
+        for arrays).
 
         Args:
             process: the process.

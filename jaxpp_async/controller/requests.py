@@ -72,8 +72,8 @@ class PendingRequest:
 
     @property
     def error_is_seen(self) -> bool:
-        """Whether a caller would see an error that ends this request now, because the request is open and
-        awaited.
+        """Whether an error that ends this request now would be seen: the request is open, and a caller awaits
+        it.
         """
         return self._awaited and not self.future.done()
 
@@ -169,8 +169,9 @@ class StepHandle:
 
     @property
     def error_is_seen(self) -> bool:
-        """Whether a caller would see an error that ends this step now. Every step has a caller, so this is
-        True until the step has ended.
+        """Whether a caller would see an error that ends this step now.
+
+        Every step has a caller, so this is True until the step has ended.
         """
         return not self._done
 
@@ -180,7 +181,7 @@ class StepHandle:
         return self._done
 
     async def wait_sent(self) -> None:
-        """Wait until the step's host values have been sent, so that their arrays may be changed.
+        """Wait until the step's host values (numpy arrays) have been sent, so that the arrays may be changed.
 
         This also returns when the step has failed. Transfers of a failed step may continue for long, since
         UCX releases memory only when all transfers that use it have ended. The transfers keep their memory
@@ -410,7 +411,7 @@ class ActorLink:
 
 
 def _ignore_late_reply(message: Any) -> None:
-    """Ignore a message; this handles the messages of a process from which no replies are expected any more."""
+    """Ignore a message of a process from which no replies are expected any more."""
 
 
 # ---------------------------------------------------------------- request log
@@ -600,9 +601,7 @@ class RequestLog:
 
     @property
     def needs_files(self) -> bool:
-        """Whether a restart would have to read arrays from files again, which the user may have deleted by
-        then.
-        """
+        """Whether a restart would have to read arrays from files again, which may have been deleted by then."""
         return any(isinstance(sent.message, ReadFile) for sent in self._needed())
 
     @property

@@ -32,8 +32,7 @@ class Stall:
     seconds.
 
     Args:
-        actors: the actor with which the search began, then the others that it may be waiting for, directly or
-            by way of others.
+        actors: one actor, then all actors that it may be waiting for, directly or through other actors.
         still_s: for how many seconds none of the actors has made progress.
     """
 
@@ -87,7 +86,7 @@ class StallDetector:
         silent: Collection[ActorId] = (),
     ) -> Stall | None:
         """Return a group of actors that seem stuck, as far as that is known without asking the actors, or
-        None if no group does.
+        None if no group seems stuck.
 
         This must be called at every tick of the monitor's clock.
 
@@ -121,11 +120,12 @@ class StallDetector:
 
         Args:
             now: the time in seconds.
-            stall: the group that `judge` returned.
+            stall: the group of actors, as returned by `judge`.
             unfinished: for each actor, the id of the oldest step that it has not finished; actors without one
                 are left out.
             reports: the report of each actor that was asked; None if the actor did not answer.
-            silent: the actors whose heartbeats are missing, for which nothing can be concluded.
+            silent: the actors whose heartbeats are missing, for which nothing can be concluded; if the search
+                comes to one of them, the result is None.
         """
         gone_on = [
             a
@@ -180,9 +180,10 @@ class StallDetector:
     def _may_wait_for(
         self, actor: ActorId, positions: Mapping[ActorId, Position | None], unfinished: Mapping[ActorId, int]
     ) -> set[ActorId]:
-        """Return an actor together with all actors that it may be waiting for, directly or by way of others.
+        """Return an actor together with all actors that it may be waiting for, directly or through other
+        actors.
 
-        Actors that have finished their steps are left out, since they wait for nobody.
+        Actors that have finished their steps are left out, since they wait for no other actor.
         """
         found, left = {actor}, [actor]
         while left:
@@ -283,10 +284,11 @@ class StallDiagnosis:
 
     Args:
         step: the id of the oldest step that an actor of the chain has not finished.
-        cause: the kind of the cause; if there are several causes, the kind of the surest one.
+        cause: the kind of the cause; if there are several causes, the kind of the most certain one.
         culprit: a clause that describes the cause.
         actor: the actor to blame, which for a lost transfer is its receiver; None: the controller.
-        instruction: the text of the instruction at which that actor is, or None if it reported none.
+        instruction: the text of the instruction at which the actor with the cause is, or None if that actor
+            reported no instruction.
         lost: the transfer that was lost, if the cause is `"lost"`; otherwise None.
         chain: the actors that the search visited, from the first one along the transfers that each waits for.
         waits: lines of text that say which actor waits for which transfer.

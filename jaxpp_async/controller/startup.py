@@ -158,7 +158,7 @@ class Startup:
     async def _unless_dead(
         self, process_rank: ProcessRank, wanted: asyncio.Future[T], unconnected: str = ""
     ) -> T:
-        """Wait for `wanted` and return its result, or raise an error if the process dies before.
+        """Wait for the future `wanted` and return its result, or raise an error if the process dies before.
 
         Args:
             process_rank: the process.
@@ -217,7 +217,7 @@ def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
 
 
 def _connection_remedy(controller: tuple[str, int] | None) -> str:
-    """Return what to check when an actor on another host was started but did not connect.
+    """Return advice to the user for the error that an actor on another host was started but did not connect.
 
     Args:
         controller: the host and port to which actors connect. If the host is a loopback address, or the

@@ -56,10 +56,10 @@ class TimelineEvent:
         label: a name for users: for a task such as `"fwd(stage 0, mb 3)"`, for a transfer the name of the
             task or argument that made the value.
         start_s, end_s: the start and end of the instruction. For a run, the start and end of its task; for a
-            send, the end is when its buffer can be used again; for a receive, the start is when there was
-            memory for the data and the end is when the data had arrived; for an input, the start is when the
-            argument was asked for and the end is when it had arrived; for an output or delete, both are the
-            moment when it happened.
+            send, the end is when its buffer can be used again; for a receive, the start is when memory for
+            the data was available and the end is when the data had arrived; for an input, the start is when
+            the argument was asked for and the end is when it had arrived; for an output or delete, both are
+            the moment when it happened.
         size_bytes: the size of the value that is sent, received, bound, returned or freed; 0 for a run.
         peer: the other actor of a transfer; None for other kinds.
         tag: the tag of a transfer, which identifies it together with the two actors; None for other kinds.

@@ -93,7 +93,7 @@ class Timeline:
 
     @cached_value
     def bill(self) -> StepBreakdown:
-        """The breakdown of the step's whole time into causes, such as computing, transfers and the bubble."""
+        """The bill of the step: a breakdown of its whole time into causes, such as computing and transfers."""
         return break_down_step(self.actors, self.transfers, self.duration_s)
 
     @cached_value
@@ -208,7 +208,7 @@ def _tasks_table(rows: Iterable[tuple[str, int, float, float]]) -> str:
 
 
 def _breakdown_table(bill: StepBreakdown) -> str:
-    """Return a table of a step's breakdown, with one line per item."""
+    """Return a table of the causes that a step's time was spent on, with one line per cause."""
     rows = []
     for item, why in _ITEMS:
         seconds = getattr(bill, f"{item}_s")
