@@ -419,7 +419,7 @@ class LoadedPrograms:
         return self._programs[program_id].processes_by_actor
 
     def parts(self, program_id: int) -> dict[ActorId, ActorProgram]:
-        """Return each actor's part of a program, by actor. The result is empty if the program is not known."""
+        """Return each actor's part of a program, by actor; return no parts if the program is not known."""
         program = self._programs.get(program_id)
         return program.parts if program is not None else {}
 

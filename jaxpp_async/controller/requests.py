@@ -569,7 +569,7 @@ class RequestLog:
         return self._links[process].info
 
     async def drain(self, process: ProcessId) -> None:
-        """Wait until few bytes are left unsent on the connection to a process, or the connection has ended."""
+        """Wait until few bytes are unsent on the connection to a process, or the connection has ended."""
         await self._links[process].connection.drain()
 
     # ------------------------------------------------------------ remembering

@@ -79,7 +79,7 @@ class StateReplication:
         self._task: asyncio.Task[None] | None = None
 
     def note_step(self) -> None:
-        """Count a step that has just been sent; start a replica (copy of the actors' arrays) if one is due."""
+        """Count a step that has been sent; start a replica (copy of the actors' arrays) if one is due."""
         self._steps_since += 1
         self.take_if_due()
 

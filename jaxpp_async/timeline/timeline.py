@@ -85,7 +85,7 @@ class Timeline:
 
     @cached_value
     def shares(self) -> tuple[TimeShares, ...]:
-        """For each actor, how the time from `begin_s` to `end_s` divides into computing, waiting and so on."""
+        """For each actor, the shares of computing, waiting and so on in the time from `begin_s` to `end_s`."""
         received: dict[ActorId, dict[int, TimelineTransfer]] = defaultdict(dict)
         for t in self.transfers:
             received[t.receive.actor][t.receive.instruction] = t
