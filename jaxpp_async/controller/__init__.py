@@ -9,7 +9,7 @@ Modules in reading order:
     recovery: one restart, from the loss of actors to the repeated requests.
     state_replicas: replicas of the actors' arrays in other actors' memory, and restoring arrays from them.
     actor_group: starts, connects, aborts, replaces and ends the actors' processes.
-    startup: starts one process up to its JAX, checks the devices of all processes together, and waits for
+    startup: starts one process and its JAX, checks the devices of all processes together, and waits for
         processes to end within a time limit.
     deploy: loads programs onto actors, and makes the NCCL links that the programs need.
     host_values: moves numpy arrays between the controller and its actors.

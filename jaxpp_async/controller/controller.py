@@ -214,7 +214,7 @@ class Controller:
 
     @property
     def scattering(self) -> Scattering:
-        """How arrays are split over the processes of one actor."""
+        """A description of how arrays are split over the processes of one actor."""
         return self._actor_group.scattering
 
     @property

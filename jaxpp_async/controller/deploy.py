@@ -189,7 +189,7 @@ class LinkSetup:
     """The maker of one mesh's NCCL links, the communicators for transfers from process to process.
 
     This object makes the links that programs need and remembers which of them exist in the current epoch (a
-    number that counts aborts of the whole mesh): an abort ends all links.
+    number that counts aborts of the whole mesh), since an abort ends all links.
 
     Args:
         actor_group: the actors' processes.

@@ -126,7 +126,9 @@ class FailurePolicy:
         self._on_failure(error, dead)
 
     def drop_suspicion(self) -> None:
-        """Drop the suspected error, if any, because the failure that explains it has been handled."""
+        """Drop the suspected error (see `suspect`), if any, because a failure that explains it has been
+        handled.
+        """
         if self._suspicion is not None:
             self._suspicion.cancel()
             self._suspicion = None

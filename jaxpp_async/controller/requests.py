@@ -454,7 +454,8 @@ class SentRequest:
     def is_needed(self) -> bool:
         """Whether a restart has to send the request again.
 
-        This is so if it is unanswered, or if it succeeded and changed which arrays its actor has.
+        This is so if the request is unanswered, or if the request succeeded and changed which arrays its
+        actor has.
         """
         handler = self.reply_handler
         if not handler.done:
@@ -601,7 +602,7 @@ class RequestLog:
 
     @property
     def needs_files(self) -> bool:
-        """Whether a restart would have to read arrays from files again, which may have been deleted by then."""
+        """Whether a restart would have to read arrays again from files, which may be deleted by then."""
         return any(isinstance(sent.message, ReadFile) for sent in self._needed())
 
     @property

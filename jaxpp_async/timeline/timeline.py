@@ -85,7 +85,9 @@ class Timeline:
 
     @cached_value
     def shares(self) -> tuple[TimeShares, ...]:
-        """For each actor, the shares of computing, waiting and so on in the time from `begin_s` to `end_s`."""
+        """For each actor, the shares of computing, waiting and so on in the time between `begin_s` and
+        `end_s` of the step.
+        """
         received: dict[ActorId, dict[int, TimelineTransfer]] = defaultdict(dict)
         for t in self.transfers:
             received[t.receive.actor][t.receive.instruction] = t
@@ -93,7 +95,7 @@ class Timeline:
 
     @cached_value
     def bill(self) -> StepBreakdown:
-        """The bill of the step: a breakdown of its whole time into causes, such as computing and transfers."""
+        """The bill of the step: a breakdown of its time into causes, such as computing and transfers."""
         return break_down_step(self.actors, self.transfers, self.duration_s)
 
     @cached_value
