@@ -132,7 +132,7 @@ class ActorGroup:
 
     @property
     def has_processes(self) -> bool:
-        """Whether actors run in processes of their own, which send heartbeats.
+        """Whether actors run in separate processes, which send heartbeats.
 
         This is False for inline actors, which run in this process.
         """

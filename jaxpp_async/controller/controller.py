@@ -412,8 +412,8 @@ class Controller:
         self._frees.add(actor, array_id)
 
     async def inspect(self) -> dict[ProcessId, dict[str, int]]:
-        """Return counters of each process, such as `live_arrays`, after all arrays that were given up have
-        been freed.
+        """Return counters of each process, such as `live_arrays`, after all arrays that are no longer needed
+        have been freed.
 
         Raises:
             ActorError: an actor or the mesh failed.

@@ -231,7 +231,8 @@ class LinkSetup:
                 task.result()
 
     async def link_again(self) -> None:
-        """Make the NCCL links of all loaded programs again, in a restart, before it repeats any request.
+        """Make the NCCL links of all loaded programs again, in a restart, before the restart repeats any
+        request.
 
         Raises:
             ProtocolError: two processes would not transfer the same messages; see `links_of`.
@@ -415,7 +416,7 @@ class LoadedPrograms:
         return Load(request, program_id, program.texts[actor], keys, blobs, program.names)
 
     def processes_by_actor(self, program_id: int) -> ProcessesByActor:
-        """Return the actors that run a part of a program, each with its processes, in order."""
+        """Return the actors that run a part of a program, in ascending order, each with its processes."""
         return self._programs[program_id].processes_by_actor
 
     def parts(self, program_id: int) -> dict[ActorId, ActorProgram]:

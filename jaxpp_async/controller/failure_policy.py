@@ -176,7 +176,7 @@ class FailurePolicy:
         For example, if the process died as well, the error about its death tells more.
 
         Args:
-            link: the process.
+            link: the link of the process.
             error: the error with which the connection ended, or None.
         """
         if self._is_current(link):

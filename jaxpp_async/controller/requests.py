@@ -259,7 +259,7 @@ class StepHandle:
         self._end(None)
 
     def fail(self, error: Exception) -> None:
-        """End the step with an error, because some replies will not arrive."""
+        """End the step with an error and run its callbacks; do nothing if the step has already ended."""
         self._end(error)
 
     def _end(self, error: Exception | None) -> None:
@@ -595,8 +595,9 @@ class RequestLog:
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether a checkpoint is being saved, for which actors keep arrays that a replica (copy of the
-        actors' arrays, kept for restarts) would not include.
+        """Whether a checkpoint is being saved.
+
+        For a save, actors keep arrays that a replica (copy of the actors' arrays, kept for restarts) lacks.
         """
         return any(isinstance(sent.message, BeginSnapshot) for sent in self._needed())
 

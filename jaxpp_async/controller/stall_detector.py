@@ -194,8 +194,8 @@ class StallDetector:
         return found
 
     def _peers(self, actor: ActorId, at: Position | None) -> set[ActorId]:
-        """Return the actors that an actor may be waiting for at a position in its program: to send it data,
-        or to receive its data.
+        """Return the actors that an actor may be waiting for at a position in its program, because they send
+        it data or receive its data.
 
         The result may include actors that it does not wait for, since the open transfers are not known.
 

@@ -237,7 +237,7 @@ def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connec
     Args:
         process_rank: the process.
         handle: the handle to the process, from its launcher.
-        connection: its control connection, whose messages are passed to the link from now on.
+        connection: the control connection of the process, whose messages are passed to the link from now on.
     """
     info = ActorInfo(
         process_rank.actor, handle.host, handle.pid, (), "starting", process_rank.rank, process_rank.size
