@@ -1,6 +1,6 @@
 """Define the options of the controller as plain data: how actors are set up, started, watched and replaced.
 
-All classes of this package get the same `ControllerOptions` object, which defines every default.
+The classes of this package share one `ControllerOptions` object, which defines every default.
 `session.mesh_options` checks the options that a user gives.
 """
 
