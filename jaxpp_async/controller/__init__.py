@@ -5,11 +5,11 @@ Modules in reading order:
     controller: does what a mesh asks for (load, run, put, fetch, close), by means of the modules below.
     options: every option of this package, with its default.
     requests: requests and their replies, steps in flight, and the log of requests that a restart repeats.
-    failure_policy: decides which error a failure is, and which of several failures caused the others.
+    failure_policy: decides which error describes a failure, and which of several failures caused the others.
     recovery: one restart, from the loss of actors to the repeated requests.
     state_replicas: replicas of the actors' arrays in other actors' memory, and restoring arrays from them.
     actor_group: starts, connects, aborts, replaces and ends the actors' processes.
-    startup: starts one process up to its JAX, checks the devices of all processes together, and waits for
+    startup: starts one process and its JAX, checks the devices of all processes together, and waits for
         processes to end within a time limit.
     deploy: loads programs onto actors, and makes the NCCL links that the programs need.
     host_values: moves numpy arrays between the controller and its actors.

@@ -132,7 +132,7 @@ class ActorGroup:
 
     @property
     def has_processes(self) -> bool:
-        """Whether actors run in processes of their own, which send heartbeats.
+        """Whether actors run in separate processes, which send heartbeats.
 
         This is False for inline actors, which run in this process.
         """
@@ -217,13 +217,16 @@ class ActorGroup:
         return ProcessDevices(str(info), info.id, info.host, has.cuda, has.gpus, share, *nccl)
 
     async def start_actor(self, actor: ActorId) -> list[ActorLink]:
-        """Start the processes of one actor, or of its successor, until their JAX and transport are ready.
+        """Start the processes of one actor, and wait until their JAX and transport are ready.
+
+        This is used at the start of the mesh, and in a restart to replace the actor's processes.
 
         Returns:
             The links of the actor's processes, in order of rank.
 
         Raises:
-            LaunchError, HandshakeError: under the conditions given at `start`.
+            LaunchError: a process did not start; the error has the end of its output.
+            HandshakeError: a process runs other versions of the package or of JAX.
         """
         processes = self.processes.processes_of(actor)
         links = await all_of({process: self._start_process(process) for process in processes}, "start")
@@ -253,7 +256,8 @@ class ActorGroup:
         return link
 
     async def _clusters(self, links: Sequence[ActorLink]) -> list[Cluster | None]:
-        """Return what each process of one actor needs to join the others in JAX's distributed runtime.
+        """Return, for each process of one actor, the data with which it joins the others in JAX's distributed
+        runtime.
 
         The list has one `Cluster` per link, in the same order. An actor of one process needs none: its entry
         is None.
@@ -272,10 +276,13 @@ class ActorGroup:
         self.hardware[link.info.process] = (await self._startup.configure(link, message)).hardware
 
     def _host_address(self, link: ActorLink) -> str | None:
-        """Return the address at which other processes can connect to this process's host, or None if it is
-        not known.
+        """Return the address at which other processes can connect to the host of one process, or None if it
+        is not known.
 
         If the whole mesh runs on this machine, that is the loopback address.
+
+        Args:
+            link: the link of the process.
         """
         if self._address is None:
             return None
@@ -284,12 +291,14 @@ class ActorGroup:
         return theirs if is_loopback(self._address[0]) or not is_loopback(theirs) else None
 
     async def connect(self) -> None:
-        """Connect the data plane of every process with all its peers and with the controller.
+        """Connect the data plane (the transport for arrays) of every process with all peers and the
+        controller.
 
         The connections are for the current epoch, a number that counts aborts of the whole mesh.
 
         Raises:
-            RemoteError, TransferError: a connection could not be made.
+            RemoteError: an actor could not make a connection.
+            TransferError: the controller could not make a connection.
         """
         addresses = {process: link.address for process, link in self.links.items()}
         addresses[CONTROLLER] = self.host_transfers.transport.address
@@ -309,7 +318,7 @@ class ActorGroup:
         """Have every process admit connections from all others, before any of them connects.
 
         Transports that listen on a network do not answer peers that they have not been told to admit. If all
-        addresses are of this machine, nothing is sent.
+        processes are on this machine, this does nothing.
 
         Args:
             addresses: the data-plane address of every process and of the controller.
@@ -367,16 +376,17 @@ class ActorGroup:
         return self.links[process].ask(Abort(self._number(), self.epoch, cause), Done)
 
     def request_report(self, process: ProcessId) -> asyncio.Future[Reported]:
-        """Ask a process for its position and its open transfers; return the future reply.
+        """Ask a process for its position in its program and for its open transfers; return the future reply.
 
         A restart does not repeat this request.
         """
         return self.links[process].ask(Report(self._number()), Reported).future
 
     async def reset_transport(self, process: ProcessId) -> None:
-        """Have a process replace its end of the data plane by a new one, and record the new address.
+        """Have a process replace its end of the data plane (the transport for arrays), and record the new
+        address.
 
-        After a death this is needed: a new end has never had a connection to the dead process.
+        This is needed after another process has died, since a new end has no connection to the dead process.
 
         Raises:
             RemoteError: the process could not make a new end.
@@ -386,7 +396,7 @@ class ActorGroup:
         link.address = reset.address
 
     async def reset_host_transport(self) -> None:
-        """Replace the controller's end of the data plane by a new one."""
+        """Replace the controller's end of the data plane (the transport for arrays) by a new one."""
         await self.host_transfers.transport.aclose()
         self.host_transfers.transport = self._make_transport()
 
@@ -407,7 +417,9 @@ class ActorGroup:
         )
 
     async def remove(self, actor: ActorId) -> None:
-        """Kill the processes of an actor that still run, and close their control connections."""
+        """Kill all processes of one actor, close their control connections, and wait until the processes have
+        ended.
+        """
         handles: dict[int, ActorHandle] = {}
         # From the last to the first, since JAX aborts the other processes of an actor if the first one ends.
         for process in reversed(self.processes.processes_of(actor)):
@@ -477,7 +489,9 @@ class ActorGroup:
 
 
 async def wait_all_dead(handles: Mapping[ProcessId, ActorHandle], timeout_s: float) -> bool:
-    """Wait until every process has ended; return False if one of them has not within `timeout_s` seconds."""
+    """Wait until every process has ended, and return True; return False if one still runs after `timeout_s`
+    seconds.
+    """
     loop = asyncio.get_running_loop()
     waits = [
         loop.create_task(handle.wait_dead(), name=f"wait for the end of process {process}")

@@ -214,7 +214,7 @@ class Controller:
 
     @property
     def scattering(self) -> Scattering:
-        """How arrays are split over the processes of one actor."""
+        """A description of how arrays are split over the processes of one actor."""
         return self._actor_group.scattering
 
     @property
@@ -261,12 +261,13 @@ class Controller:
         Args:
             program_id: a number from `new_program_id`.
             programs: the part of each actor.
-            executables: for each actor, the content key of each executable index that its part uses.
+            executables: for each actor a dictionary. Its keys are the indices of the executables that the
+                actor's part uses; its values are the content keys of these executables.
             blobs: serialized executables by content key. Each is sent to each actor at most once.
             names: the names of the step's arguments by argument number, for errors that actors report.
 
         Returns:
-            The reply of each actor, or of its first process.
+            The reply of each actor's first process, by actor.
 
         Raises:
             RemoteError: an executable does not compile; the mesh remains usable.
@@ -292,15 +293,18 @@ class Controller:
 
         Args:
             program_id: the program to run.
-            inputs: for each actor, the array id of each step argument that its part reads, by argument
-                number. The controller keeps this mapping and `outputs`, which must not change any more.
-            outputs: for each actor, the new array id of each result that its part makes, by result number.
-            puts: host values to send to each actor ahead of the step; they must not change until the handle's
-                `wait_sent` has returned.
+            inputs: for each actor a dictionary. Its keys are the numbers of the step arguments that the actor
+                reads; its values are the array ids of these arguments. The controller keeps `inputs` and
+                `outputs`, so the caller must not change them any more.
+            outputs: for each actor a dictionary. Its keys are the numbers of the results that the actor
+                makes; its values are the new array ids of these results.
+            puts: host values (numpy arrays of this process) to send to each actor ahead of the step. The
+                arrays must not change until the handle's `wait_sent` has returned.
             frees_before: arrays to free on each actor before the step begins. If the step cannot be sent,
                 they are not freed.
             frees_after: arrays to free on each actor when the step has finished.
-            kind: the kind of the run; only a `"step"` increases the user's count of steps.
+            kind: the kind of the step; only a `"step"` increases the user's count of steps, a `"move"` or
+                `"init"` does not.
 
         Raises:
             MeshClosedError: the mesh is closed or has failed.
@@ -360,10 +364,10 @@ class Controller:
     # ------------------------------------------------------------ values
 
     async def put(self, values: Mapping[ActorId, Sequence[HostValue]]) -> None:
-        """Store host values on actors outside of a step; return when the actors have them.
+        """Store numpy arrays on actors outside of a step; return when the actors have them.
 
         Args:
-            values: the host values for each actor.
+            values: for each actor, the arrays with the ids under which the actor stores them.
 
         Raises:
             ActorError: an actor or the mesh failed.
@@ -408,8 +412,8 @@ class Controller:
         self._frees.add(actor, array_id)
 
     async def inspect(self) -> dict[ProcessId, dict[str, int]]:
-        """Return counters of each process, such as `live_arrays`, after all arrays that were given up have
-        been freed.
+        """Return counters of each process, such as `live_arrays`, after all arrays that are no longer needed
+        have been freed.
 
         Raises:
             ActorError: an actor or the mesh failed.
@@ -430,14 +434,16 @@ class Controller:
         large: Sequence[Sending],
         sends: list[asyncio.Future[None]],
     ) -> SentRequest:
-        """Make a request together with the transfers of the large host values that belong to it.
+        """Return a request that also starts the transfers of its large host values each time that it is sent.
 
         Args:
             process: the process to send to.
             message: the request.
             reply_handler: receives the reply.
-            large: the sequence number and bytes of each value that is sent over the data plane.
-            sends: a list to which the future of each transfer is added, each time that the request is sent.
+            large: the sequence number and bytes of each large host value (numpy array), which is sent over
+                the data plane.
+            sends: a list to which the futures of these transfers are added, each time that the request is
+                sent.
         """
         if not large:
             return SentRequest(process, message, reply_handler)
@@ -456,8 +462,8 @@ class Controller:
         """Send a request for arrays of one process immediately, and return a coroutine that returns the
         arrays.
 
-        Since the request has left when this returns, a later step that donates the arrays cannot run before
-        it.
+        Since the request has been sent when this method returns, a later step that donates the arrays cannot
+        run before the request.
         """
         message, fetch = self._actor_group.host_transfers.fetch(self.request_log.number(), process, wanted)
         self.request_log.post(SentRequest(process, message, fetch, fetch.start))
@@ -476,7 +482,7 @@ class Controller:
     # ------------------------------------------------------------ saves
 
     async def secure(self) -> None:
-        """Wait until a restart would not need the files from which arrays were read, so that they may be
+        """Wait until restarts no longer need the files from which arrays were read, so that the files may be
         deleted.
 
         Without `max_restarts` there are no restarts, so this returns immediately.
@@ -489,10 +495,11 @@ class Controller:
         self._check_usable()
 
     def before_save(self) -> None:
-        """Start a replica of the actors' state if one is due, since none can start during the save that
-        follows.
+        """Start a replica (a copy of the actors' arrays, kept for restarts) if one is due.
 
-        Without `max_restarts` there are no replicas, so this does nothing.
+        This is called before each save, because no replica can start during a save.
+
+        Without `max_restarts` there are no replicas, and this does nothing.
         """
         if self._recovery is not None:
             self._recovery.replication.take_if_due()

@@ -41,7 +41,7 @@ class Deployment:
         request_log: sends the requests.
         programs: the record of loaded programs, to which each new program is added.
         linking: makes the NCCL links that a program needs.
-        paused: makes a context manager. While it is entered no step counts as stuck, because actors compile.
+        paused: returns a context manager, used while actors compile, during which no step counts as stuck.
         on_progress: called with a line of text when the compilation of a program begins.
     """
 
@@ -152,11 +152,12 @@ def links_of(parts: Mapping[ActorId, ActorProgram], scattering: Scattering) -> l
 def _messages(
     part: ActorProgram, process_rank: ProcessRank, scattering: Scattering
 ) -> Iterator[tuple[NcclLink, MessageEnd]]:
-    """Yield each message that one process sends, receives or relays, with its link, in the program's order.
+    """Yield each NCCL message of one process (sent, received or relayed) with its link, in the program's
+    order.
 
     Args:
         part: the program of the process's actor.
-        process_rank: the process.
+        process_rank: the process, with its rank among the processes of its actor.
         scattering: how arrays are split over the processes of one actor.
     """
     num_devices = math.prod(size for _, size in scattering.axes)
@@ -188,7 +189,7 @@ class LinkSetup:
     """The maker of one mesh's NCCL links, the communicators for transfers from process to process.
 
     This object makes the links that programs need and remembers which of them exist in the current epoch (a
-    number that counts aborts of the whole mesh): an abort ends all links.
+    number that counts aborts of the whole mesh), since an abort ends all links.
 
     Args:
         actor_group: the actors' processes.
@@ -230,10 +231,12 @@ class LinkSetup:
                 task.result()
 
     async def link_again(self) -> None:
-        """Make the NCCL links of all loaded programs again, in a restart, before it repeats any request.
+        """Make the NCCL links of all loaded programs again, in a restart, before the restart repeats any
+        request.
 
         Raises:
-            ProtocolError, ActorError: under the conditions given at `link`.
+            ProtocolError: two processes would not transfer the same messages; see `links_of`.
+            ActorError: a link could not be made, or the mesh failed.
         """
         if kind_of(self._actor_group.transport_kind).ordered:
             how = self._actor_group.scattering
@@ -317,7 +320,8 @@ class _Program:
         processes_by_actor: each actor that runs a part of the program, with its processes.
         parts: the part of each actor.
         texts: the text of each actor's part, for the `Load` message.
-        keys: for each actor, the content key of each executable index that its part uses.
+        keys: for each actor a dictionary. Its keys are the indices of the executables that the actor's part
+            uses; its values are the content keys of these executables.
         blobs: serialized executables by content key.
         names: the names of the step's arguments by argument number, for errors that actors report.
     """
@@ -361,7 +365,8 @@ class LoadedPrograms:
         Args:
             program_id: the program's id, from `new_id`.
             parts: the part of each actor.
-            keys: for each actor, the content key of each executable index that its part uses.
+            keys: for each actor a dictionary. Its keys are the indices of the executables that the actor's
+                part uses; its values are the content keys of these executables.
             blobs: serialized executables by content key.
             names: the names of the step's arguments by argument number, for errors that actors report.
         """
@@ -390,7 +395,7 @@ class LoadedPrograms:
         self._programs.pop(program_id, None)
 
     def programs_of(self, actor: ActorId) -> tuple[int, ...]:
-        """Return the ids of the programs of which an actor runs a part, in ascending order."""
+        """Return the ids of all programs in which an actor takes part, in ascending order."""
         return tuple(i for i, program in sorted(self._programs.items()) if actor in program.keys)
 
     def load_message(self, request: int, program_id: int, actor: ActorId, known: set[str]) -> Load:
@@ -411,30 +416,30 @@ class LoadedPrograms:
         return Load(request, program_id, program.texts[actor], keys, blobs, program.names)
 
     def processes_by_actor(self, program_id: int) -> ProcessesByActor:
-        """Return the actors that run a part of a program, each with its processes, in order."""
+        """Return the actors that run a part of a program, in ascending order, each with its processes."""
         return self._programs[program_id].processes_by_actor
 
     def parts(self, program_id: int) -> dict[ActorId, ActorProgram]:
-        """Return each actor's part of a program, by actor; empty if there is no such program."""
+        """Return each actor's part of a program, by actor; return no parts if the program is not known."""
         program = self._programs.get(program_id)
         return program.parts if program is not None else {}
 
     def all_parts(self) -> list[dict[ActorId, ActorProgram]]:
-        """Return the parts of every loaded program, in order of program id: for each program, each actor's
-        part.
-        """
+        """Return one dictionary per loaded program, in order of program id, with each actor's part."""
         return [self.parts(program_id) for program_id in sorted(self._programs)]
 
     def part(self, program_id: int, actor: ActorId) -> ActorProgram | None:
-        """Return an actor's part of a program, or None if it has no part or there is no such program."""
+        """Return an actor's part of a program, or None if the actor has no part in it or the program is not
+        known.
+        """
         return self.parts(program_id).get(actor)
 
     def instruction_at(self, actor: ActorId, at: Position) -> str | None:
-        """Return the text of the instruction at which an actor was, or None if its program is not known.
+        """Return the text of the instruction at an actor's position, or None if the program is not known.
 
         Args:
             actor: the actor.
-            at: the actor's position: a program and the index of an instruction in it.
+            at: the position: a program and the index of an instruction in it.
         """
         part = self.part(at.program_id, actor)
         if part is None or not 0 <= at.instruction < len(part.instructions):

@@ -1,8 +1,8 @@
 """Check that the processes of a mesh can work together: their versions of JAX, their GPUs, their NCCL.
 
 The checks here need the answers of all processes, so they run once all actors have come up, before anything
-is compiled. Each host has by then checked what it can see alone: a GPU is missing, or its memory is set aside
-twice by actors that were started together.
+is compiled. Each host alone has checked by then that no GPU is missing, and that actors which were started
+together do not set aside the same GPU memory twice.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ def check_agreement(members: Sequence[ProcessDevices]) -> None:
         members: the devices of every process of the mesh.
 
     Raises:
-        MeshError: the processes cannot work together, for one of these reasons: their JAXs are for different
-            CUDAs; their NCCLs have different versions; two processes of one actor have the same GPU; two
-            actors share a GPU and NCCL refuses to send between them; or more than the whole memory of a GPU
-            is allocated in advance. The error names the processes and says what to do.
+        MeshError: the processes cannot work together, for one of these reasons: their copies of JAX are built
+            for different versions of CUDA; they have different versions of NCCL; two processes of one actor
+            have the same GPU; two actors share a GPU and NCCL refuses to send between these actors; or more
+            than the whole memory of a GPU is allocated in advance. The error names the processes and says
+            what to do.
     """
     for why in (
         _cuda_conflict(members),
@@ -118,7 +119,7 @@ def _cuda_conflict(members: Sequence[ProcessDevices]) -> str | None:
 
 
 def _nccl_conflict(members: Sequence[ProcessDevices]) -> str | None:
-    """Return an error text if processes have different versions of NCCL, or None.
+    """Return an error text if processes have different versions of NCCL, and None otherwise.
 
     Both ends of a communicator need the same version.
     """
@@ -133,9 +134,9 @@ def _nccl_conflict(members: Sequence[ProcessDevices]) -> str | None:
 
 
 def _gpu_twice_in_actor(members: Sequence[ProcessDevices]) -> str | None:
-    """Return an error text if one GPU serves as two devices of the same actor, or None.
+    """Return an error text if one GPU serves as two devices of the same actor, and None otherwise.
 
-    XLA's collectives run between different GPUs only.
+    XLA's collectives only run between different GPUs.
     """
     by_gpu = _grouped(((gpu, member.actor), member.who) for member in members for gpu in member.named_gpus)
     for (gpu, actor), who in by_gpu.items():
@@ -148,10 +149,11 @@ def _gpu_twice_in_actor(members: Sequence[ProcessDevices]) -> str | None:
 
 
 def _gpu_of_neighbours(members: Sequence[ProcessDevices]) -> str | None:
-    """Return an error text if two actors with consecutive ids share a GPU though NCCL does not allow that.
+    """Return an error text if actors with consecutive ids share a GPU though NCCL forbids it, and None
+    otherwise.
 
     Such neighbours send to each other. Whether other actors send to each other depends on the program, so for
-    those the error comes when their link is made. The result is None if there is no such pair.
+    those actors the error is raised when their link is made.
     """
     by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus if member.nccl)
     for gpu, sharing in by_gpu.items():
@@ -189,6 +191,6 @@ def _grouped(pairs: Iterable[tuple]) -> Mapping:
 
 
 def _names(who: Sequence[str]) -> str:
-    """Return a text with the first four names and the number of the others."""
+    """Return a text with the first four names and the number of further names."""
     shown = ", ".join(who[:4])
     return shown if len(who) <= 4 else f"{shown} and {len(who) - 4} more"

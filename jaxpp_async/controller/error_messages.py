@@ -56,7 +56,7 @@ _MOST_CHARS = 120
 
 
 def is_consequence(failed: Failed, *, of_several: bool = False) -> bool:
-    """Return whether another failure probably caused this one.
+    """Return whether a failure is probably only a consequence of another failure.
 
     Args:
         failed: the failure that a process reported.
@@ -79,13 +79,14 @@ def follows_first_process(process: ActorInfo, death: Death) -> bool:
 def remote_error(actor: ActorInfo, failed: Failed, *, ends_mesh: bool = False) -> ActorError:
     """Return the error for a request that failed on an actor.
 
-    This is a `RemoteError`, or an error of the class that the actor raised if that is one of `_OF_A_STEP`.
+    The class of the error is `RemoteError`, with one exception: if a step failed because the actor raised a
+    `ProtocolError` or `TransferError`, the error has the same class.
 
     Args:
         actor: the actor, or the one of its processes that failed.
         failed: the failure that the process reported.
-        ends_mesh: whether the failure ends the mesh and not only that request; a failed transfer is then a
-            `TransferError` also outside of a step.
+        ends_mesh: whether the failure ends the mesh and not only that request. If so, a failed transfer is a
+            `TransferError` even if it was not part of a step.
     """
     where = str(actor)
     if failed.step is not None:
@@ -190,7 +191,7 @@ def stuck_error(diagnosis: StallDiagnosis, still_s: float, actors: Mapping[int, 
 
 
 def launch_error(process_rank: ProcessRank, what: str, tail: Sequence[str] = ()) -> LaunchError:
-    """Return the error for an actor of which a process did not start.
+    """Return the error for an actor one of whose processes did not start.
 
     Args:
         process_rank: the process.
@@ -232,8 +233,8 @@ def describe_tail(tail: Sequence[str]) -> str:
 
 
 def _last_error(tail: Sequence[str]) -> str:
-    """Return the line of an actor's output with the last exception that Python printed, as `": line"`, or an
-    empty text.
+    """Return the last line in an actor's output that names a Python exception, as `": line"`, or an empty
+    text if there is none.
 
     The result is appended to the first line of an error message.
     """
@@ -242,7 +243,7 @@ def _last_error(tail: Sequence[str]) -> str:
 
 
 def _short(instruction: str) -> str:
-    """Return a shortened text of an instruction: the task's name of a `Run`, the beginning of any other."""
+    """Shorten the text of an instruction: a `Run` to its task's name, any other to its first characters."""
     run = _RUN.match(instruction)
     if run:
         return run[1] + (run[2] or "")
@@ -264,11 +265,11 @@ def abandoned(error: ActorError, message: str, cls: type[ActorError], **where: A
 
 
 def location(actor: ActorInfo, step: StepId | None = None) -> dict[str, Any]:
-    """Return the keyword arguments of an `ActorError` that say where it happened.
+    """Return the keyword arguments of an `ActorError` that say where the error happened.
 
     Args:
         actor: the actor or process; its id, host and pid are in the result.
-        step: the id of the step, if there is one; the user's number of the step is then in the result.
+        step: the id of the step, or None. If given, the result has the user's number of the step.
     """
     where: dict[str, Any] = {"actor": actor.id, "host": actor.host, "pid": actor.pid}
     return where if step is None else {**where, "step": step_number(step)}

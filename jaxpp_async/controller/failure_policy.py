@@ -1,4 +1,4 @@
-"""Decide which error describes a failure of an actor, and which of several failures caused the others.
+"""Decide which error describes an actor's failure, and which of several failures caused the others.
 
 A death, a lost connection and a failed transfer are often one event that the controller notices three times,
 in any order. Therefore a failure that looks like a consequence of another one is reported only if its cause
@@ -47,8 +47,8 @@ class FailurePolicy:
         actor_group: the actors' processes.
         programs: the loaded programs, which give the text of the instruction at which an actor died.
         under_way: the steps that have not ended, by step id.
-        on_failure: called with each failure that counts as a cause, and with the process that has died, or
-            None if the failure is not a death.
+        on_failure: called with the error of each failure that counts as a cause, and with the process that
+            died; None: no process died.
         is_recovering: returns whether actors are being replaced.
         mesh_events: gets the events that users read.
         options: the deadlines of the mesh.
@@ -107,7 +107,8 @@ class FailurePolicy:
         self.health_monitor.unwatch(process)
 
     def suspect(self, error: ActorError) -> None:
-        """Report `error` as the cause after `GRACE_S` seconds, unless another failure is reported before.
+        """Report `error` in `GRACE_S` seconds as the cause of the failure, unless another error is reported
+        before.
 
         While one error is suspected, further suspected errors are ignored.
         """
@@ -115,7 +116,7 @@ class FailurePolicy:
             self._suspicion = asyncio.get_running_loop().call_later(GRACE_S, self.report, error)
 
     def report(self, error: ActorError, dead: ProcessId | None = None) -> None:
-        """Report `error` as the cause of what happened, and drop a suspected error.
+        """Report `error` as the cause of the failure, and drop a suspected error (see `suspect`).
 
         Args:
             error: the failure.
@@ -125,7 +126,9 @@ class FailurePolicy:
         self._on_failure(error, dead)
 
     def drop_suspicion(self) -> None:
-        """Drop the suspected error, if any, because the failure that explains it has been handled."""
+        """Drop the suspected error (see `suspect`), if any, because a failure that explains it has been
+        handled.
+        """
         if self._suspicion is not None:
             self._suspicion.cancel()
             self._suspicion = None
@@ -143,7 +146,7 @@ class FailurePolicy:
         self.clocks.record_heartbeat(identity, beat)
 
     def _is_current(self, link: ActorLink) -> bool:
-        """Return whether a process should still be running: it was neither replaced nor told to end."""
+        """Return whether a process should still be running, that is, was neither replaced nor told to end."""
         return self._actor_group.links.get(link.info.process) is link and not link.is_detached
 
     def _on_message(self, link: ActorLink, message: Any) -> None:
@@ -167,13 +170,13 @@ class FailurePolicy:
             self.suspect(error) if follows_first_process(link.info, death) else self.report(error, process)
 
     def _on_connection_lost(self, link: ActorLink, error: Exception | None) -> None:
-        """Report a lost control connection as a failure, unless a better explanation is noticed within a
-        moment.
+        """Report a lost control connection as a failure, unless another failure that explains it is noticed
+        within a moment.
 
-        If the process died as well, the error about its death tells more.
+        For example, if the process died as well, the error about its death tells more.
 
         Args:
-            link: the process.
+            link: the link of the process.
             error: the error with which the connection ended, or None.
         """
         if self._is_current(link):

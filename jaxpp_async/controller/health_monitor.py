@@ -51,9 +51,9 @@ class HealthMonitor:
         fail: called with the error for a silent actor or a stuck step.
         options: the deadlines, and the number of processes per actor.
         read_progress: returns a process's position from the page of memory that it shares with this host, or
-            None if it shares none. The page is more recent than the last heartbeat.
-        is_busy: returns whether actors do something other than steps, such as being replaced; no step counts
-            as stuck then.
+            None if the process shares no page. The page is more recent than the last heartbeat.
+        is_busy: returns whether actors do something other than steps, for example because one is being
+            replaced; no step counts as stuck then.
         on_verdict: called when a process becomes suspect, and when a suspect process recovers.
     """
 
@@ -107,8 +107,8 @@ class HealthMonitor:
             self._stall_detector.restart()
 
     async def aclose(self) -> None:
-        """Stop judging processes and steps, and cancel an open question to the actors. A second call does
-        nothing.
+        """Stop judging processes and steps, and cancel requests for reports that are still open. A second
+        call does nothing.
         """
         self._closed = True
         if self._timer is not None:
@@ -215,12 +215,13 @@ class HealthMonitor:
         self._fail(stuck_error(diagnosis, stall.still_s, actors))
 
     async def _ask_for_reports(self, processes: Mapping[ProcessId, int]) -> dict[ProcessId, Reported | None]:
-        """Ask processes for their positions and open transfers, and return the reply of each.
+        """Ask processes for their positions and open transfers, and return their replies by process.
 
-        A process that does not answer in time has None. If the mesh fails meanwhile, the result is empty.
+        The reply of a process is None if it does not answer in time. If the mesh fails meanwhile, the result
+        is empty.
 
         Args:
-            processes: the processes to ask, as the keys.
+            processes: a dictionary whose keys are the processes to ask; its values are not used.
         """
         try:
             asked = {process: self._ask(process) for process in processes}
@@ -268,8 +269,8 @@ class ClockWatch:
     """Estimates of the clocks of one mesh's actor processes, relative to this process's clock.
 
     Each heartbeat names the clock of the process that sends it. If that is not this process's clock, the
-    heartbeat is followed by a question for the sender's time, unless the last question is still unanswered.
-    That is two small messages every half second, without a timer or an asyncio task.
+    heartbeat makes this object ask the sender for its time, unless the sender has not answered the previous
+    such request yet. This costs two small messages every half second, and needs no timer and no asyncio task.
 
     Args:
         ask: sends `Report` to a process and returns the future reply; may raise `ActorError`.
@@ -282,12 +283,15 @@ class ClockWatch:
         self._asked: dict[ProcessId, float] = {}
 
     def begin(self, process: ProcessId) -> None:
-        """Start to estimate the clock of a process that has just started; forget its predecessor's."""
+        """Start to estimate the clock of a process that has just started, and forget the clock of its
+        predecessor.
+        """
         self._clocks.forget(process)
         self._asked.pop(process, None)
 
     def record_heartbeat(self, identity: Identity, beat: Beat) -> None:
-        """Record the clock that a heartbeat names, and ask its sender for the time if that clock is not ours.
+        """Record the clock that a heartbeat names, and ask the sender for its time if that is not this
+        process's clock.
 
         The listener calls this (`ControlListener.on_beat`).
         """

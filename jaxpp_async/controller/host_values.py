@@ -37,9 +37,9 @@ Transfer: TypeAlias = "asyncio.Future[None]"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostValue:
-    """A value that an actor is to store under the id `array_id`.
+    """A numpy array of the controller that an actor is to store under the id `array_id`.
 
-    The numpy array must not change until `StepHandle.wait_sent` of its step has returned.
+    The array must not change until `StepHandle.wait_sent` of its step has returned.
     """
 
     array_id: ArrayId
@@ -74,7 +74,8 @@ class _ExpectedTransfers:
 
 
 class HostTransfers:
-    """The controller's end of the data plane, which sends and receives host values.
+    """The controller's end of the data plane, which sends and receives host values (numpy arrays of this
+    process).
 
     With `max_restarts`, large values are copied before they are sent, since they may have to be sent again. A
     transfer may take `progress_s` seconds, and a second more for each 50 MB.
@@ -83,8 +84,8 @@ class HostTransfers:
         transport: the controller's own transport, which this object owns.
         epoch: the epoch that tags carry, a number that counts aborts of the whole mesh.
         info: returns the host and pid of a process, for errors.
-        on_error: called with the error of a transfer that failed or is late: a hint that its actor may be
-            dead.
+        on_error: called with the error of a transfer that failed or is late, which hints that the actor may
+            be dead.
         scattering: how values are split over the processes of one actor.
         options: the deadline of transfers, and whether lost actors are replaced (`max_restarts`).
     """
@@ -109,16 +110,16 @@ class HostTransfers:
     def prepare(
         self, actor: ActorId, values: Iterable[HostValue]
     ) -> tuple[tuple[Put, ...], dict[ProcessId, list[Sending]]]:
-        """Prepare host values for sending them to all processes of an actor.
+        """Prepare host values (numpy arrays) for sending them to all processes of an actor.
 
         Args:
             actor: the actor.
             values: the values that the actor is to store.
 
         Returns:
-            The `Put` of each value, to be sent in a control message; and for each process that gets large
-            values, the sequence number and bytes of each, to be given to `send` once that message has been
-            sent.
+            A pair. First, the `Put` of each value, to be sent in a control message. Second, a dictionary. Its
+            keys are the processes that get large values; its values are the sequence number and bytes of each
+            large value, to be given to `send` once the control message has been sent.
 
         Raises:
             ProtocolError: the size of a value is not that of its aval.
@@ -137,11 +138,11 @@ class HostTransfers:
     def _scatter(
         self, actor: ActorId, values: Iterable[HostValue]
     ) -> tuple[tuple[Put, ...], dict[ProcessId, list[Sending]]]:
-        """Prepare host values for an actor of several processes: split each large value into parts, one per
-        message.
+        """Prepare host values (numpy arrays) for an actor of several processes: split each large value into
+        parts.
 
-        Each part goes to one process, under its own sequence number. Arguments and result are those of
-        `prepare`.
+        Each part is a separate message to one process and has a separate sequence number. Arguments and
+        result are those of `prepare`.
         """
         how, puts = self._scattering, list[Put]()
         sendings: dict[ProcessId, list[Sending]] = {}
@@ -157,7 +158,8 @@ class HostTransfers:
         return tuple(puts), sendings
 
     def send(self, process: ProcessId, sendings: Sequence[Sending]) -> list[Transfer]:
-        """Start to send prepared values to a process over the data plane, and return one future per value.
+        """Start to send values that `prepare` returned to a process over the data plane; return a future per
+        value.
 
         The arrays must not change until the futures are done.
         """
@@ -171,7 +173,7 @@ class HostTransfers:
     def fetch(
         self, request: int, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]
     ) -> tuple[Fetch, PendingFetch]:
-        """Make a request for arrays of a process, and the handler that waits for the reply and the arrays.
+        """Make a request for arrays of a process, and a handler that waits for the reply and for the arrays.
 
         Args:
             request: the request number.
@@ -179,8 +181,8 @@ class HostTransfers:
             wanted: the id and aval of each array.
 
         Returns:
-            The request, and its handler. The handler's `start` must be called each time that the request has
-            been sent.
+            The request, to be sent by the caller, and its handler. The handler's `start` must be called each
+            time that the request has been sent.
         """
         sequences = tuple(self._next_sequence(process) for _ in wanted)
         message = Fetch(request, tuple(array_id for array_id, _ in wanted), sequences)
@@ -189,7 +191,7 @@ class HostTransfers:
     def receive(
         self, process: ProcessId, size_bytes: int, sequence: int
     ) -> tuple[np.ndarray[Any, Any], Transfer]:
-        """Start to receive a large value from a process.
+        """Start to receive a large value, which a process sends under the given sequence number.
 
         Returns:
             The memory that is being filled, as bytes, and a future that is done once it has been filled.
@@ -272,9 +274,9 @@ class HostTransfers:
 class PendingFetch(PendingRequest):
     """A request for arrays of one process, which ends when the reply and all large arrays have arrived.
 
-    If a transfer fails, the request stays open: once the mesh knows why the transfer failed, which may take a
-    moment, it ends the request with that error. If the future is cancelled, the transfers continue: their
-    memory belongs to the transport until they end.
+    If a transfer fails, the request stays open until the mesh knows the reason, and then ends with that
+    error. If the future is cancelled, the transfers continue: their memory belongs to the transport until
+    they end.
 
     Args:
         transfers: the controller's end of the data plane.
@@ -318,7 +320,7 @@ class PendingFetch(PendingRequest):
         self._finish_if_complete()
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error, and cancel its receives."""
+        """End the request with an error, and cancel the receives of its arrays."""
         super().fail(error)
         for receive in self._receives:
             receive.cancel()  # the process will not send the data
@@ -359,7 +361,7 @@ def _read(
 
 
 def _prepare_put(host: HostValue, sequence: int) -> tuple[Put, np.ndarray[Any, Any] | None]:
-    """Make the `Put` that tells an actor to store a host value.
+    """Make the `Put` that tells an actor to store a host value (a numpy array of the controller).
 
     Args:
         host: the value.

@@ -199,7 +199,7 @@ class ControlListener:
         """Pass a heartbeat to `on_beat`; fail a control connection that sends a message too early.
 
         A control connection may send messages once it has been given to the caller that expects it, who then
-        receives them instead of this method.
+        receives the messages instead of this method.
         """
         identity = connection.wire.identity
         assert identity is not None  # no message is decoded before the handshake has set it
@@ -248,7 +248,9 @@ class RateLimitedLog:
         self._began_s, self._num_written, self._num_hidden = clock(), 0, 0
 
     def write(self, text: str) -> None:
-        """Log a line about a refused connection, or only count it if this period has had `MOST` lines."""
+        """Log a line about a refused connection, or only count it if `MOST` lines have already been logged in
+        this period.
+        """
         now_s = self._clock()
         if now_s - self._began_s > WINDOW_S:
             self.flush()

@@ -1,7 +1,7 @@
 """Report what happens to the actors of a mesh, in the log and as events that its user can read.
 
-A report never fails the operation that it is about. `staged` finds the peers to which arrays in device memory
-are copied through host memory.
+An error while reporting never makes the reported operation fail. `staged` finds the peers to which arrays in
+device memory are copied through host memory.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class MeshEvents:
         self._emit("started", text, **location(info), devices=info.devices)
 
     def connected(self, info: ActorInfo, routes: Mapping[ProcessId, tuple[str, ...]]) -> None:
-        """Warn the user if a process's arrays on GPUs have to go through host memory on their way to some
-        peers.
+        """Warn the user if arrays on a process's GPUs can only be sent to some peers by way of host memory.
 
         Otherwise nothing is reported.
 
@@ -90,7 +89,7 @@ class MeshEvents:
         self._emit(kind, text, **location(info), silence_s=silence_s)
 
     def failed(self, error: ActorError) -> None:
-        """Report that an actor has died or does not respond; other failures are not reported as events."""
+        """Report that an actor has died or does not respond; do nothing for other failures."""
         if isinstance(error, ActorDiedError | ActorUnresponsiveError):
             what = {"host": error.host, "pid": error.pid, "error": type(error).__name__}
             self._emit("died", str(error), actor=error.actor, step=error.step, **what)
@@ -101,7 +100,7 @@ class MeshEvents:
         Args:
             infos: the actors that were replaced; empty if only a connection broke and no actor had to be
                 replaced.
-            num_steps: how many steps that had already finished are run again.
+            num_steps: the number of steps that had already finished and are run again.
         """
         what = f"is at work again; steps that are run again: {num_steps}"
         for info in infos:
@@ -137,7 +136,8 @@ def staged(routes: Mapping[ProcessId, tuple[str, ...]]) -> dict[ProcessId, tuple
         routes: for each peer, the names of the transports that UCX uses towards it; empty if not known.
 
     Returns:
-        The transports of each such peer. Peers whose transports are not known are left out.
+        A dictionary. Its keys are these peers; its values are the transports towards them. Peers whose
+        transports are not known are left out.
     """
     return {peer: ways for peer, ways in routes.items() if ways and not any(map(_is_direct, ways))}
 

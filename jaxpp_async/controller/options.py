@@ -1,6 +1,6 @@
 """Define the options of the controller as plain data: how actors are set up, started, watched and replaced.
 
-The constructors of this package pass one `ControllerOptions` on to each other, and it has every default.
+The classes of this package share one `ControllerOptions` object, which defines every default.
 `session.mesh_options` checks the options that a user gives.
 """
 
@@ -61,7 +61,8 @@ class ActorConfig:
             transport: the name of the transport between actors.
             epoch: the epoch in which the process begins, a number that counts aborts of the whole mesh.
             cluster: how the process joins the other processes of its actor; None if it is the only one.
-            address: the address at which other processes can connect to its host; None if not known.
+            address: the address at which other processes can connect to the process's host; None if not
+                known.
         """
         return Configure(
             request=request,
@@ -88,7 +89,8 @@ class ControllerOptions:
         suspect_s, dead_s: the seconds of silence after which an actor is suspect, and after which it is dead.
         progress_s: how many seconds a step or a transfer may make no progress before it counts as stuck.
         max_restarts: how many restarts, which replace lost actors, are allowed within ten minutes; 0: none.
-        backup_every: the number of steps from one replica of the state to the next, with `max_restarts`.
+        backup_every: the number of steps between two replicas (copies of the actors' arrays, kept for
+            restarts); unused without `max_restarts`.
         launch_timeout_s: the limit in seconds for each stage of starting the actors, or a replacement of one.
         max_frame_bytes: the length of the longest control frame.
         make_transport: makes the controller's own end of the data plane from the transport's name; None: the
@@ -107,5 +109,7 @@ class ControllerOptions:
 
     @property
     def restarts(self) -> bool:
-        """Whether lost actors are replaced. If so, everything that a replacement needs has to be kept."""
+        """Whether lost actors are replaced. If so, the controller has to keep everything that a replacement
+        needs.
+        """
         return self.max_restarts > 0

@@ -1,10 +1,10 @@
 """Recover from the loss of actors, or of connections between them, by a restart.
 
-In a restart the lost actors are replaced, all actors return to the last complete replica of their arrays,
-and the requests that were made since that replica are sent again.
+In a restart the lost actors are replaced, all actors return to the last complete replica (copy) of their
+arrays, and the requests that were made since that replica are sent again.
 
 The actors that still live keep their processes, their JAX and their compiled programs. A caller that awaits a
-step only waits longer, and gets the arrays that it would have got, since the same programs run on the same
+step only waits longer, and gets the same arrays as without a failure, since the same programs run on the same
 values in the same order. Failures of user code are not recovered from. `failure_policy` decides which error a
 failure is; `requests` and `state_replicas` remember what a restart needs.
 """
@@ -70,14 +70,15 @@ class Recovery:
         programs: the programs that replaced actors have to load again.
         linking: makes the NCCL links between actors again.
         failure_policy: watches the processes that are started.
-        options: the number of allowed restarts, and the number of steps between replicas of the state.
+        options: the number of allowed restarts, and the number of steps between replicas (copies of the
+            actors' arrays).
         end: called with an error to end the mesh.
-        on_restarted: called when a restart has succeeded, with the replaced actors and with how many steps
-            that had already finished are run again.
-        on_replica_error: called with the error of a replica of the state that did not arrive.
+        on_restarted: called when a restart has succeeded, with the replaced actors, and with the number of
+            steps that had already finished and are run again.
+        on_replica_error: called with the error of a replica that did not arrive.
 
     Attributes:
-        replication: makes the replicas of the actors' state.
+        replication: makes the replicas.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Recovery:
         return self._task is not None
 
     def can_recover_from(self, error: ActorError) -> bool:
-        """Return whether a restart may help: whether the same requests could succeed with replaced actors.
+        """Return whether a restart may help, because the same requests could succeed with replaced actors.
 
         This is False in particular for failures of user code, which would fail again.
         """
@@ -129,8 +130,8 @@ class Recovery:
     def begin(self, error: ActorError) -> None:
         """Begin a restart because of `error`.
 
-        If a restart is in progress already, it begins anew, unless `error` belongs to the failure that it
-        recovers from.
+        If a restart is already in progress, that restart starts over, unless `error` is explained by the
+        failure that it recovers from.
         """
         is_known = error.actor in self._lost - self._replaced or (
             isinstance(error, TransferError | RemoteError) and not self._is_new_epoch
@@ -171,7 +172,9 @@ class Recovery:
         self._task = self._tasks.start("restart", self._run(before, error))
 
     async def aclose(self) -> None:
-        """Cancel a restart that is in progress, and stop making replicas of the state."""
+        """Cancel a restart that is in progress, and stop making replicas (copies of the actors' arrays, kept
+        for restarts).
+        """
         self._task = None
         await self._tasks.aclose()
         await self.replication.aclose()
@@ -182,8 +185,8 @@ class Recovery:
         """Attempt a restart; if it fails, begin another attempt or end the mesh.
 
         Args:
-            before: the previous attempt, which has been cancelled and is waited for first; None if there is
-                none.
+            before: the task of the previous attempt, which has been cancelled and must end first; None for
+                the first attempt.
             cause: the failure to recover from.
         """
         if before is not None:
@@ -220,7 +223,7 @@ class Recovery:
             self._end(abandoned(cause, f"the restart failed: {error!r}; its cause: {cause}", ActorDiedError))
 
     async def _attempt(self, cause: ActorError) -> None:
-        """Replace the lost actors, restore all actors' arrays and send requests again.
+        """Replace the lost actors, restore the arrays of all actors, and send requests again.
 
         Args:
             cause: the failure to recover from.
@@ -256,7 +259,8 @@ class Recovery:
         self._on_restarted(lost, steps)
 
     async def _prepare(self, living: list[ActorId], lost: list[ActorId], cause: str) -> None:
-        """Start new processes for the lost actors, and have all others replace their ends of the data plane.
+        """Start new processes for the lost actors, and have all other actors make new ends of the data plane
+        (the transport for arrays).
 
         Args:
             living: the actors whose processes still run.
@@ -272,14 +276,15 @@ class Recovery:
         await all_of({**replacing, **resetting, CONTROLLER: host}, "prepare")
 
     async def _abort_and_reset(self, process: ProcessId, cause: str) -> None:
-        """Have a process that still runs drop its work and make a new end of the data plane.
+        """Have a process that still runs drop its work and make a new end of the data plane (the transport
+        for arrays).
 
         Args:
             process: the process.
             cause: a text that says what happened, for the errors of the steps that the process drops.
 
         Raises:
-            ActorUnresponsiveError: the process could not do so, or did not answer in time.
+            ActorUnresponsiveError: the process failed to do this, or did not answer in time.
         """
         try:
             async with awake_timeout(ABORT_S):
@@ -329,7 +334,7 @@ class Budget:
     _times: deque[float] = field(default_factory=deque)
 
     def take(self, now: float) -> bool:
-        """Count one restart and return True, or return False if no restart is left within the limit.
+        """Count one restart and return True; if the limit is reached, return False instead.
 
         Args:
             now: the time in seconds.

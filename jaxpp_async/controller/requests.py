@@ -72,7 +72,9 @@ class PendingRequest:
 
     @property
     def error_is_seen(self) -> bool:
-        """Whether a caller will see an error that ends this request: it is open, and the caller awaits it."""
+        """Whether an error that ends this request now would be seen: the request is open, and a caller awaits
+        it.
+        """
         return self._awaited and not self.future.done()
 
     @property
@@ -90,7 +92,7 @@ class PendingRequest:
     def on_reply(self, link: ActorLink, reply: Any) -> None:
         """End the request with its reply, or with a `ProtocolError` if the reply has the wrong type.
 
-        Failures do not come this way (see `fail`). A reply after the end is ignored.
+        Failures are passed to `fail` instead. A reply after the end of the request is ignored.
 
         Args:
             link: the process that replied.
@@ -167,8 +169,9 @@ class StepHandle:
 
     @property
     def error_is_seen(self) -> bool:
-        """Whether a caller will see an error that ends this step. Every step has a caller, so this is True
-        until the end.
+        """Whether a caller would see an error that ends this step now.
+
+        Every step has a caller, so this is True until the step has ended.
         """
         return not self._done
 
@@ -178,7 +181,7 @@ class StepHandle:
         return self._done
 
     async def wait_sent(self) -> None:
-        """Wait until the step's host values have been sent, so that their arrays may be changed.
+        """Wait until the step's host values (numpy arrays) have been sent, so that the arrays may be changed.
 
         This also returns when the step has failed. Transfers of a failed step may continue for long, since
         UCX releases memory only when all transfers that use it have ended. The transfers keep their memory
@@ -256,7 +259,7 @@ class StepHandle:
         self._end(None)
 
     def fail(self, error: Exception) -> None:
-        """End the step with an error, because not all replies will come."""
+        """End the step with an error and run its callbacks; do nothing if the step has already ended."""
         self._end(error)
 
     def _end(self, error: Exception | None) -> None:
@@ -295,7 +298,7 @@ class ActorLink:
     Attributes:
         info: the host, pid, devices and state of the process.
         known_blobs: the content keys of the executables that the process has been sent.
-        address: the process's address on the data plane, in the form that its transport gives it.
+        address: the process's address on the data plane, in a form that depends on the transport.
         reply_handlers: the handler that receives the reply to each open request, by request number.
         is_detached: whether `detach` has been called.
     """
@@ -356,8 +359,8 @@ class ActorLink:
         A log record is logged, and a failure that concerns a single request ends that request with an error.
 
         Returns:
-            The failure, if it is one that concerns more than one caller (a step's or the actor's own);
-            otherwise None.
+            The failure that the message reports, if it is that of a step or of the actor itself, which
+            concerns more than one caller; otherwise None.
 
         Raises:
             ProtocolError: the reply answers no request.
@@ -408,7 +411,7 @@ class ActorLink:
 
 
 def _ignore_late_reply(message: Any) -> None:
-    """Ignore a message of a process of which no replies are expected any more."""
+    """Ignore a message of a process from which no replies are expected any more."""
 
 
 # ---------------------------------------------------------------- request log
@@ -427,7 +430,7 @@ _PRUNE_AFTER = 256
 
 @dataclass(slots=True)
 class SentRequest:
-    """A request to one process, with all that is needed to send it, now and again in a restart.
+    """A request to one process, with all that is needed to send it now, and to send it again in a restart.
 
     Args:
         process: the process.
@@ -435,8 +438,8 @@ class SentRequest:
             another epoch.
         reply_handler: receives the reply.
         transfers: starts the data transfers of the request; called each time that the request has been sent.
-        size_bytes: the size in bytes of the host arrays that `transfers` keeps alive, and with it this record
-            of the request.
+        size_bytes: the size in bytes of the host arrays that this object keeps in memory, since `transfers`
+            refers to them.
         serial: the request's position in the order of all requests.
     """
 
@@ -451,7 +454,8 @@ class SentRequest:
     def is_needed(self) -> bool:
         """Whether a restart has to send the request again.
 
-        This is so if it is unanswered, or if it succeeded and changed which arrays its actor has.
+        This is so if the request is unanswered, or if the request succeeded and changed which arrays its
+        actor has.
         """
         handler = self.reply_handler
         if not handler.done:
@@ -465,12 +469,13 @@ class SentRequest:
 
 
 class RequestLog:
-    """A log of the requests to the actors of one mesh, which sends them and can send them again in a restart.
+    """A log of the requests to the actors of one mesh, which sends the requests and can send them again in a
+    restart.
 
     The arrays of an actor follow from the requests that it was sent, in their order. In a restart, every
-    actor first returns to a replica of its arrays. Two kinds of requests since that replica are then sent
-    again: all that change which arrays an actor has, answered or not, and all that have not been answered. If
-    `options` allow no restarts, requests are sent without being remembered.
+    actor first returns to a replica (copy) of its arrays. Two kinds of requests since that replica are then
+    sent again: all that change which arrays an actor has, answered or not, and all that have not been
+    answered. If `options` allow no restarts, requests are sent without being remembered.
 
     Args:
         links: the link of each current process, by process number.
@@ -502,7 +507,8 @@ class RequestLog:
         return next(self._numbers)
 
     def post(self, *posts: SentRequest) -> None:
-        """Send requests in this order, after all earlier ones. During a restart, send them when it has ended.
+        """Send requests in this order, after all earlier ones. During a restart, send them when the restart
+        has ended.
 
         Raises:
             MeshError: one of the requests cannot be encoded. None of them is sent or remembered then.
@@ -564,13 +570,13 @@ class RequestLog:
         return self._links[process].info
 
     async def drain(self, process: ProcessId) -> None:
-        """Wait until few bytes are left unsent on the connection to a process, or it has ended."""
+        """Wait until few bytes are unsent on the connection to a process, or the connection has ended."""
         await self._links[process].connection.drain()
 
     # ------------------------------------------------------------ remembering
 
     def new_mark(self) -> int:
-        """Return a new number that separates the requests made so far from those to come.
+        """Return a mark: a number that separates the requests made so far from later ones.
 
         The number can be passed to `unanswered` and `forget_before`.
         """
@@ -589,14 +595,15 @@ class RequestLog:
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether a checkpoint is being saved, for which actors keep arrays that a replica of the state would
-        not include.
+        """Whether a checkpoint is being saved.
+
+        For a save, actors keep arrays that a replica (copy of the actors' arrays, kept for restarts) lacks.
         """
         return any(isinstance(sent.message, BeginSnapshot) for sent in self._needed())
 
     @property
     def needs_files(self) -> bool:
-        """Whether a restart would have to read arrays from files again, which may no longer exist by then."""
+        """Whether a restart would have to read arrays again from files, which may be deleted by then."""
         return any(isinstance(sent.message, ReadFile) for sent in self._needed())
 
     @property
@@ -609,7 +616,9 @@ class RequestLog:
         await self._is_open.wait()
 
     def forget_before(self, mark: int) -> None:
-        """Forget the requests from before a mark, because a replica of the state at that mark is complete."""
+        """Forget the requests from before a mark, because a replica (copy of the actors' arrays) as of that
+        mark is complete.
+        """
         self._keep([sent for sent in self._needed() if sent.serial > mark])
 
     def _remember(self, sent: SentRequest) -> None:
@@ -652,9 +661,9 @@ class RequestLog:
         """Send again all requests that a restart has to repeat, in their old order, and end the restart.
 
         From then on, new requests are sent as soon as they are posted. A request that was answered before is
-        also sent again if it changes which arrays its actor has. Its handler has ended, so it ignores the
-        second reply, and also a second failure: if arrays cannot be stored or read again, the requests that
-        use them fail, if there are any.
+        also sent again if it changes which arrays its actor has. The handler of that request has ended and
+        ignores the second reply, even a failure: if arrays cannot be stored or read again, later requests
+        that use these arrays fail.
 
         Args:
             epoch: the epoch in which the steps run from now on; it counts aborts of the whole mesh.
@@ -739,7 +748,7 @@ class FreeList:
         self._pending.append((actor, array_id))
 
     def take(self) -> dict[ActorId, tuple[ArrayId, ...]]:
-        """Remove all arrays from the list, and return their ids by actor for the caller to send with
+        """Remove all arrays from the list, and return their ids by actor; the caller has to send the ids with
         requests.
         """
         if not self._pending:

@@ -32,9 +32,8 @@ class Stall:
     seconds.
 
     Args:
-        actors: the actor with which the search began, then the others that it may be waiting for, directly or
-            by way of others.
-        still_s: the seconds without progress.
+        actors: one actor, then all actors that it may be waiting for, directly or through other actors.
+        still_s: for how many seconds none of the actors has made progress.
     """
 
     actors: tuple[ActorId, ...]
@@ -47,10 +46,11 @@ class _ActorProgress:
 
     Args:
         at: the step's id and the position.
-        since: the time in seconds at which the actor was first seen there.
-        extra_s: how many seconds longer than usual the actor may stay there, because of the bytes in
-            transfer.
-        done: the instruction and the number of finished transfers that the actor last reported, or None.
+        since: the time in seconds at which the actor was first seen at that position.
+        extra_s: how many seconds longer than usual the actor may stay at that position, because of the bytes
+            in transfer.
+        done: the instruction and the number of finished transfers in the actor's last report; None: no report
+            yet.
     """
 
     at: tuple[int, Position | None]
@@ -64,8 +64,7 @@ class StallDetector:
 
     Args:
         program_of: returns an actor's part of a program for (program id, actor), or None.
-        progress_s: the seconds that a step may make no progress; each 50 MB that are in transfer add a
-            second.
+        progress_s: for how many seconds a step may make no progress; each 50 MB in transfer add a second.
     """
 
     def __init__(self, program_of: ProgramOf, progress_s: float = PROGRESS_S):
@@ -86,7 +85,8 @@ class StallDetector:
         positions: Mapping[ActorId, Position | None],
         silent: Collection[ActorId] = (),
     ) -> Stall | None:
-        """Return a group of actors that seem stuck, as far as that is known without asking them, or None.
+        """Return a group of actors that seem stuck, as far as that is known without asking the actors, or
+        None if no group seems stuck.
 
         This must be called at every tick of the monitor's clock.
 
@@ -115,16 +115,17 @@ class StallDetector:
         reports: Mapping[ActorId, Reported | None],
         silent: Collection[ActorId] = (),
     ) -> StallDiagnosis | None:
-        """Return why a group of actors is stuck, or None if it is not, from the reports of all unfinished
-        actors.
+        """Decide from reports why a group of actors is stuck; return None if it is not, or if that is
+        uncertain.
 
         Args:
             now: the time in seconds.
-            stall: the group that `judge` returned.
+            stall: the group of actors, as returned by `judge`.
             unfinished: for each actor, the id of the oldest step that it has not finished; actors without one
                 are left out.
             reports: the report of each actor that was asked; None if the actor did not answer.
-            silent: the actors whose heartbeats are missing, for which nothing can be concluded.
+            silent: the actors whose heartbeats are missing, for which nothing can be concluded; if the search
+                comes to one of them, the result is None.
         """
         gone_on = [
             a
@@ -161,7 +162,7 @@ class StallDetector:
 
         Args:
             actor: the actor.
-            reported: its new report.
+            reported: the actor's new report.
             now: the time in seconds.
         """
         progress = self._progress_of.get(actor)
@@ -179,9 +180,10 @@ class StallDetector:
     def _may_wait_for(
         self, actor: ActorId, positions: Mapping[ActorId, Position | None], unfinished: Mapping[ActorId, int]
     ) -> set[ActorId]:
-        """Return an actor together with all actors that it may be waiting for, directly or by way of others.
+        """Return an actor together with all actors that it may be waiting for, directly or through other
+        actors.
 
-        Actors that have finished their steps are left out, since they wait for nobody.
+        Actors that have finished their steps are left out, since they wait for no other actor.
         """
         found, left = {actor}, [actor]
         while left:
@@ -192,14 +194,14 @@ class StallDetector:
         return found
 
     def _peers(self, actor: ActorId, at: Position | None) -> set[ActorId]:
-        """Return the actors whose data or receives an actor may be waiting for at a position in its program.
+        """Return the actors that an actor may be waiting for at a position in its program, because they send
+        it data or receive its data.
 
-        The result may include actors for which it does not wait, since it is not known which transfers are
-        open.
+        The result may include actors that it does not wait for, since the open transfers are not known.
 
         Args:
             actor: the actor.
-            at: its position, or None if not known; the result is then empty.
+            at: the actor's position, or None if not known; the result is then empty.
         """
         part = self._program_of(at.program_id, actor) if at is not None else None
         if at is None or part is None or at.instruction > len(part.instructions):
@@ -218,7 +220,8 @@ class StallDetector:
 def _extra_s(reports: Collection[Reported]) -> float:
     """Return how many seconds longer than usual a step may make no progress because of the bytes in transfer.
 
-    This is a second for each 50 MB of the actor with most bytes in transfer, or 0 if it is less than a tick.
+    This is a second for each 50 MB that the actor with most bytes in transfer has in transfer, or 0 if the
+    result would be less than one tick of the monitor.
     """
     most = max((sum(t.size_bytes for t in r.transfers if t.posted) for r in reports), default=0)
     extra_s = most / SLOW_BYTES_PER_S
@@ -281,10 +284,11 @@ class StallDiagnosis:
 
     Args:
         step: the id of the oldest step that an actor of the chain has not finished.
-        cause: the kind of the cause; if there are several causes, the kind of the surest one.
+        cause: the kind of the cause; if there are several causes, the kind of the most certain one.
         culprit: a clause that describes the cause.
         actor: the actor to blame, which for a lost transfer is its receiver; None: the controller.
-        instruction: the text of the instruction at which that actor is, or None if it reported none.
+        instruction: the text of the instruction at which the actor with the cause is, or None if that actor
+            reported no instruction.
         lost: the transfer that was lost, if the cause is `"lost"`; otherwise None.
         chain: the actors that the search visited, from the first one along the transfers that each waits for.
         waits: lines of text that say which actor waits for which transfer.
@@ -355,8 +359,7 @@ class _Examination:
     def follow(self, first: ActorId) -> StallDiagnosis | None:
         """Search from `first`, an actor that waits, and return why it cannot continue.
 
-        The result is None if one of the actors that are waited for executes a task, since then nobody is
-        stuck.
+        The result is None if the search comes to an actor that executes a task, since then nobody is stuck.
         """
         self._chain.append(first)
         for actor in self._chain:  # `_follow_waits` appends to the chain
@@ -393,7 +396,7 @@ class _Examination:
         self._causes.setdefault(cause, (actor, wait))
 
     def _other_end_has_begun(self, wait: ActorWait) -> bool:
-        """Return whether the peer of a transfer has posted its half of it, or has finished that half."""
+        """Return whether the peer of a transfer has posted, or has even finished, its send or receive."""
         peer, tag = wait.transfer.peer, wait.transfer.tag
         reported = self._reports.get(peer)
         if reported is None or reported.step is None:
@@ -453,7 +456,7 @@ class _Examination:
     def _find_cycle(self, actor: ActorId) -> list[ActorId]:
         """Return the actors of a cycle in which each waits for the next one.
 
-        The search follows each actor's first wait, from `actor` on, until it comes to an actor for a second
+        The search follows each actor's first wait, from `actor` on, until an actor appears for the second
         time.
         """
         path: list[ActorId] = []
@@ -490,7 +493,7 @@ class _Examination:
 
 
 def _lines(lines: Sequence[str]) -> str:
-    """Return lines of text as one indented block, without its middle if there are more than `_MOST_LINES`.
+    """Join lines to one indented text, and leave out the middle ones if there are more than `_MOST_LINES`.
 
     The first and the last lines tell most.
     """
@@ -501,7 +504,7 @@ def _lines(lines: Sequence[str]) -> str:
 
 
 def _short(instruction: Instruction) -> str:
-    """Return the text of an instruction: of a `Run` only the task's label, of any other all of it."""
+    """Return the text of an instruction: only the task's label for a `Run`, the whole text for any other."""
     if isinstance(instruction, Run) and instruction.label:
         return f"run {instruction.label}"
     return format_instruction(instruction)

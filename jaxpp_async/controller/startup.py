@@ -1,4 +1,4 @@
-"""Start actor processes until they are connected and configured, check their devices, and wait for their
+"""Start actor processes and wait until they are connected and configured; check their devices; wait for their
 ends.
 
 `Startup` starts the processes of one mesh's actors, and later those that replace lost ones. All actors start
@@ -53,7 +53,7 @@ class Startup:
     Args:
         launcher: starts the processes.
         listener: accepts their control connections.
-        timeout_s: the limit in seconds for each stage of a start.
+        timeout_s: the time limit in seconds for each stage of a start.
         on_progress: called with a line of text when a process is ready.
 
     Attributes:
@@ -104,7 +104,7 @@ class Startup:
         port.
 
         Raises:
-            LaunchError: the process found none, died or did not answer in time.
+            LaunchError: the process found no port, died or did not answer in time.
         """
         reserved: Reserved = await self._call(
             link, message, Reserved, "connected but did not find a free port"
@@ -119,7 +119,8 @@ class Startup:
         Raises:
             LaunchError: the process failed, died or did not answer in time.
             HandshakeError: the process has another version of JAX.
-            InstallError, MeshError: the process lacks a package, or devices.
+            InstallError: the process lacks a package.
+            MeshError: the process lacks devices.
         """
         ready: Ready = await self._call(
             link, message, Ready, "connected but did not start JAX and the transport"
@@ -160,7 +161,7 @@ class Startup:
     async def _unless_dead(
         self, process_rank: ProcessRank, wanted: asyncio.Future[T], unconnected: str = ""
     ) -> T:
-        """Wait for `wanted` and return its result, or raise an error if the process dies before.
+        """Wait for the future `wanted` and return its result, or raise an error if the process dies before.
 
         Args:
             process_rank: the process.
@@ -200,7 +201,7 @@ class Startup:
 def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
     """Return the error for an actor that could not be configured.
 
-    If the user can mend the cause, such as a missing package, the error has the actor's text without a
+    If the user can fix the cause, such as a missing package, the error has the actor's text without a
     traceback.
 
     Args:
@@ -219,11 +220,11 @@ def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
 
 
 def _connection_remedy(controller: tuple[str, int] | None) -> str:
-    """Return what to check when an actor on another host was started but did not connect.
+    """Return advice to the user for the error that an actor on another host was started but did not connect.
 
     Args:
-        controller: the host and port to which actors connect. If it is a loopback address or None, the result
-            is empty.
+        controller: the host and port to which actors connect. If the host is a loopback address, or the
+            argument is None, the result is empty.
     """
     if controller is None or controller[0].startswith("127."):
         return ""
@@ -239,7 +240,7 @@ def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connec
     Args:
         process_rank: the process.
         handle: the handle to the process, from its launcher.
-        connection: its control connection, whose messages are passed to the link from now on.
+        connection: the control connection of the process, whose messages are passed to the link from now on.
     """
     info = ActorInfo(
         process_rank.actor, handle.host, handle.pid, (), "starting", process_rank.rank, process_rank.size
@@ -253,7 +254,8 @@ def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connec
 def _has_answer(wanted: asyncio.Future[Any]) -> bool:
     """Return whether a future has a result, or an error other than a cancellation or a `LaunchError`.
 
-    A cancellation or `LaunchError` may be a consequence of the process's death, which then explains more.
+    A cancellation or `LaunchError` may be a consequence of the process's death; the error about the death
+    then explains more.
     """
     return wanted.done() and not wanted.cancelled() and not isinstance(wanted.exception(), LaunchError)
 

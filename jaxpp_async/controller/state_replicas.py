@@ -1,10 +1,10 @@
 """Make replicas of the state regularly, store each of them twice, and restore the actors' arrays from them.
 
-A replica of the state is a copy of all actors' arrays in host memory. A restart needs one: all actors return
-to it. Each process makes its own part of the replica, and another actor (the holder) stores that part as
-well. The replica is complete once both have each part, and all earlier requests have been answered. Only then
-are the previous replica and the requests from before the new one forgotten. `recovery` replaces processes and
-sends requests again.
+A replica of the state is a copy of all actors' arrays in host memory. In a restart, all actors return to the
+last replica. Each process makes its own part of the replica, and another actor (the holder) stores that part
+as well. The replica is complete once each part has been stored twice, and all earlier requests have been
+answered. Only then are the previous replica and the requests from before the new one forgotten. `recovery`
+replaces processes and sends requests again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class StateReplication:
         actor_group: the actors' processes.
         request_log: the log of requests, which are forgotten once a later replica is complete.
         options: the number of steps between replicas, and `progress_s`.
-        on_error: called with the error of a replica that does not arrive: a hint that a connection is broken.
+        on_error: called with the error of a replica that does not arrive, which hints that a connection is
+            broken.
     """
 
     def __init__(
@@ -78,23 +79,24 @@ class StateReplication:
         self._task: asyncio.Task[None] | None = None
 
     def note_step(self) -> None:
-        """Count a step that has just been sent, and start a replica of the state after it if one is due."""
+        """Count a step that has been sent; start a replica (copy of the actors' arrays) if one is due."""
         self._steps_since += 1
         self.take_if_due()
 
     def take_if_due(self) -> None:
-        """Start a replica of the state if enough steps or bytes of host data were sent since the last one.
+        """Start a replica (copy of the actors' arrays) if enough steps or bytes were sent since the last one.
 
-        Call this before each save as well: no replica is made during a save, and the next save may follow
-        immediately.
+        Call this before each save as well: no replica can start during a save, and one save may follow
+        another immediately.
         """
         is_due = self._steps_since >= self._every or self._request_log.size_bytes > MAX_REMEMBERED_BYTES
         if is_due and self._task is None and self._request_log.is_open and not self._request_log.has_snapshot:
             self.take()
 
     def take(self) -> asyncio.Task[None]:
-        """Start a replica of the state as it is after all requests made so far. Later requests do not wait
-        for it.
+        """Start a replica (copy of the actors' arrays, kept for restarts) as of all requests made so far.
+
+        Later requests do not wait for the replica.
 
         Returns:
             A task that ends when the replica is complete or has failed; it logs or reports a failure itself.
@@ -114,6 +116,9 @@ class StateReplication:
         """Wait until a complete replica has all arrays that were read from files, so that the files may be
         deleted.
 
+        A replica is a copy of the actors' arrays, kept for restarts; without one, a restart would read the
+        files again.
+
         If several attempts fail, this logs a warning and returns.
         """
         attempts = 0
@@ -131,26 +136,31 @@ class StateReplication:
                 return
 
     def cancel(self) -> None:
-        """Cancel the replica that is being made, if any, so that it sends no further requests."""
+        """Cancel the making of a replica (copy of the actors' arrays), if any, so that no more requests are
+        sent.
+        """
         if self._task is not None:
             self._task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel the replica that is being made, and wait until its task has ended. Another may be started
-        later.
+        """Cancel the making of a replica (copy of the actors' arrays), if any, and wait until it has stopped.
+
+        Another replica may be started later.
         """
         await self._tasks.aclose()
 
     async def roll_back(self, lost: Collection[ActorId]) -> None:
-        """Restore the arrays of all actors from the last complete replica.
+        """Restore the arrays of all actors from the last complete replica (copy of these arrays), in a
+        restart.
 
         If there is no replica yet, all actors drop their arrays.
 
         Args:
-            lost: the actors that have been replaced, whose new processes have no arrays and no replicas.
+            lost: the actors that have been replaced. Their new processes have neither arrays nor replicas.
 
         Raises:
-            StateLostError: an actor was lost together with the actor that held its second copy.
+            StateLostError: an actor was lost together with the actor that stored the second copy of its
+                arrays.
             TransferError: a part of the replica does not arrive.
             ActorUnresponsiveError: actors did not restore their arrays in time.
         """
@@ -189,13 +199,14 @@ class StateReplication:
             _LOG.debug("replica %d of the state was not finished", generation)
 
     async def _complete(self, generation: int, mark: int, asked: Mapping[ProcessId, PendingRequest]) -> None:
-        """Wait until a replica is complete, then drop the previous one and the requests from before the new
-        one.
+        """Wait until a replica of the actors' arrays is complete, then drop the previous replica.
+
+        The requests from before the new replica are forgotten as well.
 
         Args:
             generation: the number of the replica; each replica has the next number.
             mark: the point in the request log at which the replica is made; see `RequestLog.new_mark`.
-            asked: the request to each process to copy its arrays.
+            asked: for each process, the request that told it to copy its arrays.
         """
         kept = {process: (await reply).arrays for process, reply in asked.items()}
         await self._send_to_holders(generation, kept)
@@ -217,7 +228,8 @@ class StateReplication:
     async def _send_to_holders(
         self, generation: int, arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]]
     ) -> None:
-        """Send each process's part of a replica to its holder, the process that stores the second copy.
+        """Send each process's part of a replica to the holder, the process that stores the second copy of
+        that part.
 
         Args:
             generation: the number of the replica.
@@ -227,14 +239,15 @@ class StateReplication:
         await self._move(generation, arrays, routes)
 
     async def _send_to_replaced(self, generation: int, lost: Collection[ActorId]) -> None:
-        """Send the lost actors' arrays from the processes that hold their second copies to the new processes.
+        """Send second copies of the lost actors' arrays to the new processes of these actors.
 
         Args:
             generation: the number of the replica.
             lost: the actors that have been replaced.
 
         Raises:
-            StateLostError: an actor was lost together with the actor that held its second copy.
+            StateLostError: an actor was lost together with the actor that stored the second copy of its
+                arrays.
         """
         processes = self._actor_group.processes
         for process in processes.processes_of_all(lost):
@@ -262,8 +275,8 @@ class StateReplication:
         Args:
             generation: the number of the replica.
             arrays: the arrays of each process.
-            routes: for each process whose part is to be sent, the process that sends it and the one that
-                receives it.
+            routes: a dictionary. Its keys are the processes whose parts are to be sent; its values are the
+                process that sends the part and the process that receives it.
 
         Raises:
             TransferError: a part does not arrive.
@@ -297,11 +310,11 @@ class StateReplication:
             ) from None
 
     async def _run_one_end(self, process: ProcessId, message: ReceiveReplica | SendReplica) -> None:
-        """Run the sending or the receiving end of a transfer of a replica, on an actor or in the controller.
+        """Have an actor or the controller send or receive one part of a replica (copy of the actors' arrays).
 
         Args:
-            process: the process that runs this end.
-            message: the request for this end.
+            process: the process that sends or receives.
+            message: the request that tells it what to send or receive.
         """
         if process != CONTROLLER:
             await self._actor_group.links[process].ask(message, Done)
@@ -313,7 +326,7 @@ class StateReplication:
     def _holder_of(self, process: ProcessId) -> ProcessId:
         """Return the process that holds the second copy of a process's arrays.
 
-        That is the process of the same rank in another actor, or the controller if there is only one actor.
+        This is the process of the same rank in another actor, or the controller if there is only one actor.
         """
         processes = self._actor_group.processes
         if processes.num_actors == 1:

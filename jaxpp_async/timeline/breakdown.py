@@ -1,12 +1,12 @@
 """Account for the time of a step: for each actor what it did, and for the whole step what the time was spent
 on.
 
-`divide_time` measures: each moment, from the first actor's first instruction to the last actor's
-last one, counts as computing, waiting, transfer, dispatch or idle. The five shares add up to that time span.
+`divide_time` measures: each moment, from the first actor's first instruction to the last actor's last one,
+counts as computing, waiting, transfer, dispatch or idle. The five shares add up to that time span.
 
 `break_down_step` finds causes: the step is simulated with the task times that were measured, first without
-any delays, then with one cause of delay after the other. Each item is what its cause adds to the length of
-the step, so the items add up to the whole step.
+any delays; then the causes of delay are added one after another. Each item is the time that its cause adds to
+the length of the step, so the items add up to the whole step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def divide_time(
 
     Args:
         timeline: the actor's events.
-        transfers: the transfers that the actor receives, by instruction index of the receive.
+        transfers: the transfers to this actor, each under the instruction index of its receive.
         span_s: the seconds from when the first actor began the step until the last one finished it.
     """
     by_instruction = {e.instruction: e for e in timeline.events}
@@ -83,15 +83,16 @@ def divide_time(
 def _find_arrival(
     run: TimelineEvent, by_instruction: Mapping[int, TimelineEvent], transfers: Mapping[int, TimelineTransfer]
 ) -> tuple[float, float]:
-    """Return when the last input of a task to arrive was sent by another actor, and when it arrived.
+    """Return when the input that arrived last for a task was sent, and when it arrived.
 
-    Both times are in seconds since the step's start, or minus infinity if the task reads neither
-    received data nor an argument of the step. For an argument, both are the time when it arrived.
+    Inputs are data from other actors and arguments of the step. For an argument, both times are the time when
+    it arrived. The times are in seconds since the step's start. For a task without inputs, both are minus
+    infinity.
 
     Args:
         run: the task.
         by_instruction: the actor's events by instruction index.
-        transfers: the transfers that the actor receives, by instruction index of the receive.
+        transfers: the transfers to this actor, each under the instruction index of its receive.
     """
     read = (by_instruction[i] for i in run.needs if i in by_instruction)
     arrived = (e for e in read if e.kind in ("recv", "input"))
@@ -199,8 +200,8 @@ def break_down_step(
 class StepReplay:
     """A simulation of a step's tasks with their measured durations.
 
-    Each actor runs its tasks in their order, and each task begins as soon as the actor is free and the task's
-    inputs are available.
+    Each actor runs its tasks in their recorded order, and each task begins as soon as the actor is free and
+    the task's inputs are available.
 
     Args:
         actors: the events of each actor.
@@ -218,9 +219,9 @@ class StepReplay:
         """Return the length of the simulated step in seconds.
 
         Args:
-            moves: whether transfers take as long as they did; if not, they take no time.
-            starts: whether actors begin, and get their arguments, as late as they did; if not, all begin
-                together and have their arguments from the beginning.
+            moves: whether each transfer takes its measured time; otherwise transfers take no time.
+            starts: whether each actor begins, and gets its arguments, at the measured times; otherwise all
+                actors begin together and have their arguments from the beginning.
 
         Raises:
             ValueError: tasks wait for each other in a cycle.
@@ -248,14 +249,13 @@ class StepReplay:
     def _ready(
         self, key: tuple[ActorId, int], ready: dict[tuple[ActorId, int], float], moves: bool, starts: bool
     ) -> float | None:
-        """Return when the result of an instruction is available in the simulation, in seconds.
-
-        The result is None if that is not known yet.
+        """Return when the result of an instruction is available in the simulation, in seconds, or None if
+        that is not known yet.
 
         Args:
-            key: the actor and the index of the instruction in its program.
-            ready: the times that are known so far; this method adds those of receives.
-            moves, starts: the arguments of `length_s`.
+            key: the actor, and the index of the instruction in the actor's program.
+            ready: the times that are known so far; this method adds the times of receives.
+            moves, starts: the arguments that `length_s` was called with.
         """
         if key in ready:
             return ready[key]

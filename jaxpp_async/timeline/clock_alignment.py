@@ -7,7 +7,8 @@ Third, the step's transfers: no data arrived before it was sent. With transfers 
 two actors' clocks against each other far more tightly than questions to the actors could, and it ensures that
 in a trace no arrow from a send to its receive points into the past.
 
-All of these bound the difference of two clocks from above, so the tightest bounds are shortest paths.
+All of these bound the difference of two clocks from above, so the tightest bounds are the shortest paths in a
+graph whose nodes are clocks and whose edges are bounds.
 
 Source: R. Bellman, On a Routing Problem, 1958; as difference constraints in Cormen et al., Introduction to
 Algorithms.
@@ -50,7 +51,8 @@ def align_step(
     stamps: Mapping[ActorId, Sequence[tuple[float, float]]],
     origin_s: float,
 ) -> ClockAlignment:
-    """Return the offsets of the actors' clocks from the controller's, from all that is known of one step.
+    """Compute the offsets of the actors' clocks from the controller's clock, from all that is known of one
+    step.
 
     If the bounds from transfers contradict the estimates of the offsets, the estimates are ignored. If they
     also contradict the step's own bounds, the transfers are ignored instead.
@@ -76,7 +78,8 @@ def align_step(
 def align_clocks(
     bounds: Mapping[ActorId, Bounds], leads: Mapping[tuple[ActorId, ActorId], float]
 ) -> ClockAlignment | None:
-    """Return offsets of the actors' clocks that satisfy all bounds, or None if there are none.
+    """Return offsets of the actors' clocks that satisfy all bounds, or None if the bounds contradict each
+    other.
 
     Args:
         bounds: for each actor, the least and the most in seconds by which its clock may be ahead of the
@@ -113,14 +116,18 @@ def align_clocks(
 def _transfer_bounds(
     programs: Sequence[ActorProgram], stamps: Mapping[ActorId, Sequence[tuple[float, float]]]
 ) -> dict[tuple[ActorId, ActorId], float]:
-    """Return for pairs (a, b) of actors the most, in seconds, by which b's clock can be ahead of a's.
+    """Derive from transfers by how much one actor's clock can be ahead of another's at most.
 
-    This follows from transfers. If actor a sent data when its clock showed s, and actor b had received the
-    data when b's clock showed t, then b's clock is ahead of a's by at most t - s.
+    If actor a sent data when its clock showed s, and actor b had received the data when b's clock showed t,
+    then b's clock is ahead of a's by at most t - s.
 
     Args:
         programs: the program of each actor.
         stamps: for each actor, the start and end of each instruction, in seconds of the actor's own clock.
+
+    Returns:
+        A dictionary. Its keys are the pairs (a, b) of actors with a transfer from a to b; its values are the
+        most, in seconds, by which b's clock can be ahead of a's.
     """
     sent: dict[TransferKey, float] = {}
     there: dict[TransferKey, float] = {}

@@ -1,7 +1,7 @@
 """Turn one actor's program and the time stamps of its instructions into events, which say what happened when.
 
-This module does not align clocks. The caller gives the zero of the events' times, as a time of the clock that
-the stamps were taken with.
+This module does not align clocks. The caller says which time of the stamps' clock is zero in the events'
+times.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class TimelineEvent:
     Args:
         actor: the actor that ran the instruction.
         instruction: the index of the instruction in the actor's program.
-        kind: `"run"`, `"send"`, `"recv"`, `"input"`, `"output"` or `"delete"`.
+        kind: `"run"` (a task), `"send"`, `"recv"`, `"input"`, `"output"` or `"delete"`.
         label: a name for users: for a task such as `"fwd(stage 0, mb 3)"`, for a transfer the name of the
             task or argument that made the value.
         start_s, end_s: the start and end of the instruction. For a run, the start and end of its task; for a
-            send, the end is when its buffer can be used again; for a receive, the start is when there was
-            memory for the data and the end is when the data had arrived; for an input, the start is when the
-            argument was asked for and the end is when it had arrived; for an output or delete, both are the
-            moment when it happened.
+            send, the end is when its buffer can be used again; for a receive, the start is when memory for
+            the data was available and the end is when the data had arrived; for an input, the start is when
+            the argument was asked for and the end is when it had arrived; for an output or delete, both are
+            the moment when it happened.
         size_bytes: the size of the value that is sent, received, bound, returned or freed; 0 for a run.
         peer: the other actor of a transfer; None for other kinds.
         tag: the tag of a transfer, which identifies it together with the two actors; None for other kinds.
-        needs: the indices of the instructions of this actor that made the values that this one reads.
+        needs: the indices of the actor's instructions whose results this instruction reads.
         text: the instruction's line in the compiled step's `as_text()`.
     """
 
@@ -93,8 +93,8 @@ class ActorTimeline:
         actor: the actor.
         events: the events in program order, without instructions that have no recorded time (such as a
             delete).
-        clock_error_s: the largest possible error of all its times against the controller's clock; 0: both use
-            the same clock.
+        clock_error_s: the largest possible error of the events' times against the controller's clock; 0: both
+            use the same clock.
         host, pid: the machine and the process id of the actor.
     """
 
@@ -146,7 +146,7 @@ class Recorded:
     Args:
         program: the program that the actor ran.
         stamps: the times of its instructions as in `StepStats.stamps`, in seconds of the actor's own clock.
-        heard_s: when the controller had the actor's reply, in seconds of the controller's clock.
+        heard_s: when the controller received the actor's reply, in seconds of the controller's clock.
         offset_s: the estimate of how many seconds the actor's clock was ahead of the controller's.
         error_s: the largest possible error of that estimate in seconds; None: there is no estimate.
         host, pid: the machine and the process id of the actor.
@@ -162,7 +162,7 @@ class Recorded:
 
 
 def read_stamps(stamps: bytes) -> list[tuple[float, float]]:
-    """Return `StepStats.stamps` as one pair per instruction: when it began and when it ended, in seconds.
+    """Decode `StepStats.stamps` into one pair per instruction: when it began and when it ended, in seconds.
 
     A time that an instruction does not have is NaN.
     """
@@ -170,7 +170,7 @@ def read_stamps(stamps: bytes) -> list[tuple[float, float]]:
 
 
 def stamp_range(stamps: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """Return the first and the last time among stamps, or None if all of them are NaN."""
+    """Return the earliest and the latest of all time stamps, or None if all of them are NaN."""
     moments = [t for pair in stamps for t in pair if not math.isnan(t)]
     return (min(moments), max(moments)) if moments else None
 
@@ -235,7 +235,7 @@ def transfer_labels(programs: Sequence[ActorProgram]) -> dict[TransferKey, str]:
         programs: the programs of all actors.
 
     Returns:
-        The labels by (sending actor, receiving actor, tag).
+        A dictionary. Its keys are (sending actor, receiving actor, tag); its values are the labels.
     """
     makers: dict[TransferKey, Instruction | None] = {}
     for program in programs:
@@ -261,7 +261,7 @@ def transfer_labels(programs: Sequence[ActorProgram]) -> dict[TransferKey, str]:
 def pair_transfers(actors: Sequence[ActorTimeline]) -> tuple[TimelineTransfer, ...]:
     """Return each send with its receive, in the order in which the sends were started.
 
-    The two are found by sender, receiver and tag. A send without a receive is left out.
+    A send and its receive have the same sender, receiver and tag. A send without a receive is left out.
     """
     receives: dict[tuple[ActorId, ActorId | None, Tag | None], TimelineEvent] = {
         (e.actor, e.peer, e.tag): e for a in actors for e in a.events if e.kind == "recv"

@@ -41,7 +41,7 @@ from jaxpp_async.timeline.events import (
 
 @dataclass(frozen=True)
 class Timeline:
-    """The record of one step, instruction by instruction. `print` shows where its time went.
+    """The record of one step, instruction by instruction. `print` shows what the step's time was spent on.
 
     All times are seconds since the step's start, which is when the controller sent the step to the actors, on
     the controller's clock.
@@ -85,8 +85,8 @@ class Timeline:
 
     @cached_value
     def shares(self) -> tuple[TimeShares, ...]:
-        """The shares of each actor's time between `begin_s` and `end_s` that it spent computing, waiting and
-        so on.
+        """For each actor, the shares of computing, waiting and so on in the time between `begin_s` and
+        `end_s` of the step.
         """
         received: dict[ActorId, dict[int, TimelineTransfer]] = defaultdict(dict)
         for t in self.transfers:
@@ -95,12 +95,14 @@ class Timeline:
 
     @cached_value
     def bill(self) -> StepBreakdown:
-        """The breakdown of the step's whole time into causes, such as computing, transfers and the bubble."""
+        """The bill of the step: a breakdown of its time into causes, such as computing and transfers."""
         return break_down_step(self.actors, self.transfers, self.duration_s)
 
     @cached_value
     def task_times(self) -> dict[str, tuple[float, ...]]:
-        """The seconds of each run of each kind of task, such as `"fwd(stage 0)"`, in order of first use."""
+        """The durations of all tasks in seconds, as a dictionary. Its keys are the kinds of task, such as
+        `"fwd(stage 0)"`, in order of first use; its values are the durations of all tasks of that kind.
+        """
         times: dict[str, list[float]] = defaultdict(list)
         for actor in self.actors:
             for run in actor.runs:
@@ -154,7 +156,7 @@ def make_timeline(step: int, name: str, origin_s: float, recorded: Mapping[Actor
         recorded: what the controller recorded of each actor's part.
 
     Raises:
-        ValueError: an actor's stamps are not those of its program.
+        ValueError: the number of an actor's time stamps does not fit its program.
     """
     programs = [recorded[a].program for a in sorted(recorded)]
     stamps = {a: read_stamps(r.stamps) for a, r in recorded.items()}
@@ -208,7 +210,7 @@ def _tasks_table(rows: Iterable[tuple[str, int, float, float]]) -> str:
 
 
 def _breakdown_table(bill: StepBreakdown) -> str:
-    """Return a table of a step's breakdown, with one line per item."""
+    """Return a table of the causes that a step's time was spent on, with one line per cause."""
     rows = []
     for item, why in _ITEMS:
         seconds = getattr(bill, f"{item}_s")
@@ -306,9 +308,10 @@ def write_trace(path: str | os.PathLike[str], timelines: Iterable[Timeline]) -> 
 
 
 def _names(timelines: Sequence[Timeline]) -> dict[int, str]:
-    """Return the name of each actor's process in the trace, with the hosts and pids on which the actor ran.
+    """Return a name for each actor's process in the trace, by the number of that process.
 
-    An actor that was replaced in a restart has several of these, but one process in the trace.
+    The name lists the hosts and pids of the actor. An actor that was replaced in a restart had several, but
+    it is one process in the trace.
     """
     places: dict[ActorId, dict[str, None]] = {}
     for actor in (actor for timeline in timelines for actor in timeline.actors):
@@ -325,7 +328,7 @@ def _add_actors(tracks: _Tracks, timeline: Timeline) -> dict[_Key, _Slice]:
     """Add a slice to the trace for each task, send and receive of a step.
 
     Returns:
-        The slices by actor and instruction.
+        The slices by actor and instruction index.
     """
     sent_s = {(t.receive.actor, t.receive.instruction): t.send.start_s for t in timeline.transfers}
     slices: dict[_Key, _Slice] = {}
@@ -333,7 +336,7 @@ def _add_actors(tracks: _Tracks, timeline: Timeline) -> dict[_Key, _Slice]:
     def shown_from(event: TimelineEvent) -> float:
         """Return when the slice of an event starts.
 
-        The slice of a receive starts with its send, because a receive is posted long before.
+        The slice of a receive starts with its send, because a receive is posted long before its data is sent.
         """
         sent = sent_s.get((event.actor, event.instruction), event.start_s)
         return min(max(event.start_s, sent), event.end_s)
@@ -387,7 +390,7 @@ class _Tracks:
     """A collector of a trace's events, which puts overlapping slices on different threads.
 
     Args:
-        first_s: the time that is the trace's zero.
+        first_s: the time that is zero in the trace, in seconds of the controller's clock.
         first_tid: the first thread number. All thread numbers differ from all process numbers, since viewers
             take a thread with its process's number for the main thread.
 
