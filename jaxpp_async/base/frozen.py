@@ -1,4 +1,5 @@
-"""Make dataclasses that are cheap to create, for values of which a compilation creates tens of thousands.
+"""Make dataclasses that are cheap to create, for types of which a compilation creates tens of thousands of
+instances.
 
 To a type checker `frozen` is `dataclass(frozen=True)`. At run time nothing prevents assignment, since that
 would be slow: a frozen dataclass sets each field through `object.__setattr__`, which takes three quarters of
@@ -32,7 +33,7 @@ class cached_value(Generic[_T]):
     """A property that is computed when it is first read and then stored in the instance, for classes without
     `__slots__`.
 
-    This replaces `functools.cached_property`, which up to Python 3.11 takes a lock that costs more than the
+    This replaces `functools.cached_property`, which up to Python 3.11 takes a lock that takes longer than the
     computations that this package caches. If two threads read the property at the same time, both compute it.
     """
 

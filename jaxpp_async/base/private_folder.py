@@ -108,8 +108,9 @@ def _root_uid() -> int:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Return whether this process's user is the only member of a group. In root's group only the members that
-    it lists count, and root may be one of them, since system accounts have it as their first group.
+    """Return whether this process's user is the only member of a group. For root's group, return instead
+    whether the group lists no member besides root. Users whose first group is root's do not count, since
+    system accounts have root's group as their first one.
 
     A directory service may not list the users whose first group it is, so the group must also have the user's
     name.

@@ -73,8 +73,8 @@ def named(message: object) -> tuple[Any, ...]:
 
 
 class Encoder:
-    """An encoder of messages that works like `encode`, but reuses one buffer for all messages. Only one
-    thread may use it.
+    """An encoder of messages that works like the function `encode`, but reuses one buffer for all messages.
+    Only one thread may use it.
 
     Args:
         max_bytes: the largest size of an encoded message, in bytes.
@@ -317,7 +317,7 @@ def _dataclass_decoder(cls: type) -> Decode:
 
 
 def _may_be_empty(hint: Any) -> bool:
-    """Return whether an empty array or map always fits a type hint."""
+    """Return whether an empty msgpack array or map is always a valid value for a type hint."""
     origin = typing.get_origin(hint)
     return origin in (dict, Mapping) or (origin is tuple and typing.get_args(hint)[-1:] == (Ellipsis,))
 
@@ -388,7 +388,7 @@ def _union_decoder(members: tuple[Any, ...]) -> Decode:
 
 
 def _wire_type(hint: Any) -> type:
-    """Return the Python type to which msgpack decodes a value of this type hint."""
+    """Return the Python type to which msgpack decodes a value with this type hint."""
     if dataclasses.is_dataclass(hint):
         return tuple
     return typing.get_origin(hint) or hint
