@@ -105,7 +105,7 @@ class ActorUnresponsiveError(ActorError):
 
 
 class RemoteError(ActorError):
-    """Code raised an exception on an actor.
+    """Code that ran on an actor raised an exception.
 
     Attributes:
         exception_type: the qualified name of the remote exception's type.

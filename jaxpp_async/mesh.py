@@ -449,12 +449,11 @@ class RemoteMesh:
     async def save(
         self, path: CheckpointPath, tree: Any, *, wait: bool = True, on_progress: OnProgress | None = None
     ) -> Saving:
-        """Save a tree of arrays as it is after the steps submitted before this call and before those
-        submitted later.
+        """Save a tree of arrays, with the values that they have after all steps submitted before this call.
 
         Each actor writes the arrays that it has; an array on several actors is written once. The folder then
-        contains this checkpoint, or, if anything fails, what it contained before. One save is under way at a
-        time; another save waits for it.
+        contains this checkpoint. If anything fails, the folder keeps its previous content. One save is under
+        way at a time; another save waits for it.
 
         Args:
             path: the checkpoint's folder, created if it is missing. Text, bytes or a `Path`.
@@ -465,7 +464,7 @@ class RemoteMesh:
             on_progress: called with the `Saving` each time that a file is on the disk.
 
         Returns:
-            The save: complete, or (`wait=False`) under way and to be awaited.
+            The save, which is complete; with `wait=False` it may still be under way and can be awaited.
 
         Raises:
             CheckpointError: the save failed, or another save has replaced the folder's content meanwhile; the
@@ -484,11 +483,12 @@ class RemoteMesh:
 
         Args:
             path: the checkpoint's folder, as every actor sees it.
-            like: a tree that says what to restore and where to put it, with the saved tree's paths. `(step,
-                argnum)` stands for that argument of a step that is compiled already: each array is put where
-                the step keeps it. A `RemoteArray` asks for an array in its own place. A `ShapeDtypeStruct`
-                (as of `jax.eval_shape`) asks for a `RemoteArray` whose value stays in this process until its
-                first use. Numpy and JAX arrays and Python scalars ask for a value of their kind.
+            like: a tree that says what to restore and where to put it; its leaves have the same paths as in
+                the saved tree. `(step, argnum)` stands for that argument of a step that is compiled already:
+                each array is put where the step keeps it. A `RemoteArray` asks for an array in the place of
+                that `RemoteArray`. A `ShapeDtypeStruct` (as `jax.eval_shape` returns) asks for a
+                `RemoteArray` whose value stays in this process until its first use. Numpy and JAX arrays and
+                Python scalars ask for a value of their kind.
 
         Returns:
             The restored tree.

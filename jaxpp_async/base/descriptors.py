@@ -89,7 +89,7 @@ def num_descriptors() -> int:
 
 
 def free_descriptors() -> int:
-    """Return how many more file descriptors this process may open."""
+    """Return how many more file descriptors this process may open; `sys.maxsize` if there is no limit."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - num_descriptors())
 
@@ -99,7 +99,7 @@ def check_descriptors(needed: int, what: str) -> None:
 
     Args:
         needed: how many more descriptors will be opened.
-        what: a name for the part of the program that needs them, as the subject of the error's sentence.
+        what: a name for the part of the program that needs the descriptors; the error message begins with it.
 
     Raises:
         MeshError: this process may open fewer than `needed` more descriptors.

@@ -87,8 +87,8 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         given: the GPUs that the process gets.
-        user: the environment variables that the user has set, in the process's environment or for it. If they
-            set a fraction of the memory or an order of devices, that setting is kept.
+        user: the environment variables that the process has otherwise, among them the user's settings. If
+            these variables set a fraction of the memory or an order of devices, that setting is kept.
 
     Raises:
         MeshError: the user's fraction of the memory is not a number above 0 and up to 1, all processes on a

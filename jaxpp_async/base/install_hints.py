@@ -1,4 +1,4 @@
-"""Name the command that installs a missing package, and the page of docs/ that explains a message.
+"""Name the command that installs a missing package, and the page of docs/ that explains an error message.
 
 This module imports no package that could be missing. The pages are in the repository and are not installed,
 so a user's own project has no copy of them.

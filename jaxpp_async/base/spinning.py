@@ -35,7 +35,7 @@ class AdaptiveSpin:
     waits.
 
     A wait of at most `longest_s` could have been spent polling, so such a wait doubles `limit_s`; a longer
-    wait halves `limit_s`. The caller passes the current time, in seconds of any one clock.
+    wait halves `limit_s`. Callers pass the current time, in seconds, always of the same clock.
 
     Args:
         longest_s: the longest time to poll for one message, in seconds.
@@ -59,8 +59,8 @@ class AdaptiveSpin:
         return now_s - self._since_s < self.limit_s
 
     def record_message(self, now_s: float) -> None:
-        """End the wait because a message came at the time `now_s`, and adapt `limit_s` to the length of the
-        wait, whether the waiter was polling or sleeping.
+        """End the current wait, because a message arrived at the time `now_s`, and adapt `limit_s` to the
+        length of the wait. The waiter may have been polling or sleeping.
         """
         since_s, self._since_s = self._since_s, None
         if since_s is None:
@@ -71,7 +71,7 @@ class AdaptiveSpin:
             self.limit_s = self.limit_s / 2 if self.limit_s > SHORTEST_S else 0.0
 
     def cancel_wait(self) -> None:
-        """End the wait without a message, because none is expected any more; leave `limit_s` as it is."""
+        """End the current wait, because no message is expected any more; leave `limit_s` as it is."""
         self._since_s = None
 
 

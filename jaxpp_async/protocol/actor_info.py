@@ -4,10 +4,10 @@ Processes have consecutive numbers, and those of one actor follow each other; on
 `actor_and_rank` compute with these numbers. With one process per actor, process and actor have the same
 number. A process runs, listens, sends heartbeats and data, and can die; an actor has a program.
 
-An actor writes its progress to a page of memory that the process which started it shares with it. The actor
-writes at every instruction (this takes under a microsecond and sends no message). Its own heartbeat thread
-reads the page, and so does the process that started it, if the actor has died and cannot be asked. The page
-has no file and no name, so that nothing is left behind.
+Each actor shares a page of memory with the process that started the actor, and writes its progress to the
+page at every instruction (this takes under a microsecond and sends no message). The actor's heartbeat thread
+reads the page. The starting process reads the page if the actor has died and cannot be asked. The page has no
+file and no name, so that nothing is left behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class ActorInfo:
         devices: one text per device, such as `"cpu:0"`.
         state: `"starting"`, `"ready"`, `"failed"` or `"closed"`. While lost actors are being replaced, the
             lost ones are `"restarting"` and all others `"waiting"`.
-        rank, size: for one of several processes, its number in its actor and the actor's number of processes.
+        rank, size: for a process of an actor that has several: the process's number in the actor, and the
+            number of processes of the actor.
         processes: for an actor, the descriptions of its processes in order of rank; empty for a process.
         gpus: the UUIDs of the GPUs, or of parts of one (MIG), as `nvidia-smi -L` lists them; empty without
             GPUs.
@@ -69,8 +70,8 @@ class ActorInfo:
 
 
 def merge_processes(processes: Sequence[ActorInfo]) -> ActorInfo:
-    """Return the description of an actor, made from those of its processes. The actor's state is the worst of
-    the processes' states, and its devices are those of all processes.
+    """Combine the descriptions of an actor's processes into one description of the actor. The actor's state
+    is the worst of the processes' states, and its devices are those of all processes.
 
     Args:
         processes: the descriptions of the actor's processes, in order of rank.
@@ -166,7 +167,7 @@ class ProgressPage:
         _LAYOUT.pack_into(self._page, 0, True, step, program_id, instruction, waiting, computing)
 
     def read(self) -> Position | None:
-        """Return the position that the actor wrote last; None before its first instruction and after
+        """Return the position that the actor wrote last; None before the actor's first instruction, and after
         `close`.
         """
         if self._page.closed:

@@ -65,9 +65,9 @@ class Reading:
     """One reading of another process's clock.
 
     Args:
-        sent_s: when this process asked for the reading, in seconds of its own clock.
+        sent_s: when this process asked for the reading, in seconds of this process's clock.
         shown_s: the time that the other clock showed, in seconds.
-        received_s: when this process received the answer, in seconds of its own clock.
+        received_s: when this process received the answer, in seconds of this process's clock.
     """
 
     sent_s: float
@@ -131,7 +131,7 @@ OWN_CLOCK = Clock(is_own=True)
 
 
 class Clocks:
-    """The clocks of a mesh's actor processes, as seen by this process, by process number.
+    """A collection of the `Clock`s of a mesh's actor processes, by process number.
 
     Args:
         own: this process's `clock_name()`.

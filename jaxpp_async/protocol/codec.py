@@ -89,7 +89,7 @@ class Encoder:
 
         Raises:
             MeshError: the message is too long, or has text or numbers that msgpack cannot carry. No part of
-                it stays in the buffer.
+                the message stays in the buffer.
         """
         packer = self._packer or msgpack.Packer(default=fields_of)
         self._packer = packer
@@ -156,7 +156,8 @@ def build(cls: type[T], values: Any) -> T:
 
     Args:
         cls: the dataclass.
-        values: a tuple of its fields in order, where arrays are tuples and maps are dicts.
+        values: the values of the dataclass's fields in order, as a tuple. Inner arrays are tuples and inner
+            maps are dicts.
 
     Raises:
         ProtocolError: fields are missing or too many, or a field has a wrong type.

@@ -92,7 +92,8 @@ class Identity:
         process_id: the number of the actor process in the mesh.
         incarnation: how many processes had this number before: a lost process is replaced by a new one of the
             same number.
-        channel: the purpose of the conversation.
+        channel: the purpose of the conversation: `"control"` for requests and replies, or `"beats"` for
+            heartbeats.
     """
 
     process_id: int
@@ -158,8 +159,8 @@ class Wire:
             self._greet(self._hello)
 
     def take_outgoing(self) -> bytes:
-        """Remove the handshake bytes that have to be sent now from the wire, and return them; they may be
-        empty.
+        """Return the handshake bytes that have to be sent now, perhaps none; the wire does not return them
+        again.
         """
         data = b"".join(self._outgoing)
         self._outgoing.clear()
@@ -434,7 +435,7 @@ class Proof:
 class FrameKey:
     """A key that signs one direction of a conversation with HMAC-SHA256, truncated to `MAC_BYTES`.
 
-    The hash state after the padded key is computed once and copied for each frame, which for short frames
+    The hash state after the padded key is computed once and copied for each frame. For short frames this
     takes half the time of `hmac.digest`.
 
     Args:

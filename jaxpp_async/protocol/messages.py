@@ -146,8 +146,7 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A description, for one process of an actor that has several, of how the processes of the actor find
-    each other.
+    """A description of how the processes of an actor find each other, for an actor that has several.
 
     Args:
         coordinator: the address of the first process, as host and port, which the other processes use to join
