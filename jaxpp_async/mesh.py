@@ -1,4 +1,4 @@
-"""Define `RemoteMesh`, with which users run steps, keep arrays on actors, and save checkpoints.
+"""Define `RemoteMesh`, the class with which users run steps, keep arrays on actors, and save checkpoints.
 
 The mesh owns the controller of its actors. Other modules do the work: `session.step_runner` runs steps,
 `session.host_transfers` puts and fetches arrays, `checkpoint.save` and `checkpoint.restore` save and restore
@@ -494,8 +494,8 @@ class RemoteMesh:
             The restored tree.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it is broken, or has another tree, shape or dtype than
-                `like`; the message names the path.
+            CheckpointError: there is no checkpoint, or it is broken, or differs from `like` in its tree
+                structure, a shape or a dtype; the message names the path.
             ActorError: the mesh failed.
         """
         with HiddenFrames():

@@ -1,8 +1,8 @@
 """Keep a process awake for a short time when a message is likely to come soon.
 
-To sleep and be woken costs some ten microseconds, and some hundred if the core has become idle; to poll for a
-message that does not come costs a core's time. `AdaptiveSpin` chooses for how long to poll, based on the
-lengths of the last waits: a short wait makes the next poll longer, a long wait makes it shorter, down to
+To sleep and be woken costs about ten microseconds, or about a hundred if the core has become idle; to poll
+for a message that does not come costs a core's time. `AdaptiveSpin` chooses for how long to poll, based on
+the lengths of the last waits: a short wait makes the next poll longer, a long wait makes it shorter, down to
 none.
 
 `LoopSpin` keeps an event loop awake for that long, and the loop itself finds the message while it is awake. A

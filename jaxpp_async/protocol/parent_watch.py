@@ -1,6 +1,6 @@
 """End an actor process when its controller is gone, and define leases and exit codes.
 
-This module detects that in two independent ways; the heartbeat connection is a third. First,
+This module detects a lost controller in two independent ways; the heartbeat connection is a third. First,
 `PR_SET_PDEATHSIG` asks the kernel to kill this process together with the thread that spawned it. Second, a
 thread reads stdin, to which the controller writes a byte every few seconds: end of file, or silence for
 longer than the lease, means that the controller is gone. Neither way needs the event loop, JAX or the other
