@@ -118,8 +118,8 @@ class Configure:
         axis_types: the type of each axis, `"auto"` or `"explicit"`.
         platform: `"cpu"` or `"cuda"`.
         jax_config: values of `jax.config` options by name, plain data, set before JAX creates a backend.
-        cache_dir: the folder of JAX's persistent compilation cache, `compilation_cache.DEFAULT`, or None for
-            no cache.
+        cache_dir: the folder of JAX's persistent compilation cache; `compilation_cache.DEFAULT` for the
+            default folder on the process's host; None for no cache.
         setup: the name of a function to call before JAX starts, as `"module:function"`; None for no function.
         setup_folder: the folder in which the module of `setup` is searched for last; None for no such folder.
         transport: `"ucx"`, `"memory"` or `"nccl"`.
@@ -437,8 +437,8 @@ class StepStats:
             buffers `ActorProgram.uncounted` do not count.
         live_buffers: the number of arrays that the actor stores after the step.
         stamps: two little-endian float64 for each instruction of the actor's program, in order: the times
-            when it began and ended, in seconds of the actor's monotonic clock; NaN for a time that is not
-            known. `jaxpp_async.timeline` decodes them.
+            when the instruction began and ended, in seconds of the actor's monotonic clock; NaN for a time
+            that is not known. `jaxpp_async.timeline` decodes them.
     """
 
     compute_s: float
@@ -502,8 +502,8 @@ class Fetch:
     Args:
         array_ids: the ids of the arrays.
         sequences: for each array, the number of its transfer on the host channel of the data plane (the
-            transport for arrays); not used for an array of at most `INLINE_BYTES`, which is part of the
-            reply.
+            transport for arrays). An array of at most `INLINE_BYTES` is sent in the reply instead, and its
+            number is not used.
     """
 
     request: int
@@ -537,8 +537,8 @@ class BeginSnapshot:
 
     Args:
         folder: the folder for the files of the save, as an absolute path. All paths in these messages are
-            bytes, as the file system has them, so that every name that it allows can be sent. Only one save
-            at a time may use a folder.
+            bytes, as the file system has them, so that every name that the file system allows can be sent.
+            Only one save at a time may use a folder.
         array_ids: the ids of the arrays to keep.
     """
 
@@ -802,7 +802,8 @@ class ReceiveReplica:
 @dataclass(frozen=True, slots=True)
 class DropReplicas:
     """A request to a process to delete all replicas (copies of arrays for restarts) except those of one
-    generation. The controller sends it when every process has the new generation.
+    generation (replicas that were taken at the same time). The controller sends it when every process has the
+    new generation.
 
     Reply: `Done`.
 
