@@ -119,7 +119,8 @@ class Configure:
         platform: `"cpu"` or `"cuda"`.
         jax_config: values of `jax.config` options by name, plain data, set before JAX creates a backend.
         cache_dir: the folder of JAX's persistent compilation cache; `compilation_cache.DEFAULT` for the
-            default folder on the process's host; None for no cache.
+            folder that `JAX_COMPILATION_CACHE_DIR` names on the process's host, or else a default folder;
+            None for no cache.
         setup: the name of a function to call before JAX starts, as `"module:function"`; None for no function.
         setup_folder: the folder in which the module of `setup` is searched for last; None for no such folder.
         transport: `"ucx"`, `"memory"` or `"nccl"`.
