@@ -81,21 +81,22 @@ class ActorError(JaxppAsyncError):
 
 
 class LaunchError(ActorError):
-    """An actor could not be started, or did not report in time."""
+    """An actor could not be started, or did not report to the controller in time."""
 
 
 class ActorDiedError(ActorError):
     """An actor was lost: its process ended unexpectedly, or lost its connection to the controller although it
     may still run.
 
-    If the process ended, the message has its signal or exit code. Both messages end with the last lines that
-    the process printed. This error also ends a mesh whose restart failed because of a bug or of the launcher.
+    If the process ended, the message has its signal or exit code. In both cases the message ends with the
+    last lines that the process printed. This error also ends a mesh whose restart failed because of a bug or
+    of the launcher.
     """
 
 
 class StateLostError(ActorDiedError):
-    """An actor was lost together with the actor that had the copy of its arrays, so that no restart can
-    restore them.
+    """An actor was lost together with the actor that kept the copy of its arrays for restarts, so that no
+    restart can restore these arrays.
     """
 
 
@@ -104,7 +105,7 @@ class ActorUnresponsiveError(ActorError):
 
 
 class RemoteError(ActorError):
-    """Code raised an exception on an actor.
+    """Code that ran on an actor raised an exception.
 
     Attributes:
         exception_type: the qualified name of the remote exception's type.

@@ -1,4 +1,4 @@
-"""Define `RemoteMesh`, with which users run steps, keep arrays on actors, and save checkpoints.
+"""Define `RemoteMesh`, the class with which users run steps, keep arrays on actors, and save checkpoints.
 
 The mesh owns the controller of its actors. Other modules do the work: `session.step_runner` runs steps,
 `session.host_transfers` puts and fetches arrays, `checkpoint.save` and `checkpoint.restore` save and restore
@@ -82,8 +82,8 @@ class RemoteMesh:
         launch_timeout_s: the most seconds that each stage of starting an actor may take: to start its process
             and connect it, and to start JAX and the transport.
         lease_s: the seconds for which actors wait for a sign of life of this process, after which each actor
-            ends itself. Only a stopped process, or a native call that holds Python's GIL, gives none for that
-            long. See docs/operations.md.
+            ends itself. This process sends signs of life unless it is stopped, or a native call holds
+            Python's GIL. See docs/operations.md.
 
     Raises:
         MeshError: options contradict each other, or ask for something that the machines do not have.
@@ -241,7 +241,7 @@ class RemoteMesh:
         return tuple(self._running().actors)
 
     def events(self, *, history: bool = True) -> Events:
-        """Return an iterator over what happens to the mesh and its actors, as it happens.
+        """Return an async iterator over the events of the mesh and its actors, as they happen.
 
         Any number of iterators may be open; one that is not read does not slow the mesh down. See
         docs/operations.md.
@@ -326,8 +326,9 @@ class RemoteMesh:
 
         Raises:
             ActorError: an actor died or its code failed.
-            ArrayError, or an error of `step.compile`: an argument or the step is not valid; no actor has run
-                anything.
+            ArrayError: an argument is not valid; no actor has run anything.
+            UnsupportedError, StageError, ScheduleError, ShardingError: the step cannot be compiled; no actor
+                has run anything.
         """
         with HiddenFrames():
             return await self._runner.run(self._checked(step), args)
@@ -336,8 +337,7 @@ class RemoteMesh:
     async def submit(self, step: DistributedStep, *args: Any) -> StepFuture:
         """Start one step, and return once it is compiled and started.
 
-        At most `max_inflight` steps are under way at once; this method waits until one of them has ended if
-        there are that many.
+        If `max_inflight` steps are under way already, this method first waits until one of them has ended.
 
         Args:
             step: a step that `distributed` has made.
@@ -348,8 +348,9 @@ class RemoteMesh:
 
         Raises:
             ActorError: an actor or the mesh failed before the step was started.
-            ArrayError, or an error of `step.compile`: an argument or the step is not valid; no actor has run
-                anything.
+            ArrayError: an argument is not valid; no actor has run anything.
+            UnsupportedError, StageError, ScheduleError, ShardingError: the step cannot be compiled; no actor
+                has run anything.
         """
         with HiddenFrames():
             return await self._runner.submit(self._checked(step), args)
@@ -367,11 +368,11 @@ class RemoteMesh:
 
         Printing the timeline shows where the time went, by actor, by task and by cause; its `.write(path)`
         makes a trace for Perfetto. Actors stamp every instruction of every step, so nothing has to be
-        switched on before. With several steps under way, `StepFuture.timeline()` returns the timeline of a
-        certain one. See docs/timeline.md.
+        switched on before. With several steps under way, `StepFuture.timeline()` returns the timeline of one
+        of them. See docs/timeline.md.
 
-        A step that failed or was aborted has no timeline; this method then still returns that of the last
-        step that finished. A step that a restart ran again has the timeline of the run that counted. The
+        A step that failed or was aborted has no timeline; this method then still returns the timeline of the
+        last step that finished. A step that a restart ran again has the timeline of the run that counted. The
         timeline can still be read when the mesh has failed or is closed.
 
         Returns:
@@ -405,13 +406,14 @@ class RemoteMesh:
             tree: a tree of arrays, scalars and PRNG keys.
             like: where to put the values. `(step, argnum)` is the place where that step, which is compiled
                 already, keeps that argument. A tree of `RemoteArray`s of the same structure stands for the
-                places of these arrays. None means that the values stay in this process until their first use.
+                places of these arrays. With None, the values stay in this process until their first use.
 
         Returns:
             The tree, of `RemoteArray`s.
 
         Raises:
-            ArrayError: `like` has other leaves than `tree`, or its sharding does not divide them.
+            ArrayError: `like` has other leaves than `tree`, or a sharding in `like` does not divide its
+                array.
             ActorError: an actor or the mesh failed.
         """
         with HiddenFrames():
@@ -439,7 +441,7 @@ class RemoteMesh:
 
     @property
     def saver(self) -> Saver:
-        """The object that runs the saves of this mesh, for `Checkpoints`."""
+        """The object that runs the saves of this mesh; `Checkpoints` uses it."""
         return self._saver
 
     @mesh_options.only_known
@@ -447,12 +449,11 @@ class RemoteMesh:
     async def save(
         self, path: CheckpointPath, tree: Any, *, wait: bool = True, on_progress: OnProgress | None = None
     ) -> Saving:
-        """Save a tree of arrays as it is after the steps submitted before this call and before those
-        submitted later.
+        """Save a tree of arrays, with the values that they have after all steps submitted before this call.
 
         Each actor writes the arrays that it has; an array on several actors is written once. The folder then
-        contains this checkpoint, or, if anything fails, what it contained before. One save is under way at a
-        time; another save waits for it.
+        contains this checkpoint. If anything fails, the folder keeps its previous content. One save is under
+        way at a time; another save waits for it.
 
         Args:
             path: the checkpoint's folder, created if it is missing. Text, bytes or a `Path`.
@@ -463,7 +464,7 @@ class RemoteMesh:
             on_progress: called with the `Saving` each time that a file is on the disk.
 
         Returns:
-            The save: complete, or (`wait=False`) under way and to be awaited.
+            The save, which is complete; with `wait=False` it may still be under way and can be awaited.
 
         Raises:
             CheckpointError: the save failed, or another save has replaced the folder's content meanwhile; the
@@ -477,22 +478,24 @@ class RemoteMesh:
     @mesh_options.only_known
     @says_to_await
     async def restore(self, path: CheckpointPath, like: Any) -> Any:
-        """Restore a tree that `save` saved, from however many actors and with whatever schedule.
+        """Restore a tree that `save` saved. The saving mesh may have had another number of actors, and the
+        step another schedule.
 
         Args:
             path: the checkpoint's folder, as every actor sees it.
-            like: a tree that says what to restore and where to put it, with the saved tree's paths. `(step,
-                argnum)` stands for that argument of a step that is compiled already: each array is put where
-                the step keeps it. A `RemoteArray` asks for an array in its own place. A `ShapeDtypeStruct`
-                (as of `jax.eval_shape`) asks for a `RemoteArray` whose value stays in this process until its
-                first use. Numpy and JAX arrays and Python scalars ask for a value of their kind.
+            like: a tree that says what to restore and where to put it; its leaves have the same paths as in
+                the saved tree. `(step, argnum)` stands for that argument of a step that is compiled already:
+                each array is put where the step keeps it. A `RemoteArray` asks for an array in the place of
+                that `RemoteArray`. A `ShapeDtypeStruct` (as `jax.eval_shape` returns) asks for a
+                `RemoteArray` whose value stays in this process until its first use. Numpy and JAX arrays and
+                Python scalars ask for a value of their kind.
 
         Returns:
             The restored tree.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it is broken, or has another tree, shape or dtype than
-                `like`; the message names the path.
+            CheckpointError: there is no checkpoint, or it is broken, or differs from `like` in its tree
+                structure, a shape or a dtype; the message names the path.
             ActorError: the mesh failed.
         """
         with HiddenFrames():

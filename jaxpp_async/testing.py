@@ -64,7 +64,7 @@ def assert_close(actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float 
         actual, expected: trees of the same structure (`await mesh.fetch(tree)` for remote ones).
         rtol: the tolerance relative to each leaf's largest magnitude, so that a value near zero in a large
             leaf is not compared with its own size.
-        atol: an absolute tolerance that is added to that tolerance; None for 0.
+        atol: an absolute tolerance that is added to the relative one; None for 0.
 
     Raises:
         AssertionError: structures, shapes, dtypes or values differ.

@@ -1,5 +1,5 @@
-"""Offer general tools to the other packages; of this package they import `errors` alone. The modules in
-reading order:
+"""Offer general tools to the other packages. The tools import nothing of those packages, only the module
+`errors`. The modules in reading order:
 
 events            records what happens to a mesh, for any number of readers
 gpu_inventory     finds a host's GPUs and divides them and their memory among processes

@@ -43,8 +43,8 @@ def keep_from_children(*descriptors: int) -> None:
 @contextlib.contextmanager
 def keeping_new_from_children() -> Iterator[None]:
     """Run a `with` block, and prevent child processes from using the inheritable descriptors that were opened
-    in it (see `keep_from_children`). Python opens no descriptor that can be inherited, so these are a native
-    library's.
+    in it (see `keep_from_children`). Python itself opens no inheritable descriptor, so only a native library
+    can have opened these.
     """
     before = _inheritable()
     try:
@@ -56,8 +56,7 @@ def keeping_new_from_children() -> Iterator[None]:
 
 
 def keep_accepted_from_children() -> None:
-    """Prevent child processes from using the connections that a native library has accepted on a thread of
-    its own.
+    """Prevent child processes from using the connections that a native library's own thread has accepted.
 
     A connection is recognized by its local port, which is also the port of a listening socket that was given
     to `keep_from_children` before.
@@ -70,8 +69,8 @@ def keep_accepted_from_children() -> None:
 
 
 def open_descriptors() -> list[int]:
-    """Return the open file descriptors of this process; an empty list on systems without /proc. One of them,
-    which the listing itself used, is already closed when this function returns.
+    """Return the open file descriptors of this process, or an empty list on systems without /proc. One entry
+    is the descriptor that was opened to read /proc; that descriptor is closed when this function returns.
     """
     try:
         return [int(name) for name in os.listdir("/proc/self/fd")]
@@ -90,7 +89,7 @@ def num_descriptors() -> int:
 
 
 def free_descriptors() -> int:
-    """Return how many more file descriptors this process may open."""
+    """Return how many more file descriptors this process may open; `sys.maxsize` if there is no limit."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - num_descriptors())
 
@@ -100,7 +99,7 @@ def check_descriptors(needed: int, what: str) -> None:
 
     Args:
         needed: how many more descriptors will be opened.
-        what: a name for the part of the program that needs them, as the subject of the error's sentence.
+        what: a name for the part of the program that needs the descriptors; the error message begins with it.
 
     Raises:
         MeshError: this process may open fewer than `needed` more descriptors.
@@ -139,11 +138,11 @@ def is_tcp(sock: socket.socket) -> bool:
 
 
 def _ports(descriptor: int, *, listening: bool) -> set[int]:
-    """Return the local port of a TCP socket, as a set of one; the set is empty for any other descriptor.
+    """Return a set with the local port of a TCP socket; the set is empty for a descriptor of another kind.
 
     Args:
-        descriptor: the file descriptor of the socket.
-        listening: whether the socket must be one that listens, or (False) one that does not listen.
+        descriptor: the file descriptor.
+        listening: True to accept only sockets that listen for connections; False to accept only the others.
     """
     with (
         contextlib.suppress(OSError),

@@ -105,8 +105,8 @@ class EventLog:
         """Report an event to all readers and to the logger `jaxpp_async.events`; do nothing after the event
         `closed`.
 
-        The log record that this makes has level `DEBUG`, or `ERROR` for a death: the code that notices
-        something logs the full story itself.
+        The log record has level `ERROR` for the death of an actor, otherwise `DEBUG`, because the code that
+        notices an event also logs the details of the event.
 
         Args:
             kind: the kind of the event.
@@ -127,21 +127,25 @@ class EventLog:
                 waiting.set_result(None)
 
     def subscribe(self, *, history: bool = True) -> Events:
-        """Return an iterator over the events, which keeps its own position in the log.
+        """Return a new iterator over the events. Each iterator has a position in the log that other iterators
+        do not change.
 
         Args:
-            history: whether to begin with the oldest event that is remembered; otherwise the next event comes
-                first.
+            history: whether to begin with the oldest event that is remembered; if False, begin with the next
+                event that is reported.
         """
         return Events(self, 0 if history else self._num_emitted)
 
     def _at(self, position: int) -> tuple[Event | None, int]:
-        """Return the event at a position, and the position to read next; (None, position) if that event has
-        not happened yet. If the event is no longer remembered, return a `lost` event that tells how many were
-        missed.
+        """Look up the event at a position in the log.
 
         Args:
             position: the number of the event, counted from 0 since the mesh started.
+
+        Returns:
+            A pair of the event and the position to read next. If the event has not happened yet, the pair is
+            (None, `position`). If the event is no longer remembered, the pair has a `lost` event, which tells
+            how many events were missed, and the position of the oldest remembered event.
 
         Raises:
             StopAsyncIteration: the log is closed and has no event at this position.
@@ -159,7 +163,7 @@ class EventLog:
         return None, position
 
     async def _wait(self) -> None:
-        """Wait until another event is reported."""
+        """Wait until the next event is reported."""
         waiting = asyncio.get_running_loop().create_future()
         self._waiting.add(waiting)
         try:

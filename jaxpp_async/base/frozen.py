@@ -1,4 +1,5 @@
-"""Make dataclasses that are cheap to create, for values of which a compilation creates tens of thousands.
+"""Make dataclasses that are cheap to create, for types of which a compilation creates tens of thousands of
+instances.
 
 To a type checker `frozen` is `dataclass(frozen=True)`. At run time nothing prevents assignment, since that
 would be slow: a frozen dataclass sets each field through `object.__setattr__`, which takes three quarters of
@@ -17,7 +18,7 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def frozen(*, eq: bool = True, slots: bool = True) -> Callable[[type[_T]], type[_T]]:
-    """Return a decorator that makes a class a dataclass whose fields must not be assigned again; nothing
+    """Return a decorator that turns a class into a dataclass whose fields must not be assigned again; nothing
     checks this at run time.
 
     Args:
@@ -32,8 +33,9 @@ class cached_value(Generic[_T]):
     """A property that is computed when it is first read and then stored in the instance, for classes without
     `__slots__`.
 
-    This replaces `functools.cached_property`, which up to Python 3.11 takes a lock that costs more than the
-    computations that this package caches. If two threads read the property at the same time, both compute it.
+    This replaces `functools.cached_property`, which up to Python 3.11 locks at the first read, which costs
+    more time than the computations that this package caches. If two threads read the property at the same
+    time, both compute it.
     """
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:

@@ -52,8 +52,8 @@ class GpuShare:
 def choose_gpus(devices: Sequence[str], index: int, count: int, each: int) -> GpuShare:
     """Choose the GPUs of one of the processes that run on a host.
 
-    Each process gets its own GPUs, perhaps more than it needs, if there are enough of them; otherwise
-    processes share GPUs.
+    If the host has enough GPUs, each process gets GPUs that no other process gets, perhaps more than it
+    needs. Otherwise processes share GPUs.
 
     Args:
         devices: the names of all GPUs of the host that may be used.
@@ -87,13 +87,13 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         given: the GPUs that the process gets.
-        user: the environment variables that the user has set, in the process's environment or for it. If they
-            set a fraction of the memory or an order of devices, that setting is kept.
+        user: the environment variables that the process has otherwise, among them the user's settings. If
+            these variables set a fraction of the memory or an order of devices, that setting is kept.
 
     Raises:
-        MeshError: the user's fraction of the memory is not a number above 0 and up to 1; or all processes on
-            a GPU together would take more than its memory; or the process would get several instances of GPUs
-            (MIG).
+        MeshError: the user's fraction of the memory is not a number above 0 and up to 1, all processes on a
+            GPU together would take more than the GPU's memory, or the process would get several instances of
+            GPUs (MIG).
     """
     if len(given.devices) > 1 and any(map(is_mig_instance, given.devices)):
         raise MeshError(
@@ -136,9 +136,9 @@ class Visible:
 
     Args:
         names: the names of the GPUs in the form of `CUDA_VISIBLE_DEVICES`, each GPU once.
-        stopped_at: the first name that matches no GPU of this host, at which CUDA stops reading the variable.
-            Empty if there is no such name, or if it is a usual way to end the list (no name at all, or a
-            number such as -1).
+        stopped_at: the first name that matches no GPU of this host; CUDA stops reading the variable at this
+            name. Empty if every name matches a GPU, or if the list was ended in a usual way (by an empty
+            name, or by a number such as -1).
     """
 
     names: tuple[str, ...]
@@ -154,9 +154,10 @@ def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
 
     Args:
         text: the value of the variable; None if it is not set, which means all GPUs.
-        uuids: the UUID of each GPU of this host, in the order of NVIDIA's tools, empty where it is not known.
-            If no UUID is known, every UUID in `text` is assumed to exist; if `uuids` has no entries, every
-            number too. Parts of GPUs are always assumed to exist.
+        uuids: the UUID of each GPU of this host, in the order of NVIDIA's tools; an empty text for an unknown
+            UUID. If all of them are unknown, every UUID in `text` is assumed to exist. If `uuids` has no
+            entries, every number in `text` is assumed to exist, too. Parts of GPUs are always assumed to
+            exist.
     """
     if text is None:
         return Visible(tuple(map(str, range(len(uuids)))))
@@ -211,11 +212,11 @@ def _gpu_called(name: str, uuids: Sequence[str]) -> int | str | None:
 
     Args:
         name: a name in `CUDA_VISIBLE_DEVICES`.
-        uuids: the UUID of each GPU of this host, empty where it is not known.
+        uuids: the UUID of each GPU of this host; an empty text for an unknown UUID.
 
     Returns:
-        The GPU's index, or the name in lower case where the index is not known; None if no GPU, or more than
-        one, has this name.
+        The GPU's index; the name in lower case if the index is not known; None if no GPU, or more than one,
+        has this name.
     """
     kind = _kind(name)
     if kind == "number":
@@ -230,7 +231,7 @@ def _gpu_called(name: str, uuids: Sequence[str]) -> int | str | None:
 
 def _preallocates(environ: Mapping[str, str]) -> bool:
     """Return whether JAX reserves its part of a GPU's memory when it starts, given a process's environment
-    variables. With the allocator `platform` it does not: this allocator asks CUDA for the memory of each
+    variables. JAX reserves no memory with the allocator `platform`, which asks CUDA for the memory of each
     array.
     """
     if environ.get(_ALLOCATOR, "").lower() == "platform":

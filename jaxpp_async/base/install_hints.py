@@ -1,4 +1,4 @@
-"""Name the command that installs a missing package, and the page of docs/ that explains a message.
+"""Name the command that installs a missing package, and the page of docs/ that explains an error message.
 
 This module imports no package that could be missing. The pages are in the repository and are not installed,
 so a user's own project has no copy of them.
@@ -91,7 +91,7 @@ def pip_source() -> str:
 
 def _source_of(found: dict[str, Any]) -> str:
     """Return the pip requirement for the package that a `direct_url.json` file (PEP 610) names, in the form
-    of `pip_source`; an empty text if the file names nothing that pip could install.
+    of `pip_source`. Return an empty text if the file names nothing that pip could install.
 
     Args:
         found: the parsed content of the file.
@@ -137,7 +137,7 @@ def _installed_from() -> dict[str, Any] | None:
 
 def jax_cuda_majors() -> tuple[int, ...]:
     """Return the major versions of CUDA for which a JAX plugin is installed in this environment, the
-    preferred one first. Usually there is one; without GPUs there is none.
+    preferred one first. The tuple usually has one entry; without a plugin for GPUs it is empty.
     """
     return tuple(major for major in CUDA_MAJORS if util.find_spec(f"jax_cuda{major}_plugin") is not None)
 

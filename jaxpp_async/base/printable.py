@@ -29,11 +29,11 @@ def shown(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
 
 
 class ErrorInWords(Exception):
-    """An error that has only the text of another error, for an object that remembers what went wrong.
+    """An error that has only the text of another error. Objects that remember an error keep this copy.
 
-    The original error has a traceback, whose frames refer to the values that they worked on: arrays, and
-    often the object that remembers the error. Only the garbage collector frees such a cycle, and an actor
-    creates so few objects that a full collection hardly ever happens.
+    The frames of the original error's traceback refer to arrays, and often to the object that remembers the
+    error. Only the garbage collector frees such a cycle, and an actor creates so few objects that a full
+    collection hardly ever happens.
 
     Args:
         exception_type: the qualified name of the original error's type.

@@ -1,9 +1,9 @@
 """Make folders that only their user can write, for files that this package trusts as much as its own code.
 
 A folder is judged as sshd judges `~/.ssh` (StrictModes): by the permissions of the folder itself and of every
-folder above it, also of those that links lead through, since whoever can write one of those can put another
-folder in its place. As with Debian's sshd, a group may have write permission if it has no other member,
-because systems where each user has a group of his own create folders like that (umask 002).
+folder above it, including the folders that symbolic links lead through, since whoever can write one of those
+can put another folder in its place. As with Debian's sshd, a group may have write permission if it has no
+other member, because systems where each user has a group of his own create such folders (umask 002).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class NotPrivateError(Exception):
 
 
 def make_private_folder(folder: str) -> None:
-    """Create a folder that only this user can write, and its missing parents, with mode 0700; check those
-    that exist.
+    """Create a folder that only this user can write, and its missing parents, with mode 0700; check that the
+    folders on its path that exist are private.
 
     Args:
         folder: an absolute path.
@@ -51,7 +51,8 @@ def make_private_folder(folder: str) -> None:
 
 
 def _check_path(folder: str) -> None:
-    """Check each folder on the path from the root to `folder`, following links as the kernel does.
+    """Check that no other user can write or replace a folder on the path from the root folder to `folder`;
+    follow links as the kernel does.
 
     Raises:
         NotPrivateError: another user could write or replace one of these folders.
@@ -108,8 +109,9 @@ def _root_uid() -> int:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Return whether this process's user is the only member of a group. In root's group only the members that
-    it lists count, and root may be one of them, since system accounts have it as their first group.
+    """Return whether this process's user is the only member of a group. For root's group, return instead
+    whether the group lists no member besides root. Users whose first group is root's do not count, since
+    system accounts have root's group as their first one.
 
     A directory service may not list the users whose first group it is, so the group must also have the user's
     name.

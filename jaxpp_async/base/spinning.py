@@ -1,8 +1,8 @@
 """Keep a process awake for a short time when a message is likely to come soon.
 
-To sleep and be woken costs some ten microseconds, and some hundred if the core has become idle; to poll for a
-message that does not come costs a core's time. `AdaptiveSpin` chooses for how long to poll, based on the
-lengths of the last waits: a short wait makes the next poll longer, a long wait makes it shorter, down to
+To sleep and be woken costs about ten microseconds, or about a hundred if the core has become idle; to poll
+for a message that does not come costs a core's time. `AdaptiveSpin` chooses for how long to poll, based on
+the lengths of the last waits: a short wait makes the next poll longer, a long wait makes it shorter, down to
 none.
 
 `LoopSpin` keeps an event loop awake for that long, and the loop itself finds the message while it is awake. A
@@ -34,8 +34,8 @@ class AdaptiveSpin:
     """A rule for how long one waiter polls for a message before it sleeps, based on the lengths of its last
     waits.
 
-    A wait of at most `longest_s` could have been spent polling, so it doubles the time; a longer wait halves
-    it. The caller passes the current time, in seconds of any one clock.
+    A wait of at most `longest_s` could have been spent polling, so such a wait doubles `limit_s`; a longer
+    wait halves `limit_s`. Callers pass the current time, in seconds, always of the same clock.
 
     Args:
         longest_s: the longest time to poll for one message, in seconds.
@@ -59,8 +59,8 @@ class AdaptiveSpin:
         return now_s - self._since_s < self.limit_s
 
     def record_message(self, now_s: float) -> None:
-        """End the wait because a message came at the time `now_s`, and adapt `limit_s` to the length of the
-        wait, whether the waiter was polling or sleeping.
+        """End the current wait, because a message arrived at the time `now_s`, and adapt `limit_s` to the
+        length of the wait. The waiter may have been polling or sleeping.
         """
         since_s, self._since_s = self._since_s, None
         if since_s is None:
@@ -71,7 +71,7 @@ class AdaptiveSpin:
             self.limit_s = self.limit_s / 2 if self.limit_s > SHORTEST_S else 0.0
 
     def cancel_wait(self) -> None:
-        """End the wait without a message, because none is expected any more; leave `limit_s` as it is."""
+        """End the current wait, because no message is expected any more; leave `limit_s` as it is."""
         self._since_s = None
 
 
@@ -80,8 +80,9 @@ def has_spare_core(hosts: Iterable[str]) -> bool:
     host keeps one core busy.
 
     A mesh asks once, when it starts, and counts its own actors. Other meshes of this process are not counted,
-    and neither is a container's quota of CPU time, which may be less than its cores. If these leave no core
-    free, an actor loses up to `LONGEST_S` before a reply, and nothing if replies have been taking longer.
+    and neither is a container's quota of CPU time, which may be less than its cores. If no core is free
+    because of these, polling delays an actor by up to `LONGEST_S` per reply; while replies take longer than
+    that, nothing polls and no time is lost.
 
     Args:
         hosts: the host name of each actor process.
@@ -95,10 +96,10 @@ class LoopSpin:
     allows.
 
     Args:
-        loop: the event loop. A callback in each of its passes keeps it awake and offers the core to other
-            processes.
-        is_idle: returns whether the loop has nothing to do but wait: on an actor, that it has no step; on the
-            controller, that a step is under way.
+        loop: the event loop. A callback in each pass of the loop keeps the loop awake and offers the core to
+            other processes.
+        is_idle: returns whether the loop has nothing to do but wait for a message. For an actor this means
+            that no step is under way; for the controller, that a step is under way.
         now_s: returns the current time in seconds.
     """
 

@@ -2,13 +2,12 @@
 
 Processes have consecutive numbers, and those of one actor follow each other; only `process_of` and
 `actor_and_rank` compute with these numbers. With one process per actor, process and actor have the same
-number. Whatever runs, listens, sends heartbeats, dies or sends data is a process; whatever has a program is
-an actor.
+number. A process runs, listens, sends heartbeats and data, and can die; an actor has a program.
 
-An actor writes its progress to a page of memory that the process which started it shares with it. The actor
-writes at every instruction (this takes under a microsecond and sends no message). Its own heartbeat thread
-reads the page, and so does the process that started it, if the actor has died and cannot be asked. The page
-has no file and no name, so that nothing is left behind.
+Each actor shares a page of memory with the process that started the actor, and writes its progress to the
+page at every instruction (this takes under a microsecond and sends no message). The actor's heartbeat thread
+reads the page. The starting process reads the page if the actor has died and cannot be asked. The page has no
+file and no name, so that nothing is left behind.
 """
 
 from __future__ import annotations
@@ -35,9 +34,10 @@ class ActorInfo:
         devices: one text per device, such as `"cpu:0"`.
         state: `"starting"`, `"ready"`, `"failed"` or `"closed"`. While lost actors are being replaced, the
             lost ones are `"restarting"` and all others `"waiting"`.
-        rank, size: for one of several processes, its number in its actor and the actor's number of processes.
+        rank, size: for a process of an actor that has several: the process's number in the actor, and the
+            number of processes of the actor.
         processes: for an actor, the descriptions of its processes in order of rank; empty for a process.
-        gpus: the UUIDs of its GPUs, or of parts of one (MIG), as `nvidia-smi -L` lists them; empty without
+        gpus: the UUIDs of the GPUs, or of parts of one (MIG), as `nvidia-smi -L` lists them; empty without
             GPUs.
     """
 
@@ -70,8 +70,8 @@ class ActorInfo:
 
 
 def merge_processes(processes: Sequence[ActorInfo]) -> ActorInfo:
-    """Return the description of an actor, made from those of its processes. Its state is the worst of their
-    states, and its devices are those of all processes.
+    """Combine the descriptions of an actor's processes into one description of the actor. The actor's state
+    is the worst of the processes' states, and its devices are those of all processes.
 
     Args:
         processes: the descriptions of the actor's processes, in order of rank.
@@ -107,8 +107,8 @@ class Position:
     Args:
         step: the id of the run (a `messages.StepId`).
         program_id: the id of the program.
-        instruction: the index of the instruction; after the last one, the number of instructions, while
-            transfers may still be open.
+        instruction: the index of the current instruction. After the last instruction this is the number of
+            instructions; transfers may still be open then.
         waiting: whether data that the instruction needs has not arrived yet.
         computing: whether the devices execute the instruction. If neither `waiting` nor `computing` is true,
             the instruction has ended and the next one has not begun.
@@ -122,8 +122,8 @@ class Position:
 
 
 def furthest_behind(positions: Sequence[Position | None]) -> Position | None:
-    """Return how far an actor has come, which is the position of its process that is furthest behind. The
-    other processes may be waiting for that process, in a task that they compute together.
+    """Return the position of an actor's process that is furthest behind; this counts as the actor's position.
+    The other processes may be waiting for that process, in a task that they compute together.
 
     Args:
         positions: the position of each process of the actor; None for a process that has reported none.
@@ -167,7 +167,7 @@ class ProgressPage:
         _LAYOUT.pack_into(self._page, 0, True, step, program_id, instruction, waiting, computing)
 
     def read(self) -> Position | None:
-        """Return the position that the actor wrote last; None before its first instruction and after
+        """Return the position that the actor wrote last; None before the actor's first instruction, and after
         `close`.
         """
         if self._page.closed:
@@ -184,7 +184,7 @@ def ignore_progress(
     step: int, program_id: int, instruction: int, waiting: bool, computing: bool = False, /
 ) -> None:
     """Ignore an actor's position. This is the `NoteProgress` of inline actors, which run inside the
-    controller's process: they cannot die alone, so that nobody would read the position.
+    controller's process: they cannot die alone, so no process would read the position.
     """
 
 
@@ -192,8 +192,8 @@ def ignore_progress(
 
 
 def process_of(actor: ActorId, rank: int, size: int) -> ProcessId:
-    """Return the mesh-wide number of the process that has this rank in an actor, where each actor has `size`
-    processes.
+    """Return the mesh-wide number of the process that has the given rank in an actor, where each actor has
+    `size` processes.
     """
     return actor * size + rank
 
@@ -236,7 +236,7 @@ class Topology:
         return actor_and_rank(process, self.per_actor)[1]
 
     def process(self, actor: ActorId, rank: int) -> ProcessId:
-        """Return the number of the process that has this rank in an actor."""
+        """Return the number of the process that has the given rank in an actor."""
         return process_of(actor, rank, self.per_actor)
 
     def processes_of(self, actor: ActorId) -> range:
@@ -297,7 +297,7 @@ class ProcessRank:
         return process_of(self.actor, rank, self.size)
 
     def counterpart_in(self, actor: ActorId) -> ProcessId:
-        """Return the process of another actor that has the same rank as this one. When the two actors
+        """Return the process of another actor that has the same rank as this process. When the two actors
         exchange arrays, these two processes exchange data.
         """
         return process_of(actor, self.rank, self.size)

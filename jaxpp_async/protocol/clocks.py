@@ -3,8 +3,8 @@ this process was awake.
 
 Every process measures time with `time.monotonic()`. Processes under one kernel share one clock (`clock_name`
 identifies it), and nothing has to be estimated. Other clocks are read again and again, and the reading whose
-reply came soonest is the most precise, as in NTP: the other clock was read between two readings of our own,
-so that half of the time between these two bounds the error.
+reply came soonest is the most precise, as in NTP: the other clock was read between two readings of our own
+clock, so the error is at most half of the time between these two readings.
 
 `SuspendAwareClock` leaves out time for which the process was stopped or its event loop was blocked, since the
 process could not receive messages then. Wall clocks are not used.
@@ -65,9 +65,9 @@ class Reading:
     """One reading of another process's clock.
 
     Args:
-        sent_s: when this process asked for the reading, in seconds of its own clock.
+        sent_s: when this process asked for the reading, in seconds of this process's clock.
         shown_s: the time that the other clock showed, in seconds.
-        received_s: when this process received the answer, in seconds of its own clock.
+        received_s: when this process received the answer, in seconds of this process's clock.
     """
 
     sent_s: float
@@ -75,9 +75,9 @@ class Reading:
     received_s: float
 
     def offset(self, at_s: float) -> Offset:
-        """Return how far the other clock was ahead of this process's clock at the time `at_s` of the latter,
-        as this reading tells. The further `at_s` is from the reading, the larger is the error, since clocks
-        drift.
+        """Compute from this reading how many seconds the other clock was ahead of this process's clock when
+        the latter showed `at_s`. Clocks drift, so the error grows with the time between the reading and
+        `at_s`.
         """
         away_s = max(0.0, self.sent_s - at_s, at_s - self.received_s)
         middle_s, half_s = (self.sent_s + self.received_s) / 2, (self.received_s - self.sent_s) / 2
@@ -95,10 +95,10 @@ class Clock:
         is_own: whether the clock is known to be this process's own clock, which needs no readings.
 
     Attributes:
-        name: the other process's `clock_name()`; None until it has sent it.
+        name: the other process's `clock_name()`; None until that process has sent this name.
         is_own: the argument `is_own`, updated when the name is known.
-        readings: the latest readings. The tuple is never changed in place, so that callers can store it as it
-            was at some time.
+        readings: the latest readings. The tuple is never changed in place, so that callers can store a tuple
+            and have the readings of that time.
     """
 
     __slots__ = ("is_own", "name", "readings")
@@ -131,7 +131,7 @@ OWN_CLOCK = Clock(is_own=True)
 
 
 class Clocks:
-    """The clocks of a mesh's actor processes, as seen by this process. Each is found by its process number.
+    """A collection of the `Clock`s of a mesh's actor processes, by process number.
 
     Args:
         own: this process's `clock_name()`.
@@ -148,8 +148,9 @@ class Clocks:
         return self._clocks[process]
 
     def name(self, process: ProcessId, name: str) -> None:
-        """Record the name of the clock that a process has sent (its `clock_name()`). If there was a clock of
-        another name under this process number, that process has been replaced, and its clock is forgotten.
+        """Record the name of the clock that a process has sent (its `clock_name()`). If another name was
+        recorded for this process number, the process has been replaced, and the old process's clock is
+        forgotten.
         """
         clock = self.clock_of(process)
         if clock.name == name:
@@ -177,8 +178,8 @@ TICK_S = 0.5
 class SuspendAwareClock:
     """A clock that counts the seconds for which this process was awake.
 
-    The owner calls `tick` at regular times. Between two ticks at most twice their intended distance is
-    counted, since a longer gap means that the process was stopped or its event loop was blocked.
+    The owner calls `tick` at regular times. Of the time between two ticks, at most `2 * tick_s` is counted,
+    since a longer gap means that the process was stopped or its event loop was blocked.
 
     Args:
         now: the current time of the monotonic clock, in seconds.

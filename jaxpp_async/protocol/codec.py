@@ -73,8 +73,8 @@ def named(message: object) -> tuple[Any, ...]:
 
 
 class Encoder:
-    """An encoder of messages that works like `encode`, but reuses one buffer for all messages. Only one
-    thread may use it.
+    """An encoder of messages that works like the function `encode`, but reuses one buffer for all messages.
+    Only one thread may use it.
 
     Args:
         max_bytes: the largest size of an encoded message, in bytes.
@@ -89,7 +89,7 @@ class Encoder:
 
         Raises:
             MeshError: the message is too long, or has text or numbers that msgpack cannot carry. No part of
-                it stays in the buffer.
+                the message stays in the buffer.
         """
         packer = self._packer or msgpack.Packer(default=fields_of)
         self._packer = packer
@@ -156,7 +156,8 @@ def build(cls: type[T], values: Any) -> T:
 
     Args:
         cls: the dataclass.
-        values: a tuple of its fields in order, where arrays are tuples and maps are dicts.
+        values: the values of the dataclass's fields in order, as a tuple. Inner arrays are tuples and inner
+            maps are dicts.
 
     Raises:
         ProtocolError: fields are missing or too many, or a field has a wrong type.
@@ -317,7 +318,7 @@ def _dataclass_decoder(cls: type) -> Decode:
 
 
 def _may_be_empty(hint: Any) -> bool:
-    """Return whether an empty array or map always fits a type hint."""
+    """Return whether an empty msgpack array or map is always a valid value for a type hint."""
     origin = typing.get_origin(hint)
     return origin in (dict, Mapping) or (origin is tuple and typing.get_args(hint)[-1:] == (Ellipsis,))
 
@@ -388,7 +389,7 @@ def _union_decoder(members: tuple[Any, ...]) -> Decode:
 
 
 def _wire_type(hint: Any) -> type:
-    """Return the Python type to which msgpack decodes a value of this type hint."""
+    """Return the Python type to which msgpack decodes a value with this type hint."""
     if dataclasses.is_dataclass(hint):
         return tuple
     return typing.get_origin(hint) or hint

@@ -40,12 +40,12 @@ class Connection(asyncio.Protocol):
     """An authenticated conversation between controller and actor process over one socket.
 
     Args:
-        wire: this side of the conversation, on which the handshake has not begun.
-        on_message: called with each message that arrives, in order. May be replaced at any time.
+        wire: the state machine of this process's side of the conversation; its handshake has not begun.
+        on_message: called with each message that arrives, in order; may be replaced at any time.
         on_closed: called once, when the socket is closed, with the error that ended the conversation, or None
             at end of file.
-        lost_s: for how long, about, sent data may stay without an acknowledgement before the peer counts as
-            lost, in seconds.
+        lost_s: about how many seconds sent data may stay without an acknowledgement before the peer counts as
+            lost.
 
     Attributes:
         opened: a future that completes when both sides have authenticated themselves, or raises the reason if
@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def ends(self) -> tuple[str, str]:
-        """The network addresses of the peer and of this side, in this order; available while the socket is
+        """The network addresses of the peer and of this process, in this order; available while the socket is
         open.
         """
         assert self._transport is not None
@@ -97,8 +97,8 @@ class Connection(asyncio.Protocol):
         return peer[0] if peer else ""
 
     def send(self, message: Message, encoded: bytes | None = None) -> None:
-        """Send a message without waiting. If the conversation is over, the message is dropped (`on_closed`
-        has reported why); a `Log` is also dropped while much data is unsent.
+        """Send a message without waiting. If the conversation is over, drop the message; `on_closed` has
+        reported the reason. A `Log` message is also dropped while much data is unsent.
 
         Args:
             message: the message.
@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
             transport.writelines(pieces)
 
     async def drain(self) -> None:
-        """Wait until little data is left unsent, or the conversation is over."""
+        """Wait until little data is left unsent, or until the conversation is over."""
         await self._writable.wait()
 
     def close(self) -> None:
@@ -214,8 +214,8 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     def fail(self, error: Exception) -> None:
-        """End the conversation because of `error`. If this is called more than once, the first error is
-        reported.
+        """End the conversation because of `error`. If this is called more than once, `on_closed` receives the
+        first error.
         """
         if self._error is None:
             self._error = error
@@ -238,7 +238,7 @@ async def connect_tcp(connection: Connection, host: str, port: int) -> None:
         host, port: the controller's address.
 
     Raises:
-        HandshakeError: the peer refused this side, or does not belong to this mesh.
+        HandshakeError: the peer refused this process, or does not belong to this mesh.
         OSError: no process listens at this address.
     """
     loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """Authenticate both sides of a control connection and protect every message on it, as a pure state machine
 over bytes.
 
-A `Wire` is one side of one conversation. Feed it the bytes that came from the peer; send the bytes that
+A `Wire` is one side of one conversation. Pass the bytes that the peer has sent to `feed`; send the bytes that
 `take_outgoing` and `encode` return.
 
     actor                                   controller
@@ -18,10 +18,9 @@ one actor and one channel, and can be neither replayed nor reflected. The secret
 
 After the handshake, each message is one frame: the payload's length (8 bytes), a sequence number (8 bytes),
 the payload, and a MAC of all of these. If the payload is longer than `SHORT_BYTES`, it is preceded by a MAC
-of the first 16 bytes, which is checked while the frame is still incomplete: of data that nobody has proved to
-have sent, at most `SHORT_BYTES` are stored. Every error is final, and the wire then refuses everything.
-Messages that were verified before the error are still returned, since they may explain it.
-"""
+of the first 16 bytes, which is checked while the frame is still incomplete: of unauthenticated data, at most
+`SHORT_BYTES` are stored. Every error is final: the wire then refuses all data. Messages that were verified
+before the error are still returned, since they may explain it."""
 
 from __future__ import annotations
 
@@ -93,7 +92,8 @@ class Identity:
         process_id: the number of the actor process in the mesh.
         incarnation: how many processes had this number before: a lost process is replaced by a new one of the
             same number.
-        channel: the purpose of the conversation.
+        channel: the purpose of the conversation: `"control"` for requests and replies, or `"beats"` for
+            heartbeats.
     """
 
     process_id: int
@@ -106,9 +106,9 @@ class Wire:
     consumes and returns bytes.
 
     Args:
-        role: which side this is.
+        role: the side of this wire: `"actor"` or `"controller"`.
         secret: the secret that all processes of the mesh share, 32 bytes.
-        version: the version of this package on this side.
+        version: the version of this package in this process.
         identity: the identity of this actor process; the controller passes None and learns it from the peer.
         max_frame_bytes: the longest payload to accept or send, in bytes.
         nonce: 32 fresh random bytes; given only by tests.
@@ -117,7 +117,7 @@ class Wire:
         state: `"greeting"`, `"proving"`, `"open"` or `"failed"`.
         identity: the actor process's identity; on the controller's side None until the actor has
             authenticated itself.
-        error: the error that came after the last messages that `feed` returned, or None.
+        error: the error in the bytes after the last messages that `feed` returned; None if there was none.
     """
 
     error: ProtocolError | None = None
@@ -159,23 +159,25 @@ class Wire:
             self._greet(self._hello)
 
     def take_outgoing(self) -> bytes:
-        """Return the handshake bytes that have to be sent now, perhaps none, and remove them from the
-        wire.
+        """Return the handshake bytes that have to be sent now, perhaps none; the wire does not return them
+        again.
         """
         data = b"".join(self._outgoing)
         self._outgoing.clear()
         return data
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Message]:
-        """Process bytes from the peer, cut in any way, and return the messages that are now complete.
+        """Process bytes from the peer, and return the messages that are now complete. The bytes may begin and
+        end anywhere in a message.
 
-        If an error follows after some messages, these are returned, the wire has failed, and `error` has the
-        reason.
+        If the bytes have complete messages and then an error, return the messages, set `error`, and let the
+        wire fail.
 
         Raises:
             HandshakeError: the peer does not belong to this mesh, or runs another version (then `identity`
                 names it). The wire has failed.
-            ProtocolError: a length, sequence number, MAC or message is wrong. The wire has failed.
+            ProtocolError: a length, sequence number, MAC or message is wrong, and no message was complete
+                before it. The wire has failed.
         """
         if self.state == "failed":
             raise ProtocolError("this conversation has already failed")
@@ -297,8 +299,8 @@ class Wire:
     # ------------------------------------------------------------ frames
 
     def _take_whole(self, data: bytes, messages: list[Message]) -> None:
-        """Read the frames that are complete in `data`, as those of a step usually are, without copying them
-        to the buffer; append the rest of `data` to the buffer.
+        """Decode the complete frames in `data` without copying them to the buffer; append the rest of `data`
+        to the buffer. This saves a copy of most messages: those of a step usually arrive as complete frames.
 
         Args:
             data: bytes from the peer, which begin with a frame.
@@ -335,8 +337,8 @@ class Wire:
             self._num_received += 1
 
     def _check_beginning(self, size: int, sequence: int) -> None:
-        """Check the beginning of an incomplete frame before more of it is stored: the peer must have signed
-        its length, or the frame must be short.
+        """Check the beginning of an incomplete frame before more of it is stored: the frame must be short, or
+        the peer must have signed its length.
 
         Args:
             size: the length of the payload, from the frame's header.
@@ -433,7 +435,7 @@ class Proof:
 class FrameKey:
     """A key that signs one direction of a conversation with HMAC-SHA256, truncated to `MAC_BYTES`.
 
-    The hash state after the padded key is computed once and copied for each frame, which for short frames
+    The hash state after the padded key is computed once and copied for each frame. For short frames this
     takes half the time of `hmac.digest`.
 
     Args:
@@ -458,7 +460,9 @@ class FrameKey:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys that sign the messages of an authenticated conversation, one for each direction."""
+    """The keys that sign the messages of an authenticated conversation, one for each direction of the
+    conversation.
+    """
 
     to_actor: FrameKey = field(repr=False)
     to_controller: FrameKey = field(repr=False)
@@ -525,8 +529,8 @@ def check_handshake_message(role: str, expected: Role, nonce: bytes) -> None:
         nonce: the nonce in the message.
 
     Raises:
-        HandshakeError: the message has another role, such as one that was sent by this side and reflected, or
-            its nonce has a wrong length.
+        HandshakeError: the message has another role, such as a message of this process that an attacker sent
+            back, or its nonce has a wrong length.
     """
     if role != expected:
         raise HandshakeError(
@@ -555,15 +559,15 @@ def check_versions(process_id: int, actor: str, controller: str) -> None:
 
 def format_mismatch(version: str, theirs: bytes) -> str | None:
     """Return a text that tells users what to do about a peer whose handshake messages have another format
-    than this side's.
+    than those of this process.
 
     Args:
-        version: the version of this package on this side.
+        version: the version of this package in this process.
         theirs: the first bytes that the peer sent, at least as many as `MAGIC` has; the peer is not
             authenticated yet.
 
     Returns:
-        The text; None if the bytes are no handshake message at all.
+        The text; None if the bytes are not a handshake message.
     """
     number = theirs[len(MAGIC) - 1 : len(MAGIC)]
     if theirs[: len(MAGIC) - 1] != MAGIC[:-1] or not number.isdigit():

@@ -45,7 +45,7 @@ class LineProtocol(Generic[O, R]):
         signs of life (dots).
 
         Raises:
-            ValueError: the line is anything else. The message does not quote it, since it may contain a
+            ValueError: the line has another content. The message does not quote the line, which may contain a
                 secret.
         """
         text = line.lstrip(SIGN_OF_LIFE).strip()

@@ -44,12 +44,12 @@ _HERE: contextvars.ContextVar[int | None] = contextvars.ContextVar("jaxpp_async_
 
 
 class RateLimit:
-    """A limit on the rate of log records: `burst` records at once and `per_s` per second in the long run, and
-    none while `burst` records are queued.
+    """A limit on the rate of log records. Up to `burst` records may be sent together, and `per_s` per second
+    in the long run; no record is accepted while `burst` records are queued.
 
     Args:
         per_s: the number of records per second.
-        burst: the number of records that may be sent at once, or be queued.
+        burst: the number of records that may be sent together, and the number that may be queued.
         now_s: the current time in seconds; the caller reads the clock.
 
     Attributes:
@@ -61,7 +61,7 @@ class RateLimit:
         self.num_refused = 0
 
     def admit(self, now_s: float, num_waiting: int) -> bool:
-        """Return whether one more log record may be sent, and count it as sent or as refused.
+        """Return whether one more log record may be sent, and count the record as sent or as refused.
 
         Args:
             now_s: the current time, in seconds.
@@ -84,8 +84,8 @@ class RecordSender(logging.Handler):
     the handler is created and closed on the actor's event loop.
 
     Args:
-        send: sends a `Log` message to the controller, or drops it if too much is unsent; called on the event
-            loop.
+        send: sends a `Log` message to the controller, or drops the message if too much is unsent; called on
+            the event loop.
         clock: returns the time in seconds, like `time.monotonic`.
 
     Attributes:
@@ -114,8 +114,8 @@ class RecordSender(logging.Handler):
         return kept
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record to be sent, or count it as dropped if there are too many. `logging` calls this on
-        any thread.
+        """Queue a record to be sent; if there are too many records, count this one as dropped instead.
+        `logging` calls this on any thread.
         """
         with self._guard:  # before formatting: a flood of records must cost little
             is_wanted = self._limit.admit(self._clock(), len(self._waiting))
@@ -238,11 +238,11 @@ def package_level() -> int:
 
 
 def log_remote(actor: ActorInfo, message: Log) -> None:
-    """Log a record that an actor has sent, under the same logger's name, with the attributes `actor`, `host`
-    and `step`.
+    """Log a record that an actor has sent, on this process's logger of the same name, with the attributes
+    `actor`, `host` and `step`.
 
-    If a level was set for that logger or for a parent of it below the root logger, that level applies;
-    otherwise that of the logger `jaxpp_async` applies.
+    If a level was set for that logger or for a parent of it below the root logger, that level decides whether
+    the record is logged; otherwise the level of the logger `jaxpp_async` decides.
 
     Args:
         actor: a description of the actor that has sent the record.
@@ -285,8 +285,8 @@ def name_actor(actor_id: int) -> contextvars.Context:
 
 
 def _label(record: logging.LogRecord) -> bool:
-    """Add the attributes `actor`, `host` and `step` to a log record of this package if it lacks them, so that
-    a format may name them. This is a filter of `logging` that keeps every record.
+    """Add the attributes `actor`, `host` and `step` to a log record of this package if the record lacks them,
+    so that a format string may name them. This is a filter of `logging` that keeps every record.
     """
     fields = record.__dict__
     if fields.setdefault("actor", None) is None:

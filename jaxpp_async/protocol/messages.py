@@ -42,18 +42,18 @@ def step_id(number: int, kind: RunKind = "step", ahead: int = 0) -> StepId:
     """Return the id of one run of a program on all its actors.
 
     Args:
-        number: the number of the user's step that the run is, or that it precedes, counted from 0 over the
-            mesh's life.
-        kind: the kind of the run: `"move"` (brings an argument to where a step needs it), `"init"` (runs the
-            program of a `step.init`) or `"step"` (a step of the user's).
+        number: the number of the user's step that the run is or prepares, counted from 0 over the mesh's
+            life.
+        kind: the kind of the run: `"move"` (sends an argument to the actors on which a step needs it),
+            `"init"` (runs the program of a `step.init`) or `"step"` (a step of the user's).
         ahead: how many moves and inits ran between the user's previous step and this run.
     """
     return number << 32 | ahead << 2 | _KINDS.index(kind)
 
 
 def step_number(step: StepId) -> int:
-    """Return the number of the user's step to which a run of a program belongs: the run is that step itself,
-    or a move of an argument or an init that precedes it.
+    """Return the number of the user's step to which a run of a program belongs. The run is that step itself,
+    or it prepares the step: it moves an argument, or runs the program of a `step.init`.
 
     Args:
         step: the id of the run.
@@ -89,8 +89,8 @@ INLINE_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """A request to the first process of an actor to reserve a TCP port, at which the actor's other processes
-    will find it.
+    """A request to the first process of an actor to reserve a TCP port, to which the actor's other processes
+    will connect.
 
     The controller sends it before `Configure`, if actors have several processes. Reply: `Reserved`.
     """
@@ -118,10 +118,11 @@ class Configure:
         axis_types: the type of each axis, `"auto"` or `"explicit"`.
         platform: `"cpu"` or `"cuda"`.
         jax_config: values of `jax.config` options by name, plain data, set before JAX creates a backend.
-        cache_dir: the folder of JAX's persistent compilation cache, `compilation_cache.DEFAULT`, or None for
-            no cache.
-        setup: a function that is called before JAX starts, as `"module:function"`, or None.
-        setup_folder: the folder that is searched last for the module of `setup`, or None.
+        cache_dir: the folder of JAX's persistent compilation cache; `compilation_cache.DEFAULT` for the
+            folder that `JAX_COMPILATION_CACHE_DIR` names on the process's host, or else a default folder;
+            None for no cache.
+        setup: the name of a function to call before JAX starts, as `"module:function"`; None for no function.
+        setup_folder: the folder in which the module of `setup` is searched for last; None for no such folder.
         transport: `"ucx"`, `"memory"` or `"nccl"`.
         epoch: the number of aborts of the mesh so far, which is part of the tags of all transfers.
         cluster: a description of this actor's processes, which start together; None if the actor has only
@@ -146,13 +147,14 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A description, for one process of an actor that has several, of how the processes of the actor find
-    each other.
+    """A description of how the processes of an actor find each other, for an actor that has several.
 
     Args:
-        coordinator: the host and port at which the processes find each other; the first process opens it.
-        addresses: for each process, the address of its host at which the others can connect to it.
-        rank: the number of the process that receives this, counted from 0 in its actor.
+        coordinator: the address of the first process, as host and port, which the other processes use to join
+            it.
+        addresses: for each process, an address of the process's host at which the other processes can connect
+            to it.
+        rank: the number of the process that receives this description, counted from 0 in the actor.
     """
 
     coordinator: str
@@ -191,14 +193,13 @@ class Hardware:
         kind: the devices' name in JAX, such as `"cpu"` or `"NVIDIA H100 80GB HBM3"`.
         count: the number of devices of the process.
         memory_bytes: the memory of one device; 0 if it is not known, or if it is the host's memory.
-        cuda: the version of CUDA for which JAX's plugin is made, such as `"13.0"`, or `"13"`; empty without
+        cuda: the version of CUDA for which JAX's plugin is made, such as `"13.0"` or `"13"`; empty without
             GPUs.
         driver: the newest CUDA version that the host's driver supports, in the same form.
         gpus: the UUIDs of the GPUs, or of parts of one (MIG); empty without GPUs.
         memory_fraction: the fraction of each GPU's memory that JAX reserves when it starts; 0 for none.
-        nccl: the version of the NCCL with which programs transfer arrays, such as `"2.32.3"`; empty with
-            other transports.
-        nccl_shares: whether that NCCL accepts two ranks on one GPU.
+        nccl: the version of the NCCL library, such as `"2.32.3"`; empty if the transport is not `"nccl"`.
+        nccl_shares: whether that NCCL library accepts two ranks on one GPU.
     """
 
     kind: str
@@ -236,7 +237,7 @@ class Connect:
     Reply: `Connected`.
 
     Args:
-        epoch: the number of aborts of the mesh so far, to use in the tags of transfers from now on.
+        epoch: the number of aborts of the mesh so far; the tags of transfers contain this number from now on.
         addresses: the address of each process's transport; the receiver of this request skips its own.
     """
 
@@ -250,9 +251,8 @@ class Connected:
     """Reply to `Connect`: the transport is connected.
 
     Args:
-        routes: for each peer, the mediums by which the transport sends to it, as UCX names them
-            (`"cuda_ipc"`, `"rc_mlx5"`, `"tcp"`); empty if the transport does not say, or if only host memory
-            is sent.
+        routes: for each peer, the UCX transports that send data to the peer, as UCX names them (`"cuda_ipc"`,
+            `"rc_mlx5"`, `"tcp"`); empty if the transport does not tell, or if only host memory is sent.
     """
 
     request: int
@@ -268,8 +268,9 @@ class OfferLinks:
     Reply: `LinksOffered`.
 
     Args:
-        num_ids: how many ids to make: one for each new link between two devices for which this process makes
-            the id (`transport.nccl.order.NcclLink.maker`).
+        num_ids: how many ids to make. One of the two processes of each new link between two devices makes the
+            link's id (`transport.nccl.order.NcclLink.maker`); this is the number of links whose id this
+            process makes.
     """
 
     request: int
@@ -310,8 +311,8 @@ class JoinLink:
 
     Args:
         sender, receiver: the process that sends and the process that receives.
-        from_device, to_device: the index of the device in the sender and in the receiver.
-        unique_id: the communicator's id, made by the process of the two with the lower number.
+        from_device, to_device: the index of the device in the sending process, and in the receiving process.
+        unique_id: the communicator's id, made by whichever of the two processes has the lower number.
     """
 
     sender: ProcessId
@@ -342,12 +343,14 @@ class Load:
     Reply: `Loaded`.
 
     Args:
-        program_id: the program's id, chosen by the controller, by which `Step` names the program.
+        program_id: the id that the controller has given the program; `Step` contains this id.
         program: the text of the `ActorProgram`.
-        executables: the content key of each executable that the program uses, by the executable's index.
-        blobs: the serialized `jax.export.Exported` of each executable that was not sent to this process
-            before, by content key.
-        names: the user's names of the step's arguments, by number, for those that errors may have to name.
+        executables: the executables that the program uses. The keys are the executables' indices in the
+            program; the values are the content keys of the executables (hashes of their content).
+        blobs: the executables that were not sent to this process before. The keys are their content keys; the
+            values are serialized `jax.export.Exported` objects.
+        names: the user's names of the step's arguments, by argument number, for error messages about NaNs and
+            infinities; empty unless JAX's options forbid these.
     """
 
     request: int
@@ -385,13 +388,13 @@ class Step:
     the same epoch and id was received before, its reply is sent again; any other step of the past is refused.
 
     Args:
-        epoch: the number of aborts of the mesh so far, used in the tags of the step's transfers.
+        epoch: the number of aborts of the mesh so far; the tags of the step's transfers contain this number.
         step: the id of this run of the program.
         program_id: the id of the program to run.
-        inputs: the id of the array to use for each argument of the step that this actor's program binds, by
-            the argument's number (`Input.arg`).
-        outputs: the id to give to the array of each result that this actor's program makes, by the result's
-            number (`Output.result`).
+        inputs: the arrays to use as inputs of this actor's program. The keys are the numbers of the step's
+            arguments (`Input.arg`); the values are the ids of the arrays.
+        outputs: the ids to give to the arrays that this actor's program returns. The keys are the numbers of
+            the step's results (`Output.result`); the values are the ids.
         puts: host values to store before the step.
         frees: the ids of arrays to free before the step.
         frees_after: the ids of arrays to free when the step has ended (host arguments).
@@ -431,12 +434,12 @@ class StepStats:
         wait_s: the time with nothing to execute, because data of another actor or of the controller was
             missing.
         total_s: the time from the start of the step to its last instruction.
-        peak_bytes: the largest size of the arrays in the program's buffers at any time, without those in
-            `ActorProgram.uncounted`.
-        live_buffers: the number of arrays in the actor's store after the step.
+        peak_bytes: the largest total size of the arrays in the program's buffers at any time; arrays in the
+            buffers `ActorProgram.uncounted` do not count.
+        live_buffers: the number of arrays that the actor stores after the step.
         stamps: two little-endian float64 for each instruction of the actor's program, in order: the times
-            when it began and ended, in seconds of the actor's monotonic clock; NaN where there is no such
-            time. `jaxpp_async.timeline` decodes them.
+            when the instruction began and ended, in seconds of the actor's monotonic clock; NaN for a time
+            that is not known. `jaxpp_async.timeline` decodes them.
     """
 
     compute_s: float
@@ -475,10 +478,10 @@ class Put:
         array_id: the id under which the array is stored.
         aval: the array's shape, dtype and sharding.
         data: the bytes in C order; None if they are sent over the data plane (the transport for arrays).
-        sequence: the number of the transfer on the data plane's host channel, which carries host values. If
-            the actor has several processes, each part of the array (see `layout.array_parts`) is sent by
-            itself, under the numbers from `sequence` on, to the process that owns the part, which passes it
-            on.
+        sequence: the number of the transfer on the data plane's host channel, which carries host values; used
+            if `data` is None. If the actor has several processes, each part of the array (see
+            `layout.array_parts`) is one transfer, numbered from `sequence` on. The process that owns a part
+            receives it, and sends it to the actor's other processes that need it.
     """
 
     array_id: ArrayId
@@ -500,8 +503,8 @@ class Fetch:
     Args:
         array_ids: the ids of the arrays.
         sequences: for each array, the number of its transfer on the host channel of the data plane (the
-            transport for arrays); not used for an array of at most `INLINE_BYTES`, which is part of the
-            reply.
+            transport for arrays). An array of at most `INLINE_BYTES` is sent in the reply instead, and its
+            number is not used.
     """
 
     request: int
@@ -527,16 +530,16 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class BeginSnapshot:
-    """A request to a process to keep arrays for a save, as they are between the steps before and after this
-    request. The controller sends it first in a save.
+    """A request to a process to keep arrays for a save, with the values that they have after all steps
+    requested before this message. The controller sends it first in a save.
 
-    Reply: `Done`, after the steps before have computed the arrays. The process keeps them until `WriteFile`
+    Reply: `Done`, after the earlier steps have computed the arrays. The process keeps them until `WriteFile`
     has written them or `Sweep` ends the save.
 
     Args:
         folder: the folder for the files of the save, as an absolute path. All paths in these messages are
-            bytes, as the file system has them, so that every name that it allows can be sent. Only one save
-            at a time may use a folder.
+            bytes, as the file system has them, so that every name that the file system allows can be sent.
+            Only one save at a time may use a folder.
         array_ids: the ids of the arrays to keep.
     """
 
@@ -547,8 +550,8 @@ class BeginSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class WriteFile:
-    """A request to a process to write arrays that it keeps for a save to one file, to make sure that the file
-    is on the disk, and to release the arrays. The controller sends it after `BeginSnapshot`.
+    """A request to a process to write arrays that it keeps for a save to one file, to flush the file to the
+    disk, and to release the arrays. The controller sends it after `BeginSnapshot`.
 
     Reply: `Written`.
 
@@ -597,8 +600,9 @@ class CheckFiles:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A request to a process to end the save in a folder, if there is one, and to remove files, complete or
-    not. The controller sends it when a save is complete or has failed, and when old checkpoints are removed.
+    """A request to a process to end the save in a folder, if one is under way, and to remove files, complete
+    or not. The controller sends it when a save is complete or has failed, and when old checkpoints are
+    removed.
 
     Reply: `Done`.
 
@@ -640,7 +644,8 @@ class FilePart:
         sha256: the SHA-256 of the array's bytes in the file.
         array_id: the id under which the process stores the array.
         aval: the array's shape, dtype and sharding.
-        pieces: the pieces that make up the array, in any files; empty if the array is whole in one file.
+        pieces: the pieces that make up the array, each in some file; empty if the file that is read contains
+            the whole array.
     """
 
     name: str
@@ -674,13 +679,13 @@ class FilePiece:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A request to a process to drop every step under way, to end all transfers, and to enter a new epoch.
-    The controller sends it to the other actors when one has failed.
+    """A request to a process to drop every step under way, to end all transfers, and to enter a new epoch
+    (the period between two aborts). The controller sends it to the other actors when one has failed.
 
     Reply: `Done`.
 
     Args:
-        epoch: the new epoch, which counts the aborts of the whole mesh.
+        epoch: the number of the new epoch: the number of aborts of the whole mesh so far.
         cause: a description of the failure, for the errors of the dropped steps.
     """
 
@@ -691,8 +696,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class ResetTransport:
-    """A request to a process to close its transport and to make another one, to which no peer has connected
-    yet. The controller sends it after an `Abort`.
+    """A request to a process to close its transport and to make a new one, to which no peer is connected. The
+    controller sends it after an `Abort`.
 
     Reply: `TransportReset`.
     """
@@ -710,11 +715,11 @@ class TransportReset:
 
 @dataclass(frozen=True, slots=True)
 class TakeReplica:
-    """A request to a process to copy every array to host memory, as it is between the requests before and
-    after this one. Such a copy is called a replica; the arrays of a lost actor are restored from it. The
-    controller sends this request every few steps, if lost actors are to be replaced.
+    """A request to a process to copy every array to host memory, with the values that the arrays have after
+    all earlier requests. Such a copy is called a replica; the arrays of a lost actor are restored from it.
+    The controller sends this request every few steps, if lost actors are to be replaced.
 
-    Reply: `ReplicaTaken`, after the steps before have computed the arrays.
+    Reply: `ReplicaTaken`, after the earlier steps have computed the arrays.
 
     Args:
         generation: the number of the replica, which counts up over the mesh's life.
@@ -726,8 +731,8 @@ class TakeReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTaken:
-    """Reply to `TakeReplica`: descriptions of the arrays of the replica (a copy for restarts), in the order
-    in which `SendReplica` sends them.
+    """Reply to `TakeReplica`: descriptions of the arrays of the replica (a copy of the process's arrays for
+    restarts), in the order in which `SendReplica` sends them.
     """
 
     request: int
@@ -752,17 +757,17 @@ class ReplicaArray:
 @dataclass(frozen=True, slots=True)
 class SendReplica:
     """A request to a process to send a replica (a copy of a process's arrays for restarts) to a peer. The
-    controller sends it after `ReplicaTaken`, so that a peer has the copy too, and later to return the replica
-    to a process that was replaced.
+    controller sends it after `ReplicaTaken`, so that a peer has the copy too. Later the controller sends it
+    to return the replica to a process that was replaced.
 
     Reply: `Done`, after all of the replica has been sent.
 
     Args:
-        epoch: the number of aborts of the mesh so far, used in the transfers' tags.
+        epoch: the number of aborts of the mesh so far, which the transfers' tags contain.
         generation: the number of the replica.
         owner: the process whose arrays the replica contains: the sender itself, or a process whose replica
             the sender keeps.
-        to: the peer, which has been sent a `ReceiveReplica`.
+        to: the number of the receiving process; the controller sends it a `ReceiveReplica`.
     """
 
     request: int
@@ -780,7 +785,7 @@ class ReceiveReplica:
     Reply: `Done`, after all of the replica has arrived.
 
     Args:
-        epoch: the number of aborts of the mesh so far, used in the transfers' tags.
+        epoch: the number of aborts of the mesh so far, which the transfers' tags contain.
         generation: the number of the replica.
         owner: the process whose arrays the replica contains.
         source: the process that sends the replica.
@@ -798,7 +803,8 @@ class ReceiveReplica:
 @dataclass(frozen=True, slots=True)
 class DropReplicas:
     """A request to a process to delete all replicas (copies of arrays for restarts) except those of one
-    generation. The controller sends it when every process has the new generation.
+    generation (replicas that were taken at the same time). The controller sends it when every process has the
+    new generation.
 
     Reply: `Done`.
 
@@ -812,8 +818,8 @@ class DropReplicas:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """A request to a process to drop every array, and to restore those of a replica (a copy made for
-    restarts) under their ids. The controller sends it after an `Abort`.
+    """A request to a process to drop every array, and to restore the arrays of a replica (a copy made for
+    restarts) under the ids that they had. The controller sends it after an `Abort`.
 
     Reply: `Done`.
 
@@ -863,8 +869,8 @@ class Reported:
     """Reply to `Report`: the process's position in its program.
 
     Args:
-        step: the id of the run of a program that is under way; None if there is none, and then the fields up
-            to `transfers` mean nothing.
+        step: the id of the run of a program that is under way. If no run is under way, this is None, and the
+            fields up to `transfers` have no meaning.
         program_id: the id of the program that runs.
         instruction: the index of the current instruction.
         at: the text of the current instruction.
@@ -891,11 +897,12 @@ class OpenTransfer:
 
     Args:
         kind: `"receive"`, `"send"`, or `"argument"` for a value that the controller sends.
-        buffer: the number of the program's buffer that the data is read from or written to.
+        buffer: the number of the program's buffer from which the data is sent, or into which the data is
+            received.
         peer: the other actor, or the controller's number for an argument.
         tag: the transfer's tag; -1 for an argument.
         size_bytes: the size of the data.
-        posted: whether the transport has been given the transfer; a send is not posted before its data
+        posted: whether the transfer has been handed to the transport; a send is handed over when its data
             exists.
         needed: whether the actor cannot go on before the transfer is complete.
     """
@@ -911,8 +918,8 @@ class OpenTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat, which shows that a process is alive. The process sends it again and again over a
-    connection of its own, and gets no reply.
+    """A heartbeat, which shows that a process is alive. The process sends it at regular times over a
+    connection for heartbeats only, and gets no reply.
 
     Args:
         position: the actor's position in its program, as the fields of `actor_info.Position`; None before its
@@ -949,7 +956,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Reply to a request that has been carried out, if the request has no other kind of reply."""
+    """Reply to a request that was carried out and that has no other kind of reply."""
 
     request: int
 

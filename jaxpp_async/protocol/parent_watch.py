@@ -1,11 +1,10 @@
 """End an actor process when its controller is gone, and define leases and exit codes.
 
-This module has two independent means; the heartbeat connection is a third. First, `PR_SET_PDEATHSIG` asks the
-kernel to kill this process together with the thread that spawned it. Second, a thread reads stdin, to which
-the controller writes a byte every few seconds: end of file, or silence for longer than the lease, means that
-the controller is gone. Neither means needs the event loop, JAX or the other means. `run_with_parent` offers
-the first to other programs.
-"""
+This module detects a lost controller in two independent ways; the heartbeat connection is a third. First,
+`PR_SET_PDEATHSIG` asks the kernel to kill this process together with the thread that spawned it. Second, a
+thread reads stdin, to which the controller writes a byte every few seconds: end of file, or silence for
+longer than the lease, means that the controller is gone. Neither way needs the event loop, JAX or the other
+way. `run_with_parent` offers the first to other programs."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ mesh sets another value.
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The time for which actors and host agents continue without a sign of life from the driver, the process
-    that runs the user's script.
+    """The time for which actors and host agents continue without a sign of life from the driver (the process
+    that runs the user's script).
 
     Args:
         seconds: the length of the lease.
@@ -62,8 +61,8 @@ class Lease:
 
 
 class ExitCode(enum.IntEnum):
-    """The exit codes with which an actor process ends itself. `EXIT_REASONS` has a text for each failure
-    among them, which `ActorDiedError` shows.
+    """The exit codes with which an actor process ends itself. `EXIT_REASONS` has a text for each code that
+    means a failure; `ActorDiedError` shows this text.
 
     `HOST_LOST` stands for an exit code that is not known, because the connection to the actor's host ended.
     """
@@ -93,8 +92,8 @@ EXIT_REASONS: dict[int, str] = {
 def signal_at_parents_death(signum: signal.Signals) -> None:
     """Ask the kernel to send this process a signal when the thread that spawned it ends.
 
-    Only Linux offers this; on other systems this does nothing, and the other means must suffice. The setting
-    survives `exec`.
+    Only Linux offers this; on other systems this function does nothing, and the parent's end has to be
+    detected in another way. The setting survives `exec`.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
@@ -114,7 +113,7 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) ->
 
 
 def watch_stdin(descriptor: int, lease_s: float, leave: Callable[[ExitCode, str], None]) -> threading.Thread:
-    """Start a thread that ends this process at end of file on a pipe, or after silence on it for `lease_s`;
+    """Start a thread that ends this process when a pipe is at end of file, or has been silent for `lease_s`;
     return the thread.
 
     Args:
@@ -154,8 +153,8 @@ def run_with_parent() -> NoReturn:
     """Replace this process by another program that ends together with its parent. This runs as `python -m
     jaxpp_async.protocol.parent_watch PARENT COMMAND...`, where PARENT is the parent's process id.
 
-    Programs such as ssh do not do for themselves what `die_with_parent` does. The program gets SIGTERM, so
-    that it can end what it has started.
+    This is for programs such as ssh, which do not end with their parent otherwise. The program gets SIGTERM
+    when the parent ends, so that it can end the processes that it has started.
     """
     parent_pid, *command = sys.argv[1:]
     die_with_parent(int(parent_pid), signal.SIGTERM)

@@ -38,8 +38,8 @@ class OwnedTasks:
         Args:
             name: the task's name, for logs.
             work: the coroutine to run.
-            is_awaited: whether other code awaits the task and so raises its error; the error is not logged
-                then.
+            is_awaited: whether other code awaits the task. That code then raises the task's error, and the
+                error is not logged.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
@@ -145,13 +145,15 @@ async def run_bounded(work: Coroutine[Any, Any, None], timeout_s: float, complai
 
 
 async def wait_uninterrupted(task: asyncio.Task[None], on_cancel: Callable[[], None]) -> None:
-    """Wait until a task of bounded length has ended, even if the caller is cancelled, once or several times.
+    """Wait until a task has ended, even if the caller is cancelled meanwhile, once or several times. The task
+    must end within a limited time.
 
-    A close that stopped half way would leave processes and sockets that nobody owns any more.
+    This is for closing: a close that stopped half way would leave processes and sockets that nobody owns any
+    more.
 
     Args:
         task: the task.
-        on_cancel: called whenever the caller is cancelled, to shorten the rest of the task.
+        on_cancel: called whenever the caller is cancelled; it should shorten the rest of the task.
 
     Raises:
         CancelledError: the caller was cancelled meanwhile.
