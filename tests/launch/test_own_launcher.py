@@ -72,7 +72,9 @@ async def test_a_launcher_of_ones_own(caplog):
         controller = await start(MyLauncher())
         step = await hanging_step(controller)
         os.kill(controller.actors[0].pid, signal.SIGKILL)
-        with pytest.raises(ActorDiedError, match=r"actor 0 \(host this machine, pid \d+\) was killed by SIGKILL"):
+        with pytest.raises(
+            ActorDiedError, match=r"actor 0 \(host this machine, pid \d+\) was killed by SIGKILL"
+        ):
             await step
         await controller.aclose()
 
