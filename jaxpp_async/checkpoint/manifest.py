@@ -70,7 +70,9 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The description of one piece of an array that several processes wrote, each of them some pieces.
+    """The description of one piece of an array.
+
+    If an array is sharded over several processes, each of these processes writes its own pieces.
 
     Args:
         file: name of the file that contains the piece.
@@ -244,7 +246,7 @@ def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
 
 
 def _are_grid_cells(pieces: Sequence[Piece]) -> bool:
-    """Return whether the pieces of an array are cells of one grid, as in a sharded array, and none overlap."""
+    """Return whether an array's pieces are cells of one grid, as in a sharded array, and none overlap."""
     pieces = [piece for piece in pieces if 0 not in piece.shape]
     if len({piece.start for piece in pieces}) < len(pieces):
         return False
@@ -275,7 +277,10 @@ def _piece(fields: Mapping[str, Any], whole: list[int], files: Mapping[str, File
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is a string that UTF-8 can encode. In JSON, a string may have lone surrogates."""
+    """Return whether a value is a string that UTF-8 can encode.
+
+    A string from JSON may contain lone surrogates, which UTF-8 cannot encode.
+    """
     return type(value) is str and printable(value) == value
 
 

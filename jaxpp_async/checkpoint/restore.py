@@ -260,7 +260,7 @@ def _found_instead(folder: str) -> str:
 
 
 def _nothing_but(folder: str) -> str:
-    """Return text for an error message: what a path contains that is no checkpoint, as it has no manifest."""
+    """Return text for an error message: what is at a path that has no manifest, and so is no checkpoint."""
     if not os.path.isdir(folder):
         return "there is no such folder"
     names = sorted(os.listdir(folder))
@@ -274,7 +274,8 @@ def _nothing_but(folder: str) -> str:
 def _checkpoints_in(directory: str) -> list[str]:
     """Return the names of the checkpoints (folders with a manifest) in a directory, in descending order.
 
-    So numbered checkpoints come newest first. The list is empty if the directory cannot be read.
+    Numbered checkpoints are thus sorted from the newest to the oldest. The list is empty if the directory
+    cannot be read.
     """
     try:
         names = sorted(os.listdir(directory), reverse=True)

@@ -72,7 +72,7 @@ class Checkpoints:
     async def save(
         self, step_number: int, tree: Any, *, wait: bool = False, on_progress: OnProgress | None = None
     ) -> Saving:
-        """Start to save a tree in its present state, and return; the files are written afterwards.
+        """Start to save a tree in its present state; the files are written in the background.
 
         If the previous save is still writing, this method first waits for it. Once this checkpoint is
         complete, older ones are removed so that `keep` stay, this one included. Checkpoints with higher

@@ -152,8 +152,8 @@ class Saver:
             tree: the tree to save.
             wait: whether to return only when the checkpoint is complete.
             on_progress: called with the `Saving` whenever a file has been written.
-            after_commit: a coroutine function to call once the checkpoint is complete; the save ends after
-                it.
+            after_commit: a coroutine function to call once the checkpoint is complete; the save ends when the
+                coroutine has ended.
         """
         self._controller()
         folder = checkpoint_folder.absolute(path)
@@ -332,7 +332,9 @@ class _Job:
         self.replaced_manifest = checkpoint_folder.read_manifest(self.folder)
 
     async def _write_on(self, process: ProcessId, files: Sequence[Sequence[SavedArray]]) -> None:
-        """Have a process write its files, one after the other, so that its threads can do other work too.
+        """Have a process write its files, one after the other.
+
+        This leaves the process's other threads free for other work.
 
         Args:
             process: the process.
@@ -425,7 +427,7 @@ class _Job:
                 _LOG.exception("on_progress of the save %s failed", shown(self.folder))
 
     def _commit(self) -> None:
-        """Replace the old manifest by this save's, and remove the old one's files; called in a thread."""
+        """Replace the old manifest by this save's, and remove the old manifest's files; runs in a thread."""
         order = {path: k for k, path in enumerate([*self.leaves.remote, *self.leaves.host])}
         arrays = dict(sorted(self.arrays.items(), key=lambda item: order[item[0]]))
         manifest = m.Manifest(dict(sorted(self.files.items())), arrays, self.leaves.values)
@@ -691,7 +693,8 @@ async def in_thread(work: Callable[[], T], stop: threading.Event | None = None) 
 
     Args:
         work: the function to run.
-        stop: an event that is set if the call is cancelled, for `work` to check; None if `work` checks none.
+        stop: an event that is set if the call is cancelled, for `work` to check; None if `work` checks no
+            event.
     """
     future = asyncio.get_running_loop().run_in_executor(None, work)
     try:

@@ -19,7 +19,7 @@ PATIENCE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class StepQueueEntry:
-    """The record of one step, kept from when the step begins to wait for admission until it has ended.
+    """The record of one step, kept from when the step begins to wait for its turn until it has ended.
 
     As a context manager the entry surrounds the code that sends the step, and an error in that code removes
     the entry from the queue.
@@ -94,7 +94,7 @@ class AbandonedSteps:
         self._abandoned: set[StepQueueEntry] = set()
 
     def begin(self, name: str) -> StepQueueEntry:
-        """Append a step that is about to be sent, or wait for admission, to the queue, and return its entry."""
+        """Add a step that is not sent yet to the end of the queue, and return its entry."""
         entry = StepQueueEntry(self, name)
         self._queue[entry] = None
         self._time_waits()

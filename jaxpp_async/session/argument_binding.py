@@ -40,8 +40,8 @@ class Slot:
     Args:
         name: the leaf's name, such as `"state['w']"`.
         type: the leaf's type and sharding.
-        actors: the actors on which the step uses the argument or makes the result; empty for an argument that
-            the step does not use; such an array stays on its actors.
+        actors: the actors on which the step uses the argument or makes the result. Empty for an argument that
+            the step does not use; such an argument is not moved.
         any_sharding: whether the step also accepts the array with another sharding than that of `type`.
         replaced_on: if the step does not use the argument but makes a new value for it (a result that
             continues it), the actors that make this result; otherwise empty.

@@ -232,7 +232,7 @@ WARN_BYTES = 1 << 20
 
 
 def carried_bytes(moved: Sequence[Moved]) -> int:
-    """Return how many bytes these moves of arrays sent between actors; each receiving actor counts."""
+    """Return how many bytes these moves sent between actors; an array sent to two actors counts twice."""
     return sum(m.size_bytes * len({*m.to} - {m.from_actor}) for m in moved)
 
 
@@ -244,7 +244,8 @@ def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -
     Args:
         moved: all arguments that were moved or resharded before the step.
         step_name: name of the step.
-        why: takes an argument's name; returns the reason why the step uses the argument on other actors.
+        why: takes an argument's name; returns the reason why the step needs the argument on the actors to
+            which it was sent.
     """
     carried = [m for m in moved if carried_bytes([m])]
     largest = max(carried, key=lambda m: m.size_bytes)

@@ -134,14 +134,14 @@ class RemoteValues:
 
 
 def _places(like: Any, count: int) -> list[_Place]:
-    """Return the actors and the sharding that `mesh.put` is to give to each leaf of a tree.
+    """Return the actors and the sharding that `mesh.put` is to give to each leaf of the tree to put.
 
     Args:
         like: the argument of `mesh.put`: `(step, argnum)` or a tree of `RemoteArray`s.
-        count: number of leaves of that tree.
+        count: number of leaves of the tree to put.
 
     Raises:
-        ArrayError: `like` is something else, or has another number of leaves.
+        ArrayError: `like` is neither of these, or has another number of leaves.
     """
     if isinstance(like, tuple) and len(like) == 2 and isinstance(like[0], DistributedStep):
         slots = like[0].latest("mesh.put(like=(step, argnum))").argument_slots(like[1])

@@ -41,7 +41,7 @@ def check_count(name: str, value: Any, *, least: int) -> int:
     """Check that an option's value is a whole number of at least `least`, and return it.
 
     Args:
-        name: the option's name, for the error.
+        name: the option's name, for the error message.
         value: the value that the user gave.
         least: the smallest number allowed.
 
@@ -57,7 +57,7 @@ def check_seconds(name: str, value: Any, *, least: float = 0.0, most: float = ma
     """Check that an option's value is a time in seconds, and return it as a float.
 
     Args:
-        name: the option's name, for the error.
+        name: the option's name, for the error message.
         value: the value that the user gave.
         least: the shortest time allowed.
         most: the longest time allowed.
@@ -103,7 +103,7 @@ def check_actor_count(num_actors: Any) -> int:
 
 
 def check_axes(spmd_mesh: Any) -> dict[str, int]:
-    """Check the option `spmd_mesh`, and return the mesh axes of each actor's devices: axis name to size.
+    """Check the option `spmd_mesh`, and return the size of each mesh axis of an actor's devices, by name.
 
     Args:
         spmd_mesh: a mapping of axis name to size, or a sequence of up to two sizes, of the axes `"data"` and
@@ -132,7 +132,7 @@ def check_axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...
 
     Args:
         given: the option: a mapping of axis name to type, or a sequence of types; other axes are `"auto"`.
-        mesh_axes: axis name to size.
+        mesh_axes: the mesh axes, a mapping of axis name to size.
     """
     by_name = dict(given) if isinstance(given, Mapping) else dict(zip(mesh_axes, given, strict=False))
     for name, kind in by_name.items():
@@ -277,7 +277,9 @@ def spare_gpus(platform: str, *, inline: bool) -> None:
 
 
 async def prepare(launcher: Any, config: ActorConfig, *, same_python: bool) -> None:
-    """Before processes start, check that actors on GPUs have a JAX for GPUs, and prepare a remote launcher.
+    """Check that actors on GPUs have a JAX for GPUs, and prepare a remote launcher.
+
+    Call this before processes start.
 
     Args:
         launcher: the launcher of the actors.
@@ -366,9 +368,9 @@ def make_target(
     """Return the description of one actor's devices, for which the compiler lowers executables.
 
     Args:
-        spmd_mesh: axis name to size; empty: one device, for which no shardings are needed.
+        spmd_mesh: a mapping of axis name to size. If empty, the actor has one device, and needs no shardings.
         kinds: the type of each axis, `"auto"` or `"explicit"`.
-        rules: logical axis names to mesh axes.
+        rules: a mapping of logical axis name to mesh axes.
         platform: `"cpu"` or `"cuda"`.
     """
     mesh = None

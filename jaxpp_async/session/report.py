@@ -89,7 +89,7 @@ class TransferLine:
 
     @property
     def total_bytes(self) -> int:
-        """The size in bytes of all these arrays together in one step."""
+        """The size in bytes of all arrays of this line together, in one step."""
         return self.size_bytes * self.count
 
 
@@ -172,7 +172,12 @@ def make(
 
 
 def why_taken(compiled: Compiled, name: str) -> str:
-    """Return text that says why the actors that use the argument `name` of a step need it."""
+    """Return text that says why the actors that use an argument of a step need it.
+
+    Args:
+        compiled: the compiled step.
+        name: the argument's name.
+    """
     graph = compiled.placed.graph
     found = next(i for i in graph.inputs if graph.values[i.value].label == name)
     return Explainer(compiled.traced, compiled.placed, compiled.continues).why_input(

@@ -584,7 +584,7 @@ def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
 
 
 def handed_back(compiled: Compiled) -> dict[int, int]:
-    """Return which results of a step are arguments that no task uses.
+    """Return which results of a step are arguments that no task uses; the caller gets these arguments back.
 
     Returns:
         A dictionary. Its keys are positions of results; its values are positions of arguments.
@@ -594,7 +594,7 @@ def handed_back(compiled: Compiled) -> dict[int, int]:
 
 
 def hidden_values(compiled: Compiled) -> tuple[Any, ...]:
-    """Return the values, in this process, of the arrays that a step captures, then of its microbatch indices."""
+    """Return the values, as host arrays, of a step's captured arrays, then of its microbatch indices."""
     return (
         *(c.value for c in compiled.traced.captured),
         *(np.asarray(i, np.int32) for i in range(compiled.placed.num_indices)),

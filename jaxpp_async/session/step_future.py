@@ -257,7 +257,7 @@ class StepArrays:
         return "; ".join(said) or None
 
     def _argument_and_result(self, arg: int, result: int) -> tuple[str, str]:
-        """Return the names of the trees that contain two leaves, such as `("state", "result[0]")`.
+        """Return the names of the argument and the result that contain two leaves: `("state", "result[0]")`.
 
         The result leaf is the new value of the argument leaf, so both have the same path in their trees.
 
@@ -295,7 +295,7 @@ class Printer:
             handle: the step's handle.
 
         Returns:
-            The task. This task raises the error of a user's callback, or the mesh's failure if the values are
+            The task. Its exception is that of a user's callback, or the mesh's failure if the values are
             lost.
         """
         task = asyncio.get_running_loop().create_task(self._print(traced, list(shown), handle, self._last))

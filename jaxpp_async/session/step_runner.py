@@ -96,7 +96,7 @@ class StepRunner:
             raise
 
     async def submit(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
-        """Start a step, and return its future when its host values have been sent; see `RemoteMesh.submit`."""
+        """Start a step, and return its future once its host values are sent; see `RemoteMesh.submit`."""
         future = await self._begin(step, args)
         try:
             await future.wait_sent()  # the step's host values may change again once they have left
@@ -107,6 +107,8 @@ class StepRunner:
 
     def _abandon(self, future: StepFuture, call: str, error: BaseException) -> None:
         """Record that a step runs on although its caller has ended with an error and gets no results.
+
+        The step's donated arguments then refer to their new values, and the log says so.
 
         Args:
             future: the step's future.
@@ -180,10 +182,10 @@ class StepRunner:
             raise
 
     def _check_settings(self) -> None:
-        """Check that JAX's checks for NaN and infinity that are on in this thread are also on on the actors.
+        """Check that the actors make all the NaN and infinity checks of JAX that are enabled in this thread.
 
         Raises:
-            MeshError: a check is on in this thread and off on the actors.
+            MeshError: a check is enabled in this thread, but not on the actors.
         """
         theirs = self._actor_config or jax_config.global_checks()
         for name, value in jax_config.thread_checks().items():
@@ -275,7 +277,7 @@ class StepRunner:
         if (self._admission.locked() or self._start_lock.locked()) and binding.ids(
             self._values, leaves
         ) is None:
-            # errors in the arguments are raised at once, not after the steps under way
+            # errors in the arguments are raised immediately, not after the steps under way
             self._check_leaves(leaves, compiled)
         with self._abandoned_steps.begin(step.__name__) as entry:
             await self._admission.acquire()
@@ -444,7 +446,7 @@ def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> lis
     Args:
         traced: the traced function.
         wanted: the leaves of the step's argument.
-        name: the function's name, for the error.
+        name: the function's name, for the error message.
 
     Raises:
         ArrayError: the function makes another number of leaves, or one of another shape or dtype.
