@@ -113,7 +113,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The description of a checkpoint's whole content.
+    """The description of a checkpoint's whole content, which is stored as a file beside the arrays.
 
     Args:
         files: descriptions of the files, by name.
@@ -137,7 +137,7 @@ class Manifest:
 
 
 def to_text(manifest: Manifest) -> str:
-    """Return a manifest as JSON text with a checksum of its content; `parse` does the reverse."""
+    """Return a manifest (the description of a checkpoint) as JSON text with a checksum; see `parse`."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -154,7 +154,7 @@ def to_text(manifest: Manifest) -> str:
 
 
 def parse(text: str) -> Manifest:
-    """Return the manifest that a JSON text describes, after checking every field.
+    """Return the manifest (the description of a checkpoint) from its JSON text, after checking every field.
 
     Raises:
         CheckpointError: the text is not a manifest, or is corrupt. The message does not name the file; the

@@ -70,7 +70,7 @@ async def restore(controller: Controller, values: RemoteValues, path: Checkpoint
 
 
 def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
-    """Return the manifest in a folder if it is not `than`, because a save has replaced that one.
+    """Return the manifest (the description of a checkpoint) in a folder if a save has replaced `than`.
 
     Returns:
         The new manifest; None if the manifest is still `than`, or cannot be read.
@@ -83,7 +83,7 @@ def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
 
 
 class _Reading:
-    """One attempt to restore a checkpoint from the files that a given manifest names."""
+    """One attempt to restore a checkpoint from the files that its manifest (its description) names."""
 
     def __init__(self, controller: Controller, values: RemoteValues, folder: str, manifest: m.Manifest):
         self._controller, self._values, self._folder, self._manifest = controller, values, folder, manifest

@@ -240,6 +240,8 @@ class Saver:
 class _Job:
     """An object that does one save: it writes the files, commits them, and removes them if the save fails.
 
+    To commit is to put the manifest, which describes the checkpoint, in the folder.
+
     Attributes:
         snapshots: for each process that writes files, a future that is done when the process has made its
             snapshot of the arrays.
@@ -427,7 +429,10 @@ class _Job:
                 _LOG.exception("on_progress of the save %s failed", shown(self.folder))
 
     def _commit(self) -> None:
-        """Replace the old manifest by this save's, and remove the old manifest's files; runs in a thread."""
+        """Complete the checkpoint: replace the old manifest by this save's, and remove the old one's files.
+
+        A manifest describes a checkpoint. This runs in a thread.
+        """
         order = {path: k for k, path in enumerate([*self.leaves.remote, *self.leaves.host])}
         arrays = dict(sorted(self.arrays.items(), key=lambda item: order[item[0]]))
         manifest = m.Manifest(dict(sorted(self.files.items())), arrays, self.leaves.values)
@@ -476,10 +481,10 @@ class _Job:
             _LOG.warning("%s: what a failed save wrote could not be removed: %s", shown(self.folder), error)
 
     def _is_in_place(self) -> bool:
-        """Return whether this save's manifest is in the folder; called in a thread after a failure.
+        """Return whether this save's manifest is in the folder, so that the checkpoint is complete.
 
-        The commit may have failed and still taken effect: a file system may report an error when a file is
-        put in place or made durable, and store the file nevertheless.
+        This runs in a thread after a failure. A failed commit may have taken effect: a file system may report
+        an error when a file is put in place or made durable, and store the file nevertheless.
         """
         return bool(self.manifest) and checkpoint_folder.read_manifest(self.folder) == self.manifest
 
@@ -545,7 +550,7 @@ class SavePlan:
     """A plan of a save that says which process writes which arrays to which file.
 
     Args:
-        snapshots: for each process, the ids of the arrays that it is to snapshot.
+        snapshots: for each process, the ids of the arrays of which it makes a snapshot before it writes them.
         files: for each process, one tuple per file with the arrays and parts to write to it.
         size_bytes: size of all arrays together.
     """
@@ -561,7 +566,7 @@ def part_start(part: Part) -> tuple[int, ...]:
 
 
 def make_save_plan(leaves: Leaves, controller: Controller) -> SavePlan:
-    """Return a plan of which processes write the leaves of a tree, and to which files."""
+    """Choose which processes write the leaves of a tree, and to which files, and return this as a plan."""
     paths: dict[ArrayId, list[str]] = {}
     for path, array in leaves.remote.items():
         paths.setdefault(array.array_id, []).append(path)  # one array may be several leaves of the tree

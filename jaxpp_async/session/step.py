@@ -250,7 +250,7 @@ class DistributedStep:
             return await self.runner.init(self, argnum, fn, args)
 
     def find(self, signature: Any) -> CompiledStep | None:
-        """Return the compiled form for a call's signature, or None if there is none yet.
+        """Return the compiled form of the step for a call's signature, or None if there is none yet.
 
         A form that is found becomes the one that `latest` returns.
 
@@ -262,13 +262,18 @@ class DistributedStep:
         return found
 
     def keep(self, signature: Any, compiled: CompiledStep) -> None:
-        """Store a compiled form, so that `find` and `latest` return it for later calls."""
+        """Store a compiled form of the step, so that `find` and `latest` return it for later calls.
+
+        Args:
+            signature: the return value of the method `signature` for the call.
+            compiled: the compiled form.
+        """
         self._compiled[signature] = self._latest = compiled
         # From the second step on a state may have lost the weak types that it began with.
         self._compiled[_settled(signature, compiled.compiled.weak_or_strong)] = compiled
 
     def latest(self, what: str) -> CompiledStep:
-        """Return the compiled form that was most recently made or found.
+        """Return the compiled form of the step that was most recently stored or found.
 
         Args:
             what: the user's call that needs the form, for the error message.
@@ -284,14 +289,14 @@ class DistributedStep:
         return self._latest
 
     def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | CallSignature | None]:
-        """Flatten the dynamic (not static) arguments, and find the compiled form that an equal call used.
+        """Flatten the dynamic (not static) arguments, and find the step's form that an equal call used.
 
         This is a fast path. If it finds no form, the caller asks `signature` and `find`, which also know the
         forms of older calls. A form that is found becomes the one that `latest` returns.
 
         Returns:
             The leaves, and one of:
-            - the compiled form;
+            - the compiled form of the step;
             - the call's `CallSignature`, to be passed to `remember` once the step is compiled;
             - None, if the call cannot be remembered.
         """
@@ -321,7 +326,7 @@ class DistributedStep:
         )
 
     def remember(self, call: CallSignature, compiled: CompiledStep) -> None:
-        """Store the compiled form of a call, so that `recall` finds it for a later, equal call.
+        """Store the compiled form of the step for a call, so that `recall` finds it for an equal call later.
 
         Args:
             call: the signature that `recall` returned for the call.
@@ -339,7 +344,7 @@ class DistributedStep:
         return tuple(args[i] for i in self._options.static_argnums if i < len(args))
 
     def signature(self, args: Sequence[Any]) -> Any:
-        """Return a hashable value that determines which compiled form a call needs.
+        """Return a hashable value that determines which compiled form of the step a call needs.
 
         The value has the tree structure and the types of the traced arguments, the static arguments, and
         JAX's settings. If a mesh axis is explicit, the value also has the shardings of arrays.
@@ -423,7 +428,7 @@ class DistributedStep:
                 )
 
     def request(self, args: Sequence[Any]) -> StepRequest:
-        """Return the compiler's input for a call with these arguments."""
+        """Return the input with which the compiler compiles this step for a call with these arguments."""
         static = self._options.static_argnums
         shapes = [a if i in static else jax.tree.map(shape_struct, a) for i, a in enumerate(args)]
         runner, options = self.runner, self._options
@@ -499,8 +504,8 @@ class DistributedStep:
     def _typed(self, shapes: Sequence[Any], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
         """Return the shapes of the arguments with a sharding in each leaf, as explicit mesh axes need them.
 
-        If the user gave a sharding for a leaf, it is used; if not, that of the argument if it is a
-        `RemoteArray`; for other leaves, replication.
+        The sharding of a leaf is the one that the user gave. If there is none, it is that of the argument if
+        this is a `RemoteArray`, and replication otherwise.
 
         Args:
             shapes: the arguments, with a `jax.ShapeDtypeStruct` for each leaf.

@@ -123,7 +123,7 @@ class StepRunner:
         self._abandoned_steps.mark_abandoned(future._handle)
 
     async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
-        """Compile a step if that is needed, wait until it is admitted, start it, and return its future."""
+        """Compile a step if that is needed, wait for its turn, start it, and return its future."""
         # From here on only the leaves found now count: while this waits, its caller may change the trees.
         leaves, found = step.recall(args)
         if isinstance(found, CompiledStep):
