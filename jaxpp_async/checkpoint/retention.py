@@ -164,8 +164,7 @@ class Checkpoints:
         return os.path.join(self.directory, f"{step_number:0{_DIGITS}d}")
 
     async def remove_leftovers(self) -> list[str]:
-        """Remove files of saves that never ended because their process died; no checkpoint contains these
-        files.
+        """Remove the files of saves that were broken off because their process died.
 
         That includes files in `directory` itself, where `mesh.save` may have put one checkpoint. Nothing else
         removes such files, because they look like the files of a save under way. So call this only while

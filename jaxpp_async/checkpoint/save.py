@@ -429,9 +429,9 @@ class _Job:
                 _LOG.exception("on_progress of the save %s failed", shown(self.folder))
 
     def _commit(self) -> None:
-        """Complete the checkpoint: replace the old manifest by this save's, and remove the old one's files.
+        """Complete the checkpoint: replace its manifest, which describes its content, by this save's.
 
-        A manifest describes a checkpoint. This runs in a thread.
+        Then remove the files that the old manifest names. This runs in a thread.
         """
         order = {path: k for k, path in enumerate([*self.leaves.remote, *self.leaves.host])}
         arrays = dict(sorted(self.arrays.items(), key=lambda item: order[item[0]]))

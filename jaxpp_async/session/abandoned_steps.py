@@ -51,7 +51,7 @@ class StepQueueEntry:
             self.steps.remove(self)
 
     def sent(self, handle: StepHandle) -> None:
-        """Record that the step was sent, and have the entry removed when the step ends."""
+        """Record that the step was sent, and remove this entry from the queue once the step ends."""
         self.handle = handle
         handle.when_done(lambda: self.steps.remove(self))
 

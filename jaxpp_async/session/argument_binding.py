@@ -78,7 +78,8 @@ class Arguments:
     sent_arrays: list[tuple[RemoteArray, tuple[ActorId, ...], ValueType]] = field(default_factory=list)
 
     def mark_sent(self) -> None:
-        """Record in the handles that arrays whose values were sent with the step are on actors from now on.
+        """Update the handles of the arrays whose values were sent with the step: these arrays are now on
+        actors.
 
         Call this once the step has been sent. If sending failed, do not call it: the values stay in this
         process.
@@ -169,7 +170,7 @@ class Binding:
     def bind_with_care(
         self, leaves: Sequence[Any], hidden: Sequence[RemoteArray], new_id: Callable[[], ArrayId]
     ) -> Arguments:
-        """Return the arguments to send, for any valid call whose arrays are on the actors that use them.
+        """Return the arguments to send to each actor, for any valid call that needs no more moves of arrays.
 
         Unlike `bind`, this method handles one array that is passed as several arguments, and an array made by
         `mesh.put` whose value is still in this process. In the latter case the array's handle changes only in
