@@ -137,7 +137,7 @@ class Manifest:
 
 
 def to_text(manifest: Manifest) -> str:
-    """Return a manifest (the description of a checkpoint) as JSON text with a checksum, for `parse` to read."""
+    """Return a manifest (the description of a checkpoint) as JSON text with a checksum; `parse` reads it."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,

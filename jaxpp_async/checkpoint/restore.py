@@ -211,7 +211,7 @@ class _Reading:
 
 
 def load_manifest(folder: str) -> m.Manifest:
-    """Read the manifest of the checkpoint in a folder, which describes its content, and check it.
+    """Read and check the manifest (the description of the content) of the checkpoint in a folder.
 
     Raises:
         CheckpointError: the folder has no manifest, or a corrupt one. The message names the file and the

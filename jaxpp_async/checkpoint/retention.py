@@ -75,8 +75,8 @@ class Checkpoints:
         """Start to save a tree in its present state; the files are written in the background.
 
         If the previous save is still writing, this method first waits for it. Once this checkpoint is
-        complete, older ones are removed so that `keep` stay, this one included. Checkpoints with higher
-        numbers are neither counted nor removed.
+        complete, older ones are removed so that at most `keep` stay, this one included. Checkpoints with
+        higher numbers are neither counted nor removed.
 
         Args:
             step_number: the number that names the checkpoint; a checkpoint of the same number is replaced.
@@ -129,7 +129,7 @@ class Checkpoints:
         """Restore a checkpoint, by default the newest, and return its tree.
 
         Args:
-            like: a tree that says what each leaf is restored as, as for `RemoteMesh.restore`.
+            like: a tree that says in which form each leaf is restored, as for `RemoteMesh.restore`.
             step_number: the number of the checkpoint; None: that of the newest.
 
         Raises:

@@ -78,8 +78,7 @@ class Arguments:
     sent_arrays: list[tuple[RemoteArray, tuple[ActorId, ...], ValueType]] = field(default_factory=list)
 
     def mark_sent(self) -> None:
-        """Update the handles of the arrays whose values were sent with the step: these arrays are now on
-        actors.
+        """Update the handles of the arrays whose values were sent with the step and are now on actors.
 
         Call this once the step has been sent. If sending failed, do not call it: the values stay in this
         process.

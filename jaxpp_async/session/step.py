@@ -273,7 +273,7 @@ class DistributedStep:
         self._compiled[_settled(signature, compiled.compiled.weak_or_strong)] = compiled
 
     def latest(self, what: str) -> CompiledStep:
-        """Return the compiled form of the step that was most recently stored or found.
+        """Return the step's compiled form that was most recently stored or found.
 
         Args:
             what: the user's call that needs the form, for the error message.
@@ -289,7 +289,7 @@ class DistributedStep:
         return self._latest
 
     def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | CallSignature | None]:
-        """Flatten the dynamic (not static) arguments, and find the step's form that an equal call used.
+        """Flatten the dynamic (not static) arguments, and find the compiled form that an equal call used.
 
         This is a fast path. If it finds no form, the caller asks `signature` and `find`, which also know the
         forms of older calls. A form that is found becomes the one that `latest` returns.
@@ -542,7 +542,7 @@ def _signature(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signatur
 
 
 def _settled(signature: Any, settled: frozenset[int]) -> Any:
-    """Return a call's signature with the leaves `settled` no longer weakly typed, otherwise unchanged.
+    """Return a call's signature, but with the leaves at the positions `settled` no longer weakly typed.
 
     A training state may have weak types in its first step only.
 

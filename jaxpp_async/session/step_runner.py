@@ -59,7 +59,7 @@ class StepRunner:
             process.
 
     Attributes:
-        last: the recording of the last step that finished; None before the first one has.
+        last: the recording of the last step that finished; None if no step has finished yet.
     """
 
     def __init__(
