@@ -302,7 +302,9 @@ class StepRunner:
     async def _prepare_arguments(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
     ) -> tuple[array_moves.Moved, ...]:
-        """Check a step's arguments, send its hidden ones, and move arrays to the actors that use them.
+        """Check a step's arguments, and move arrays to the actors that use them.
+
+        Before the first run, also send hidden arguments (captured arrays, microbatch indices).
 
         Returns:
             The arguments that were moved or resharded.
