@@ -1,12 +1,12 @@
 """Save trees of arrays to files, and restore them; a save either completes or leaves no files.
 
-The actors write and read the arrays that they hold (`actors.checkpoint_requests`). Names of files, and the
-step by which a new checkpoint replaces an old one, are in `storage.checkpoint_folder`. The modules in reading
-order:
+The actors write and read the arrays that they hold (`actors.checkpoint_requests`). The names of files,
+and the function that replaces an old checkpoint by a new one, are in `storage.checkpoint_folder`. The modules
+in reading order:
 
 manifest     describes the content of a checkpoint, as JSON text with a checksum
 trees        turns a user's tree into named leaves, and decides how each is saved and restored
 save         `Saver` and `Saving`: which process writes what, the commit, and what a failed save removes
-restore      makes a tree from a checkpoint; each actor reads only the arrays that it is to hold
+restore      makes a tree from a checkpoint; each actor reads only the arrays that it will hold
 retention    `Checkpoints`: the numbered checkpoints of one run, of which the newest few are kept
 """

@@ -1,7 +1,7 @@
-"""Convert the description of a checkpoint's content to JSON text and back, and choose who writes which array.
+"""Convert the description of a checkpoint's content to JSON and back, and choose who writes each array.
 
 The description is called the manifest. The functions of this module are pure: they read and write no file.
-The parsing functions trust no field, because a checkpoint may come from anywhere.
+The parsing functions trust no field, because the checkpoint may come from an untrusted source.
 
 A path names a leaf as `jax.tree_util.keystr(path, simple=True, separator="/")` does, for example
 `params/blocks/0/w`. A `/` or `~` inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901). The
@@ -60,7 +60,8 @@ class File:
 
     Args:
         size_bytes: size of the file.
-        written_by: the process that wrote the file and its host, for people who look for the file.
+        written_by: text that names the process that wrote the file and the host of this process, for a person
+            who searches for the file.
     """
 
     size_bytes: int
@@ -69,14 +70,16 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The description of one part of an array whose parts several processes have written.
+    """The description of one piece of an array.
+
+    If an array is sharded over several processes, each of these processes writes its own pieces.
 
     Args:
-        file: name of the file that has the part.
-        name: name of the part in that file.
-        start: index of the part's first element in the array, one number per axis.
-        shape: shape of the part.
-        sha256: digest of the part's C-order little-endian bytes.
+        file: name of the file that contains the piece.
+        name: name of the piece in that file.
+        start: index in the array of the piece's first element, one number per axis.
+        shape: shape of the piece.
+        sha256: digest of the piece's C-order little-endian bytes.
     """
 
     file: str
@@ -91,12 +94,12 @@ class Array:
     """The description of one stored array, which is either whole in one file or in several pieces.
 
     Args:
-        file: name of the file that has the array, or its first piece.
+        file: name of the file that contains the array; for an array in pieces, the file of its first piece.
         dtype: numpy or ml_dtypes name of the stored type; PRNG keys are stored as their `uint32` data.
-        shape: shape of the stored array; for PRNG keys, of their data.
+        shape: shape of the stored array; for PRNG keys, the shape of their `uint32` data.
         sha256: digest of the array's C-order little-endian bytes; empty for an array in pieces.
         key_impl: name of the PRNG implementation, for PRNG keys; None for other arrays.
-        pieces: the pieces, sorted by `start`, which together are the whole array; empty for an array that is
+        pieces: the pieces that together make up the array, sorted by `start`; empty for an array that is
             stored whole.
     """
 
@@ -110,7 +113,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The description of a checkpoint's whole content.
+    """The description of a checkpoint's whole content, which is stored as a file beside the arrays.
 
     Args:
         files: descriptions of the files, by name.
@@ -134,7 +137,7 @@ class Manifest:
 
 
 def to_text(manifest: Manifest) -> str:
-    """Return a manifest as JSON text that `parse` reads, including a checksum of its content."""
+    """Return a manifest (the description of a checkpoint) as JSON text with a checksum; `parse` reads it."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -151,11 +154,11 @@ def to_text(manifest: Manifest) -> str:
 
 
 def parse(text: str) -> Manifest:
-    """Return the manifest that a JSON text describes, after checking every field.
+    """Return the manifest (the description of a checkpoint) from its JSON text, after checking every field.
 
     Raises:
-        CheckpointError: the text is not a manifest, or is corrupt. The message says what is wrong and lacks a
-            subject: callers put the file's name before it.
+        CheckpointError: the text is not a manifest, or is corrupt. The message does not name the file; the
+            caller puts the file's name before it.
     """
     try:
         content = json.loads(text, object_pairs_hook=_mapping, parse_constant=_refuse_constant)
@@ -180,10 +183,10 @@ def parse(text: str) -> Manifest:
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dict of a JSON object's keys and values, which `json.loads` passes as pairs.
+    """Return a JSON object as a dictionary, from the pairs of key and value that `json.loads` passes.
 
     Raises:
-        ValueError: a key occurs twice. JSON readers differ in which of the values they use.
+        ValueError: a key occurs twice. JSON readers differ in which of the two values they use.
     """
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
@@ -196,9 +199,9 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _short(value: Any, at_most: int = 80) -> str:
-    """Return a short text for an error from a value of unknown type and size.
+    """Return a short text that shows a value of unknown type and size in an error message.
 
-    A container is described by its type only.
+    For a container, the text has only its type.
     """
     if isinstance(value, str | int | float | bool | None):
         return printable(f"{value!r:.{at_most}}")
@@ -243,7 +246,7 @@ def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
 
 
 def _are_grid_cells(pieces: Sequence[Piece]) -> bool:
-    """Return whether no two pieces overlap and all are cells of one grid, like parts of a sharded array."""
+    """Return whether an array's pieces are cells of one grid, as in a sharded array, and none overlap."""
     pieces = [piece for piece in pieces if 0 not in piece.shape]
     if len({piece.start for piece in pieces}) < len(pieces):
         return False
@@ -274,7 +277,10 @@ def _piece(fields: Mapping[str, Any], whole: list[int], files: Mapping[str, File
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is a string that UTF-8 can encode; JSON can also spell lone surrogates."""
+    """Return whether a value is a string that UTF-8 can encode.
+
+    A string from JSON may contain lone surrogates, which UTF-8 cannot encode.
+    """
     return type(value) is str and printable(value) == value
 
 
@@ -302,7 +308,7 @@ def _array_fields(array: Array) -> dict[str, Any]:
 def _value_fields(value: PlainValue) -> dict[str, Any]:
     """Return a plain value as JSON fields: the name of its type, and the value.
 
-    JSON has no complex numbers, NaN or infinities; the value of such a number is its `repr` as a string.
+    JSON has no complex numbers, NaN or infinities, so these values are stored as their `repr`, a string.
     """
     kind = type(value).__name__
     is_json = isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
@@ -329,11 +335,12 @@ def assign_writers(sizes: Mapping[Any, int], holders: Mapping[Any, tuple[int, ..
     """Choose an actor to write each array, such that all actors write about equally many bytes.
 
     Args:
-        sizes: for each array, its size in bytes; the keys may be any values that stand for the arrays.
-        holders: for each array, the actors that hold it, at least one.
+        sizes: the size in bytes of each array; the keys are values of any type that identify the arrays.
+        holders: for each array, the actors that hold it; at least one actor per array.
 
     Returns:
-        For each actor that writes any, the arrays that it writes, in the order of `sizes`.
+        A dictionary. Its keys are the actors that write at least one array; its values are lists of the keys
+        of the arrays that the actor writes, in the order of `sizes`.
     """
     load: dict[int, int] = {}
     writer: dict[Any, int] = {}
@@ -349,17 +356,17 @@ def assign_writers(sizes: Mapping[Any, int], holders: Mapping[Any, tuple[int, ..
 
 
 def split_into_files(arrays: list[Any], sizes: Mapping[Any, int], file_bytes: int) -> list[list[Any]]:
-    """Distribute the arrays that one actor writes over files of at most `file_bytes`, in their order.
+    """Distribute the arrays that one actor writes over files of at most `file_bytes`, in the given order.
 
-    No array is split, so a larger one has a file of its own.
+    No array is split: an array larger than `file_bytes` gets a file of its own.
 
     Args:
-        arrays: the arrays, as keys of `sizes`.
+        arrays: the keys of the arrays in `sizes`.
         sizes: for each array, its size in bytes.
-        file_bytes: the most bytes in one file, unless one array has more.
+        file_bytes: the most bytes in a file with several arrays.
 
     Returns:
-        One list of arrays per file.
+        One list of keys per file.
     """
     files: list[list[Any]] = []
     left_bytes = 0

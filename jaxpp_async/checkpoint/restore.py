@@ -1,4 +1,4 @@
-"""Restore a tree of arrays from a checkpoint's folder; each actor reads only arrays that it is to hold."""
+"""Restore a tree of arrays from a checkpoint's folder; each actor reads only the arrays that it will hold."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ while it was being read.
 
 
 async def restore(controller: Controller, values: RemoteValues, path: CheckpointPath, like: Any) -> Any:
-    """Return the tree `like` with its leaves restored from a checkpoint; see `RemoteMesh.restore`.
+    """Restore a checkpoint as a tree that has the structure of `like`; see `RemoteMesh.restore`.
 
     Args:
         controller: the mesh's controller.
-        values: the part of the mesh that makes and fills its arrays.
+        values: the part of the mesh that creates arrays on actors and fills them.
         path: the checkpoint's folder.
-        like: a tree that says, for each saved path, the type and the actors of the restored leaf.
+        like: a tree whose leaves say with which type and on which actors each saved leaf is restored.
     """
     folder = checkpoint_folder.absolute(path)
     wanted, structure = trees.targets(like)
@@ -70,7 +70,11 @@ async def restore(controller: Controller, values: RemoteValues, path: Checkpoint
 
 
 def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
-    """Return the manifest in a folder if a save has replaced the manifest `than`; None if none has."""
+    """Return the manifest (the description of a checkpoint) in a folder if a save has replaced `than`.
+
+    Returns:
+        The new manifest; None if the manifest is still `than`, or cannot be read.
+    """
     try:
         found = load_manifest(folder)
     except CheckpointError:
@@ -79,16 +83,18 @@ def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
 
 
 class _Reading:
-    """One attempt to read the leaves of a checkpoint with a given manifest."""
+    """One attempt to restore a checkpoint from the files that its manifest (its description) names."""
 
     def __init__(self, controller: Controller, values: RemoteValues, folder: str, manifest: m.Manifest):
         self._controller, self._values, self._folder, self._manifest = controller, values, folder, manifest
 
     async def read(self, wanted: dict[str, RestoreTarget]) -> dict[str, Any]:
-        """Restore every leaf, and return the leaves by path. If that fails, no array stays on an actor.
+        """Restore every leaf, and return the leaves by path.
+
+        If that fails, the arrays that were already created on actors are freed.
 
         Args:
-            wanted: for each path, the type and the actors of the restored leaf.
+            wanted: for each path, the type of the restored leaf and the actors that are to hold it.
 
         Raises:
             CheckpointError: the checkpoint has other leaves than `wanted`, or cannot be read.
@@ -113,11 +119,14 @@ class _Reading:
             raise
 
     async def _fill(self, wanted: dict[str, RestoreTarget], remote: dict[str, RemoteArray]) -> dict[str, Any]:
-        """Fill the arrays on the actors from the checkpoint, and return the leaves in this process by path.
+        """Fill the new arrays on actors from the checkpoint, and read the leaves that stay in this process.
 
         Args:
-            wanted: for each path, the type and the actors of the restored leaf.
+            wanted: for each path, the type of the restored leaf and the actors that are to hold it.
             remote: the new arrays on actors, by path.
+
+        Returns:
+            The leaves that stay in this process, by path.
         """
         here = {path: target for path, target in wanted.items() if path not in remote}
         by_process: dict[ProcessId, dict[str, list[FilePart]]] = {}
@@ -150,7 +159,7 @@ class _Reading:
     async def _read_on(self, process: ProcessId, files: dict[str, list[FilePart]]) -> None:
         """Have an actor's process read its arrays from files, one file after the other.
 
-        The process thus has no more than one file's arrays in host memory.
+        This limits the host memory that the process needs to the arrays of one file.
 
         Args:
             process: the process.
@@ -161,14 +170,14 @@ class _Reading:
             await self._controller.request_log.send(process, make, Done)
 
     def _encoded(self, file: str) -> bytes:
-        """Return the full path of one of the checkpoint's files as bytes, the form that messages carry."""
+        """Return the full path of a file of the checkpoint as bytes, as messages to actors contain it."""
         return os.fsencode(os.path.join(self._folder, file))
 
     def _plain(self, path: str, array: RemoteArray) -> np.ndarray:
         return np.asarray(self._manifest.values[path], array.value_type.aval.dtype)
 
     def _read_here(self, paths: Sequence[str]) -> dict[str, np.ndarray]:
-        """Read the arrays that are to stay in this process, in a thread, and return them by path."""
+        """Read the arrays that are to stay in this process, and return them by path; called in a thread."""
         by_file: dict[str, list[str]] = {}
         found: dict[str, np.ndarray] = {}
         for path in paths:
@@ -202,10 +211,11 @@ class _Reading:
 
 
 def load_manifest(folder: str) -> m.Manifest:
-    """Read and check the manifest of the checkpoint in a folder.
+    """Read and check the manifest (the description of the content) of the checkpoint in a folder.
 
     Raises:
-        CheckpointError: there is no checkpoint, or a broken one. The message names the file and the problem.
+        CheckpointError: the folder has no manifest, or a corrupt one. The message names the file and the
+            problem.
     """
     path = os.path.join(folder, checkpoint_folder.MANIFEST)
     try:
@@ -224,7 +234,7 @@ def load_manifest(folder: str) -> m.Manifest:
 
 
 def _found_instead(folder: str) -> str:
-    """Return a text for an error that says what is at a path instead of a checkpoint, and what to do.
+    """Return text for an error message: what a path contains instead of a checkpoint, and what to do.
 
     Args:
         folder: the path at which the user expects a checkpoint.
@@ -250,7 +260,7 @@ def _found_instead(folder: str) -> str:
 
 
 def _nothing_but(folder: str) -> str:
-    """Return a text for an error that says what is at a path that has no manifest and so is no checkpoint."""
+    """Return text for an error message: what is at a path that has no manifest, and so is no checkpoint."""
     if not os.path.isdir(folder):
         return "there is no such folder"
     names = sorted(os.listdir(folder))
@@ -262,9 +272,10 @@ def _nothing_but(folder: str) -> str:
 
 
 def _checkpoints_in(directory: str) -> list[str]:
-    """Return the names of the checkpoints (folders with a manifest) in a directory, sorted backwards.
+    """Return the names of the checkpoints (folders with a manifest) in a directory, in descending order.
 
-    Numbered checkpoints thus come newest first.
+    Numbered checkpoints are thus sorted from the newest to the oldest. The list is empty if the directory
+    cannot be read.
     """
     try:
         names = sorted(os.listdir(directory), reverse=True)

@@ -22,7 +22,7 @@ _NUMBER = re.compile(rf"\d{{{_DIGITS},}}")
 
 
 class Mesh(Protocol):
-    """The interface of a `RemoteMesh` for `Checkpoints`, which saves and restores trees with it."""
+    """The part of the interface of `RemoteMesh` that `Checkpoints` needs to save and restore trees."""
 
     @property
     def saver(self) -> Saver: ...
@@ -39,13 +39,14 @@ class Checkpoints:
             ...
             await checkpoints.save(step_number, run)
 
-    Leaving the context waits for the save under way, and raises its error.
+    Leaving the context waits until the save under way has ended, and raises an error if that save failed.
 
     Args:
         mesh: the mesh whose arrays are saved and restored.
-        directory: the folder of the checkpoints, made with the first save. Only one run may use it at a time.
-        keep: the number of checkpoints to keep, counted backwards from the one that was saved last. Older
-            ones are removed only after that one is complete.
+        directory: the folder that contains the checkpoints' folders; the first save makes it. Only one
+            training run may use it at a time.
+        keep: the number of checkpoints to keep: the one that was saved last and those just before it. Older
+            ones are removed only after the last one is complete.
 
     Raises:
         MeshError: `keep` is below 1.
@@ -71,10 +72,11 @@ class Checkpoints:
     async def save(
         self, step_number: int, tree: Any, *, wait: bool = False, on_progress: OnProgress | None = None
     ) -> Saving:
-        """Start to save a tree as it is now, and by default return while its files are still being written.
+        """Start to save a tree in its present state; the files are written in the background.
 
-        If the save before this one is still writing, this method first waits for it. Once this
-        checkpoint is complete, all but the last `keep` of the checkpoints up to it are removed.
+        If the previous save is still writing, this method first waits for it. Once this checkpoint is
+        complete, older ones are removed so that at most `keep` stay, this one included. Checkpoints with
+        higher numbers are neither counted nor removed.
 
         Args:
             step_number: the number that names the checkpoint; a checkpoint of the same number is replaced.
@@ -86,8 +88,10 @@ class Checkpoints:
             The save under way, which can be awaited.
 
         Raises:
-            CheckpointError: this save failed, or the one before it failed and nobody has seen that error.
-            ArrayError, MeshClosedError: as `RemoteMesh.save`.
+            CheckpointError: a leaf cannot be saved; or this save failed, if `wait` is true; or the previous
+                save failed, and nobody has awaited it.
+            ArrayError: as `RemoteMesh.save`.
+            MeshClosedError: as `RemoteMesh.save`.
         """
         await self.wait()
 
@@ -103,10 +107,10 @@ class Checkpoints:
         return saving
 
     async def wait(self) -> None:
-        """Wait until the save under way has ended, if there is one.
+        """Wait until the last save has ended; return immediately if there was none.
 
         Raises:
-            CheckpointError: the save failed, and nobody has awaited it to see the error.
+            CheckpointError: the save failed, and nobody has awaited it yet.
         """
         saving = self._current
         if saving is None:
@@ -125,11 +129,12 @@ class Checkpoints:
         """Restore a checkpoint, by default the newest, and return its tree.
 
         Args:
-            like: a tree that says what each leaf is restored as, as for `RemoteMesh.restore`.
-            step_number: the number of the checkpoint; None: the newest.
+            like: a tree that says in which form each leaf is restored, as for `RemoteMesh.restore`.
+            step_number: the number of the checkpoint; None: that of the newest.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or it is broken; a note names others to try instead.
+            CheckpointError: the checkpoint does not exist, is broken, or does not match `like`. If there are
+                other checkpoints, a note names them.
         """
         numbers = self.step_numbers()
         number = step_number if step_number is not None else max(numbers, default=None)
@@ -159,11 +164,11 @@ class Checkpoints:
         return os.path.join(self.directory, f"{step_number:0{_DIGITS}d}")
 
     async def remove_leftovers(self) -> list[str]:
-        """Remove files that saves left behind when their process died, and that no manifest names.
+        """Remove the files of saves that were broken off because their process died.
 
         That includes files in `directory` itself, where `mesh.save` may have put one checkpoint. Nothing else
-        removes such files, because they cannot be told from the files of a save under way. So call this only
-        while no run, this one or another, saves to `directory`.
+        removes such files, because they look like the files of a save under way. So call this only while
+        nothing saves to `directory`.
 
         Returns:
             The paths of the removed files.

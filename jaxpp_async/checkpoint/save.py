@@ -1,12 +1,12 @@
 """Save a tree of arrays as a checkpoint, completely or not at all: the actors write, and this module commits.
 
-A manifest in the folder describes the checkpoint; to commit a save is to put its manifest in place of the one
-that was there when the save began. If another save has put a manifest there meanwhile, that one stays, and
-this save fails.
+A manifest, a file in the checkpoint's folder, describes the checkpoint's content. To commit a save is to
+replace the manifest that was in the folder when the save began by the save's own. If another save has
+replaced that manifest meanwhile, the other save's manifest stays, and this save fails.
 
-The arrays are saved as they are after the steps before the save and before the steps after it; the files are
-written while training goes on. One save of a mesh is under way at a time, and the next one waits, so that
-copies of arrays do not accumulate.
+A save stores the values that arrays have after all steps called before it, and before all steps called after
+it. The files are written while training goes on. A mesh does one save at a time, so that copies of arrays do
+not accumulate.
 
 `Saver` and `Saving` are for the mesh and the user, and `_Job` does one save. The rest of the module plans
 which process writes which parts to which file, removes files on the actors, and ends failed or cancelled
@@ -51,14 +51,14 @@ AfterCommit: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 class Saving:
     """A save of a checkpoint that is under way, as `mesh.save` returns it.
 
-    To await it is to wait until the checkpoint is complete on the disk; the await raises a `CheckpointError`
-    if the save fails. An await that is cancelled leaves the save running; `cancel` ends it.
+    Await this object to wait until the checkpoint is complete on the disk; the await raises a
+    `CheckpointError` if the save fails. If the await is cancelled, the save goes on; only `cancel` ends it.
 
     Attributes:
         path: the checkpoint's folder.
         size_bytes: size of all arrays together.
         written_bytes: size of the arrays that are on the disk already.
-        is_awaited: whether the user awaits or has awaited the save, and so gets its error.
+        is_awaited: whether the user awaits or has awaited the save, so that its error is raised to the user.
     """
 
     def __init__(self, path: str, size_bytes: int, *, is_awaited: bool = False):
@@ -83,7 +83,7 @@ class Saving:
         return self._future.done()
 
     async def cancel(self) -> None:
-        """End the save and remove the files that it has written; a checkpoint that is complete stays."""
+        """End the save and remove the files that it wrote; if the checkpoint is complete already, keep it."""
         self.is_awaited = True
         await asyncio.sleep(0)  # a task that is cancelled before it has begun does not clean up
         if self._task is not None and not self._task.done():
@@ -93,12 +93,12 @@ class Saving:
             await asyncio.wait([self._task])
 
     def run(self, tasks: OwnedTasks, work: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
-        """Start the work of this save in a task. Only the mesh calls this.
+        """Start a task that does this save. Only the mesh calls this.
 
         Args:
             tasks: the group to which the new task is added.
             work: the coroutine that does the save and calls `set_outcome`.
-            on_end: called when the task has ended, in whatever way.
+            on_end: called when the task has ended, also after an error or a cancellation.
         """
 
         def ended(_: asyncio.Task[None]) -> None:
@@ -125,7 +125,7 @@ class Saver:
 
     Args:
         controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
-        owner: the part of the mesh that owns its arrays.
+        owner: the part of the mesh that owns the mesh's arrays.
         on_event: called with an event for each checkpoint that is complete.
     """
 
@@ -152,7 +152,8 @@ class Saver:
             tree: the tree to save.
             wait: whether to return only when the checkpoint is complete.
             on_progress: called with the `Saving` whenever a file has been written.
-            after_commit: called and awaited once the checkpoint is complete, as part of the save.
+            after_commit: a coroutine function to call once the checkpoint is complete; the save ends when the
+                coroutine has ended.
         """
         self._controller()
         folder = checkpoint_folder.absolute(path)
@@ -175,7 +176,7 @@ class Saver:
         """Remove the checkpoint at `path`, in this process's file system and in those of all actors.
 
         Raises:
-            CheckpointError: a file cannot be removed by this process.
+            CheckpointError: this process cannot remove a file.
         """
         try:
             names = await in_thread(lambda: checkpoint_folder.remove(path))
@@ -184,7 +185,7 @@ class Saver:
         await self._removals.run(path, names, remove_folder=True)
 
     async def aclose(self) -> None:
-        """Cancel the save under way, if there is one; call this while the actors still run."""
+        """If a save is under way, cancel it. Call this while the actors still run."""
         saving = self._current
         if saving is not None and not saving.done():
             _LOG.warning("%s: the mesh closed before this save was whole; await it first", shown(saving.path))
@@ -200,13 +201,13 @@ class Saver:
         *,
         awaited: bool,
     ) -> Saving:
-        """Ask all actors for snapshots of their arrays, without awaiting anything, and start the save's task.
+        """Ask actors for snapshots of the arrays, and start the save's task; nothing is awaited.
 
         Args:
             folder: the checkpoint's folder, as an absolute path.
             tree: the tree to save.
             on_progress: called with the `Saving` whenever a file has been written.
-            after: called and awaited once the checkpoint is complete.
+            after: a coroutine function to call once the checkpoint is complete, or None.
             awaited: whether the user awaits the save.
         """
         leaves = to_save(tree, self._owner)
@@ -237,18 +238,22 @@ class Saver:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """The work of one save: to write its files, to commit them, and to remove them if the save fails.
+    """An object that does one save: it writes the files, commits them, and removes them if the save fails.
+
+    To commit is to put the manifest, which describes the checkpoint, in the folder.
 
     Attributes:
-        snapshots: for each process that writes, a future of its reply that it has made its snapshot.
+        snapshots: for each process that writes files, a future that is done when the process has made its
+            snapshot of the arrays.
         made_folders: the folders that this save made, outermost first.
-        replaced_manifest: the manifest that was in the folder when the save began; None if there was none.
-        manifest: the manifest that this save writes.
+        replaced_manifest: the bytes of the manifest that was in the folder when the save began; None if the
+            folder had none.
+        manifest: the bytes of the manifest that this save writes.
         files: descriptions of the files that have been written, by name.
         arrays: descriptions of the arrays that have been written, by path.
-        stopped: set to tell the thread that writes to end.
+        stopped: an event that tells the thread that writes host arrays to end.
         has_begun: whether the folder is made, so that files may have been written.
-        is_committed: whether the manifest of this save is in place.
+        is_committed: whether this save's manifest is in the folder, so that the checkpoint is complete.
     """
 
     controller: Controller
@@ -276,7 +281,7 @@ class _Job:
         return self.saving.path
 
     async def run(self) -> None:
-        """Write and commit the checkpoint, and set the outcome of the `Saving`, whatever happens."""
+        """Write and commit the checkpoint, and set the outcome of the `Saving`, also after a failure."""
         start_s = time.monotonic()
         try:
             await self._write_all()
@@ -322,14 +327,16 @@ class _Job:
     def _begin(self) -> None:
         """Make the checkpoint's folder and read the manifest that is in it.
 
-        This runs in a thread, and stores its results in attributes rather than return them, because a
-        cancelled await would not get a returned value.
+        This runs in a thread. The results are stored in attributes, because a cancelled await would lose a
+        returned value.
         """
         self.made_folders = checkpoint_folder.make(self.folder)
         self.replaced_manifest = checkpoint_folder.read_manifest(self.folder)
 
     async def _write_on(self, process: ProcessId, files: Sequence[Sequence[SavedArray]]) -> None:
-        """Have a process write its files, one after the other, because its threads have other work too.
+        """Have a process write its files, one after the other.
+
+        This leaves the process's other threads free for other work.
 
         Args:
             process: the process.
@@ -358,7 +365,7 @@ class _Job:
     async def _check_files_on(self, process: ProcessId, files: Sequence[Sequence[SavedArray]]) -> None:
         """Have a process check that the files that it wrote exist; called once all files are written.
 
-        Only that process can check it, because its host may have a file system that no other host sees.
+        Only that process can check this, because its host may have a file system that no other host sees.
         """
         names = [checkpoint_folder.file_name(self.save_id, process, index) for index in range(len(files))]
         sizes = tuple((name, self.files[name].size_bytes) for name in names)
@@ -371,7 +378,7 @@ class _Job:
         Args:
             file: name of the file.
             entry: the array or part.
-            digest: the SHA-256 digest of its bytes.
+            digest: the SHA-256 digest of the bytes of the array or part.
         """
         path, part = entry.path, entry.part
         aval, key_impl = self.leaves.remote[path].value_type.aval, self.leaves.key_impls.get(path)
@@ -422,7 +429,10 @@ class _Job:
                 _LOG.exception("on_progress of the save %s failed", shown(self.folder))
 
     def _commit(self) -> None:
-        """Put the manifest in place, in a thread, and remove the files of the manifest that it replaces."""
+        """Complete the checkpoint: replace its manifest, which describes its content, by this save's.
+
+        Then remove the files that the old manifest names. This runs in a thread.
+        """
         order = {path: k for k, path in enumerate([*self.leaves.remote, *self.leaves.host])}
         arrays = dict(sorted(self.arrays.items(), key=lambda item: order[item[0]]))
         manifest = m.Manifest(dict(sorted(self.files.items())), arrays, self.leaves.values)
@@ -451,7 +461,8 @@ class _Job:
     async def _remove_own_files(self) -> None:
         """Remove the files that this save has written, both on the actors and in this process's file system.
 
-        The two may share the folder or not. Nothing is removed if the manifest turns out to be in place.
+        The actors may see the same folder as this process, or other ones. If this save's manifest turns out
+        to be in the folder, its files stay.
         """
         self.leaves = Leaves({}, {}, {}, {})
         names: tuple[str, ...] = ()
@@ -470,10 +481,10 @@ class _Job:
             _LOG.warning("%s: what a failed save wrote could not be removed: %s", shown(self.folder), error)
 
     def _is_in_place(self) -> bool:
-        """Return whether this save's manifest is in the folder; this runs in a thread.
+        """Return whether this save's manifest is in the folder, so that the checkpoint is complete.
 
-        The manifest may be there although the commit failed: a file system may report an error when it puts
-        a file in place, or makes it durable, and store the file nevertheless.
+        This runs in a thread after a failure. A failed commit may have taken effect: a file system may report
+        an error when a file is put in place or made durable, and store the file nevertheless.
         """
         return bool(self.manifest) and checkpoint_folder.read_manifest(self.folder) == self.manifest
 
@@ -503,7 +514,9 @@ Progress is reported once per file, and a process that writes holds the bytes of
 
 @dataclass(frozen=True, slots=True)
 class SavedArray:
-    """An entry of a file in a save plan: a leaf's array, or the part of it that one process of an actor has.
+    """One entry of a file in a save plan: an array, or a part of an array, that a process writes to the file.
+
+    A part is the slice of the array that one process of an actor writes.
 
     Args:
         array_id: the id of the array.
@@ -519,7 +532,7 @@ class SavedArray:
     def name(self) -> str:
         """The name of the array or part in its file, such as `"params/w"`, or `"params/w[0,128]"` for a part.
 
-        A part's name has the index in the array at which the part begins.
+        The numbers in a part's name are the index in the array at which the part begins.
         """
         if self.part is None:
             return self.path
@@ -528,7 +541,7 @@ class SavedArray:
 
     @property
     def number(self) -> int:
-        """The number of the part in the message `WriteFile`; -1 stands for the whole array."""
+        """The number that identifies the part in the message `WriteFile`; -1 for the whole array."""
         return -1 if self.part is None else self.part.number
 
 
@@ -537,7 +550,7 @@ class SavePlan:
     """A plan of a save that says which process writes which arrays to which file.
 
     Args:
-        snapshots: for each process, the ids of the arrays of which it is to make a snapshot.
+        snapshots: for each process, the ids of the arrays of which it makes a snapshot before it writes them.
         files: for each process, one tuple per file with the arrays and parts to write to it.
         size_bytes: size of all arrays together.
     """
@@ -553,7 +566,7 @@ def part_start(part: Part) -> tuple[int, ...]:
 
 
 def make_save_plan(leaves: Leaves, controller: Controller) -> SavePlan:
-    """Return a plan of which processes write the leaves of a tree, and to which files."""
+    """Choose which processes write the leaves of a tree, and to which files, and return this as a plan."""
     paths: dict[ArrayId, list[str]] = {}
     for path, array in leaves.remote.items():
         paths.setdefault(array.array_id, []).append(path)  # one array may be several leaves of the tree
@@ -579,9 +592,10 @@ def make_save_plan(leaves: Leaves, controller: Controller) -> SavePlan:
 def _writers(
     actor: ActorId, array_id: ArrayId, aval: Aval, controller: Controller
 ) -> list[tuple[ProcessId, Sequence[Part | None]]]:
-    """Return the processes of an actor that are to write an array, each with the parts that it writes.
+    """Return which processes of an actor write an array, and which parts of the array each of them writes.
 
-    A part of None stands for the whole array.
+    Returns:
+        Pairs of a process and its parts, which are slices of the array; a part of None is the whole array.
     """
     processes, how = controller.processes, controller.scattering
     if not how.splits:
@@ -601,10 +615,10 @@ CLEAN_S = 5.0
 
 
 class FileRemovals:
-    """An object that has the actors of a mesh remove files of saves, and knows which removals are under way.
+    """An object that has a mesh's actors remove files of saves, and keeps track of the removals under way.
 
-    A save must not begin before removals in its folder have ended: a late one would remove the folder in
-    which the save begins to write.
+    A save must wait until the removals in its folder have ended. Otherwise a late removal would delete the
+    folder while the save begins to write to it.
 
     Args:
         controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
@@ -615,15 +629,14 @@ class FileRemovals:
         self._under_way: dict[str, set[asyncio.Future[Any]]] = {}
 
     async def run(self, folder: str, files: tuple[str, ...], *, remove_folder: bool = False) -> None:
-        """Have every actor end its part of a save and remove files, and wait for that.
+        """Have every actor end its part of a save and remove files, and wait until all have done so.
 
-        The wait lasts `CLEAN_S` seconds at most. An actor that cannot remove a file, or takes longer, only
-        causes a warning in the log.
+        If an actor cannot remove a file, or takes longer than `CLEAN_S` seconds, this only logs a warning.
 
         Args:
             folder: the folder of the save.
             files: names of the files to remove.
-            remove_folder: whether to remove the folder too, if it is empty then.
+            remove_folder: whether to remove the folder too if it is then empty.
         """
         controller = self._controller()
         if controller.is_closed:
@@ -644,8 +657,7 @@ class FileRemovals:
     async def wait_until_done(self, folder: str) -> None:
         """Wait until no actor removes files in the folder any more.
 
-        This also covers removals that `run` did not await to the end, because it was cancelled or an actor
-        took too long.
+        Unlike `run`, this waits without a time limit, and also for removals whose `run` was cancelled.
         """
         while sweeps := self._under_way.get(folder):
             await asyncio.wait(sweeps)
@@ -679,13 +691,15 @@ def checkpoint_failure(folder: str, what: str, error: Exception) -> CheckpointEr
 
 
 async def in_thread(work: Callable[[], T], stop: threading.Event | None = None) -> T:
-    """Run `work` in a thread and return its result; if cancelled, first wait until the thread has ended.
+    """Run `work` in a thread and return its result.
 
-    So no thread writes to files after its save was cancelled.
+    If the call is cancelled, wait until the thread has ended and then raise the cancellation, so that no
+    thread writes to files after its save was cancelled.
 
     Args:
         work: the function to run.
-        stop: an event that is set on cancellation, for `work` to check.
+        stop: an event that is set if the call is cancelled, for `work` to check; None if `work` checks no
+            event.
     """
     future = asyncio.get_running_loop().run_in_executor(None, work)
     try:

@@ -33,11 +33,11 @@ _TOO_LARGE = 10**_MOST_DIGITS
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """The leaves of a tree to save, by path and sorted by the way in which they are saved.
+    """The leaves of a tree to save, by path, in one dictionary for each way of saving.
 
     Args:
         remote: arrays on actors, which the actors write.
-        host: arrays in this process, which it writes itself.
+        host: arrays in this process, which this process writes.
         values: plain Python values, which are stored in the manifest.
         key_impls: for each PRNG key array in `remote` or `host`, the name of its PRNG implementation.
     """
@@ -49,13 +49,13 @@ class Leaves:
 
 
 def to_save(tree: Any, owner: Owner) -> Leaves:
-    """Check a tree that is to be saved, and return its leaves, sorted by the way in which they are saved.
+    """Check a tree that is to be saved, and return its leaves, grouped by how each is saved.
 
     Host arrays are copied, because the user may change them while they are written.
 
     Args:
         tree: the user's tree.
-        owner: the part of the saving mesh that owns its arrays.
+        owner: the part of the saving mesh that must own the arrays.
 
     Raises:
         ArrayError: an array was donated, deleted, or belongs to another mesh.
@@ -150,7 +150,7 @@ def _host_copy(path: str, leaf: Any, key_impls: dict[str, str]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class RestoreTarget:
-    """The form in which a leaf is restored: its type, and the actors that get it.
+    """The form in which a leaf is restored: its type, and the actors that are to hold it.
 
     Args:
         value_type: the type with which the array is sent between processes; None for a plain value.
@@ -168,10 +168,11 @@ def targets(like: Any) -> tuple[dict[str, RestoreTarget], Any]:
     """Return the form in which each leaf is to be restored, as the user's tree `like` says.
 
     Returns:
-        The targets by path, and the tree structure into which the restored leaves are put.
+        The `RestoreTarget` of each leaf by path, and the structure of the tree of restored leaves.
 
     Raises:
-        CheckpointError: nothing can be restored as a leaf of `like`, or a step in it was not compiled.
+        CheckpointError: a leaf of `like` has a type that cannot be restored, or a step in `like` was not
+            compiled.
     """
     tree = jax.tree.map(_expanded, like, is_leaf=_is_argument)
     named = named_leaves(tree)
@@ -186,12 +187,13 @@ def _is_argument(node: Any) -> bool:
 
 
 def _expanded(node: Any) -> Any:
-    """Return the tree of `Slot`s (types and actors) of an argument in place of a node `(step, argnum)`.
+    """Replace a node `(step, argnum)` of `like` by the tree of that argument's types and actors.
 
-    Other nodes are returned as they are.
+    Returns:
+        The tree, whose leaves are `Slot`s (type and actors of a leaf); any other node is returned unchanged.
 
     Raises:
-        CheckpointError: the step was not compiled, or has no such argument.
+        CheckpointError: the step was not compiled, or has no array argument with this number.
     """
     if not _is_argument(node):
         return node
@@ -223,12 +225,12 @@ def _target(key: str, leaf: Any) -> RestoreTarget:
     """Return the form in which one leaf is to be restored.
 
     Args:
-        key: the Python expression that indexes the leaf in `like`, such as `"['w'][0]"`, for the error; empty
-            if the leaf is `like` itself.
+        key: the Python expression that indexes the leaf in `like`, such as `"['w'][0]"`, for error messages;
+            empty if the leaf is `like` itself.
         leaf: the leaf of `like`.
 
     Raises:
-        CheckpointError: nothing can be restored in the form of this leaf.
+        CheckpointError: the leaf has a type that cannot be restored.
     """
     if isinstance(leaf, Slot):
         return RestoreTarget(leaf.type, leaf.home)
@@ -260,8 +262,8 @@ def check_matches(wanted: dict[str, RestoreTarget], manifest: Manifest) -> None:
         manifest: the description of the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint has other leaves, or one of another shape or dtype. The message names
-            the first such leaf.
+        CheckpointError: a leaf is only in `wanted` or only in `manifest`, or its type, shape or dtype differs
+            between them. The message names the first leaf that differs.
     """
     missing = [path for path in wanted if path not in manifest.arrays and path not in manifest.values]
     if missing:
@@ -302,7 +304,7 @@ def _fits(target: RestoreTarget, manifest: Manifest, path: str) -> bool:
 
 
 def _as_array_type(value: bool | int | float | complex) -> Aval | None:
-    """Return the array type that a plain value has as an argument of a step; None if it is too large."""
+    """Return the array type that a step gives to a plain value as its argument; None for too large an int."""
     try:
         aval = sent_type(value).aval
     except OverflowError:  # an int that is too large for JAX's
@@ -319,7 +321,7 @@ def _kind(dtype: str) -> type:
 
 
 def to_user_value(target: RestoreTarget, value: Any) -> Any:
-    """Convert a restored value in this process to the Python type of the leaf that the user gave for it.
+    """Convert a restored value in this process to the Python type of the leaf in the user's `like`.
 
     Args:
         target: the form in which the leaf is restored.
@@ -365,5 +367,5 @@ def _listed(paths: Sequence[str]) -> str:
 
 
 def _named(path: str) -> str:
-    """Return a leaf's path as text for an error."""
+    """Return a leaf's path as text for an error message."""
     return "the root" if path == ROOT else repr(path)

@@ -1,8 +1,8 @@
 """Report a step that runs on without its caller once another step has waited long behind it.
 
-A step that was sent runs to its end before the next one, also when its caller was cancelled and nobody awaits
-it. Without a report its duration would look like part of the next step's. This module only reports; it
-changes nothing about what runs.
+A step that was sent runs to its end before the next one, even if its caller was cancelled and nobody awaits
+it. Without a report, the next step would merely seem to take longer. This module only reports; it changes
+nothing about what runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PATIENCE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class StepQueueEntry:
-    """The record of one step, kept from when the step begins to wait for admission until it has ended.
+    """The record of one step, kept from when the step begins to wait for its turn until it has ended.
 
     As a context manager the entry surrounds the code that sends the step, and an error in that code removes
     the entry from the queue.
@@ -28,7 +28,7 @@ class StepQueueEntry:
         steps: the queue that the entry is in.
         name: the step's name.
         loop: the mesh's event loop, stored because a caller's coroutine may be closed or garbage-collected
-            where no loop runs.
+            while no loop runs.
         handle: the step's handle; None until the step is sent.
         waiter: the later step whose wait for this one is being timed; None if there is none.
         timer: the timer of that wait.
@@ -51,18 +51,18 @@ class StepQueueEntry:
             self.steps.remove(self)
 
     def sent(self, handle: StepHandle) -> None:
-        """Record that the step was sent, and have the entry removed when the step ends."""
+        """Record that the step was sent, and remove this entry from the queue once the step ends."""
         self.handle = handle
         handle.when_done(lambda: self.steps.remove(self))
 
     def time_wait_of(self, waiter: StepQueueEntry | None) -> None:
         """Start a timer that reports that `waiter` has waited `PATIENCE_S` seconds for this step to end.
 
-        The timer replaces the one of any other waiter. Nothing changes if the wait of `waiter` is timed
-        already, or if a wait for this step has been reported.
+        A timer for another waiter is cancelled. If the wait of `waiter` is timed already, or a wait for this
+        step has been reported, nothing changes.
 
         Args:
-            waiter: the entry of the waiting step; None only stops the timer.
+            waiter: the entry of the waiting step; None cancels the timer and starts none.
         """
         if waiter is self.waiter or self.is_reported:
             return
@@ -94,14 +94,14 @@ class AbandonedSteps:
         self._abandoned: set[StepQueueEntry] = set()
 
     def begin(self, name: str) -> StepQueueEntry:
-        """Append a step, which is about to be sent or to wait for admission, and return its entry."""
+        """Add a step that is not sent yet to the end of the queue, and return its entry."""
         entry = StepQueueEntry(self, name)
         self._queue[entry] = None
         self._time_waits()
         return entry
 
     def mark_abandoned(self, handle: StepHandle) -> None:
-        """Record that the caller of a step, which was sent already, no longer awaits it."""
+        """Record that the caller of a step no longer awaits it, although the step was sent."""
         self._abandoned.update(entry for entry in self._queue if entry.handle is handle)
         self._time_waits()
 
@@ -113,7 +113,7 @@ class AbandonedSteps:
         self._time_waits()
 
     def _time_waits(self) -> None:
-        """For each abandoned step, time the wait of the next step in the queue that is not abandoned."""
+        """Start a timer for each abandoned step: it times the wait of the next step that is not abandoned."""
         if not self._abandoned:
             return
         waiter: StepQueueEntry | None = None

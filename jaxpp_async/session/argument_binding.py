@@ -1,8 +1,9 @@
 """Bind the leaves of a call to a compiled step's arguments, and convert leaves to the form that is sent.
 
 Everything that depends on the compiled step alone is prepared once, as a `Binding`; a call whose arrays are
-all on the actors where the step uses them needs one pass over its leaves. The functions for leaves find the
-type of a leaf, and convert host values to the form in which they are sent and back to what users get.
+all on the actors where the step uses them needs one pass over its leaves. The functions at the end find the
+type of a leaf, convert host values to the form in which they are sent, and convert received arrays to the
+form that users get.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Slot:
     Args:
         name: the leaf's name, such as `"state['w']"`.
         type: the leaf's type and sharding.
-        actors: the actors on which the step uses the argument or makes the result; empty if the step does not
-            use the argument, which then stays where it is.
-        any_sharding: whether the array may have another sharding than `type` says.
-        replaced_on: for an argument that the step does not use, the actors that make the result which
-            continues it (its new value); otherwise empty.
+        actors: the actors on which the step uses the argument or makes the result. Empty for an argument that
+            the step does not use; such an argument is not moved.
+        any_sharding: whether the step also accepts the array with another sharding than that of `type`.
+        replaced_on: if the step does not use the argument but makes a new value for it (a result that
+            continues it), the actors that make this result; otherwise empty.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Slot:
 
     @property
     def home(self) -> tuple[ActorId, ...]:
-        """The actors on which to make an array for this leaf; empty if the step has no use for it."""
+        """The actors that need an array for this leaf: `actors`, or `replaced_on` if `actors` is empty."""
         return self.actors or self.replaced_on
 
 
@@ -63,11 +64,12 @@ class Arguments:
     """The arguments of one call of a step, in the form in which the controller sends them to the actors.
 
     Args:
-        array_ids: for each actor that uses any argument, the array ids of its arguments, by position.
+        array_ids: a dictionary. Its keys are the actors that use an argument; its values are dictionaries
+            from an argument's position to its array id.
         puts: for each actor, the host values that are sent to it together with the step.
         frees_after: for each actor, the ids of arrays that it frees after this step.
-        sent_arrays: the `RemoteArray`s whose values are still in this process and are sent with the step; for
-            each, the actors to which its value is sent, and the array's type from then on.
+        sent_arrays: one tuple for each `RemoteArray` whose value is still in this process and is sent with
+            the step: the array, the actors that receive the value, and the array's type from then on.
     """
 
     array_ids: dict[ActorId, dict[int, ArrayId]]
@@ -76,9 +78,10 @@ class Arguments:
     sent_arrays: list[tuple[RemoteArray, tuple[ActorId, ...], ValueType]] = field(default_factory=list)
 
     def mark_sent(self) -> None:
-        """Record that the arrays whose values were sent with the step are on actors from now on.
+        """Update the handles of the arrays whose values were sent with the step and are now on actors.
 
-        Call this once the step has been sent. If it could not be sent, the values stay in this process.
+        Call this once the step has been sent. If sending failed, do not call it: the values stay in this
+        process.
         """
         for array, home, sent in self.sent_arrays:
             array.relocate(home, value_type=sent)
@@ -111,15 +114,15 @@ class Binding:
         self._taken, self._made = _by_actor(inputs), _by_actor(outputs)
 
     def ids(self, owner: Owner, leaves: Sequence[Any]) -> list[ArrayId] | None:
-        """Return the array id of each argument leaf, with `HOST_VALUE` for host values.
+        """Return the array ids of a call's argument leaves, if the call needs no preparation; otherwise None.
 
         Args:
-            owner: the mesh to which the arrays must belong.
+            owner: the part of the mesh that must own the arrays.
             leaves: the argument leaves of the call.
 
         Returns:
-            One id per leaf; None if an array must be moved first, if the call needs `bind_with_care`, or if
-            a leaf is invalid.
+            One id per leaf, which is `HOST_VALUE` for a host value. None if an array must be moved first, if
+            the call needs `bind_with_care`, or if a leaf is invalid.
         """
         found: list[ArrayId] = []
         remote: set[ArrayId] = set()
@@ -143,7 +146,7 @@ class Binding:
         hidden: Sequence[RemoteArray],
         new_id: Callable[[], ArrayId],
     ) -> Arguments:
-        """Return the arguments to send to each actor, given the array ids that the method `ids` returned.
+        """Return the arguments to send to each actor, for a call whose array ids the method `ids` returned.
 
         Args:
             leaves: the argument leaves of the call.
@@ -166,10 +169,10 @@ class Binding:
     def bind_with_care(
         self, leaves: Sequence[Any], hidden: Sequence[RemoteArray], new_id: Callable[[], ArrayId]
     ) -> Arguments:
-        """Return the arguments to send, for any valid call whose arrays have been moved to their actors.
+        """Return the arguments to send to each actor, for any valid call that needs no more moves of arrays.
 
-        Unlike `bind`, this method handles one array that is passed as several arguments, and an array of
-        `mesh.put` whose value is still in this process. The handle of such an array changes only in
+        Unlike `bind`, this method handles one array that is passed as several arguments, and an array made by
+        `mesh.put` whose value is still in this process. In the latter case the array's handle changes only in
         `Arguments.mark_sent`, because binding another argument may still fail.
 
         Args:
@@ -197,14 +200,22 @@ class Binding:
         return bound
 
     def results(self, arrays: Sequence[RemoteArray]) -> dict[ActorId, dict[int, ArrayId]]:
-        """Return, for each actor, the array ids of the results that it makes, by result position."""
+        """Return the array ids under which the actors are to store the results of a call.
+
+        Args:
+            arrays: the handles of all results.
+
+        Returns:
+            A dictionary. Its keys are the actors that make a result; its values are dictionaries from the
+            position of a result to its array id.
+        """
         ids = [array.array_id for array in arrays]
         return {actor: {result: ids[result] for result in results} for actor, results in self._made}
 
     def _send_along(
         self, arg: int, array_id: ArrayId, leaf: Any, home: tuple[ActorId, ...], bound: Arguments
     ) -> None:
-        """Add an argument whose value is in this process to the values that are sent with the step.
+        """Add the value of an argument, which is in this process, to the values that are sent with the step.
 
         Args:
             arg: the argument's position.
@@ -233,9 +244,9 @@ class Binding:
             bound.puts.setdefault(actor, []).append(value)
 
     def returned_host_value(self, arg: int, leaf: Any) -> tuple[ValueType, np.ndarray]:
-        """Return the type and value of an argument in this process that the step returns unchanged.
+        """Return the type and value of an argument in this process which the step returns unchanged.
 
-        A host value of the user's is copied, since the user may change it afterwards.
+        If the user passed a host value, the value is copied, since the user may change it afterwards.
 
         Args:
             arg: the argument's position.
@@ -266,7 +277,11 @@ class Binding:
 
 
 def _by_actor(slots: Sequence[Slot]) -> tuple[tuple[ActorId, tuple[int, ...]], ...]:
-    """Return, for each actor that any slot names, the positions of the slots that name it."""
+    """Group slots (each describes one argument or result leaf) by the actors that use or make the leaf.
+
+    Returns:
+        One pair per actor: the actor, and the positions in `slots` of its slots.
+    """
     found: dict[ActorId, list[int]] = {}
     for k, slot in enumerate(slots):
         for actor in slot.actors:
@@ -281,11 +296,11 @@ LeafType: TypeAlias = tuple[tuple[int, ...], str, bool]
 
 
 def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype with which a step is traced for this leaf.
+    """Return the shape and dtype of an argument leaf, with which a step is traced.
 
     Raises:
-        TypeError: JAX cannot compute with the leaf. The message lacks a subject: callers put the leaf's name
-            before it.
+        TypeError: JAX cannot compute with the leaf. The message does not name the leaf; the caller puts the
+            leaf's name before it.
     """
     if isinstance(leaf, RemoteArray):
         if leaf.value_type.key_impl is None and private_api.canonical_dtype(leaf.dtype) != leaf.dtype:
@@ -310,22 +325,22 @@ def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def leaf_type(leaf: Any) -> LeafType:
-    """Return the shape, dtype and weak type of a leaf, which are its part of a call's signature.
+    """Return the properties of an argument leaf on which a step's compiled form depends (see `LeafType`).
 
     Raises:
-        TypeError: as `shape_struct`.
+        TypeError: JAX cannot compute with the leaf; see `shape_struct`.
     """
     struct = shape_struct(leaf)
     return struct.shape, str(struct.dtype), struct.weak_type
 
 
 def type_key(leaf: Any) -> Any:
-    """Return a key by which the types of two leaves can be compared; it is cheaper to compute than the type.
+    """Return a key for a leaf, such that leaves with equal keys have equal types.
 
-    Leaves with equal keys have equal types, but leaves of equal types may have different keys.
+    The key is cheaper to compute than the type. Leaves of equal types may have different keys.
 
     Returns:
-        The key; None if a leaf has no such key, and only `leaf_type` can tell its type.
+        The key; None for a leaf whose type only `leaf_type` can tell.
     """
     cls = type(leaf)
     if cls is RemoteArray:
@@ -343,23 +358,26 @@ _SCALARS = frozenset((bool, int, float, complex))
 
 
 def sent_type(leaf: Any) -> ValueType:
-    """Return the type with which a leaf is sent to actors: for PRNG keys, that of their `uint32` data.
+    """Return the type with which a leaf is sent to actors; a PRNG key is sent as its `uint32` data.
 
     Raises:
-        TypeError: as `shape_struct`.
+        TypeError: JAX cannot compute with the leaf; see `shape_struct`.
     """
     struct = shape_struct(leaf)
     return value_type(private_api.ShapedArray(struct.shape, struct.dtype, weak_type=struct.weak_type))
 
 
 def host_array(leaf: Any) -> np.ndarray:
-    """Convert a host value to the form in which it is sent: C order, JAX's dtype, PRNG keys as their data.
+    """Convert a host value to the form in which it is sent to actors.
+
+    That is a numpy array in C order of the dtype that JAX would use; for PRNG keys, an array of their
+    `uint32` data.
 
     Returns:
         The array, which may share memory with `leaf`.
 
     Raises:
-        TypeError: as `shape_struct`.
+        TypeError: JAX cannot compute with the leaf; see `shape_struct`.
     """
     if isinstance(leaf, jax.Array):
         return np.asarray(jax.random.key_data(leaf) if private_api.is_key_dtype(leaf.dtype) else leaf)
@@ -368,7 +386,7 @@ def host_array(leaf: Any) -> np.ndarray:
 
 
 def as_user_sees(array: np.ndarray, value_type: ValueType) -> Any:
-    """Convert an array that actors have sent to what the user gets: a numpy array, or a JAX key array."""
+    """Convert an array sent by an actor to the form that users get: a numpy array or a JAX key array."""
     if value_type.key_impl is None:
         return array
     return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=value_type.key_impl)

@@ -1,7 +1,8 @@
 """Move arrays to the actors on which a step needs them, and load programs on the actors.
 
-An array is moved by a small program that runs before the step, in which the actors send to each other.
-`Mover` builds each kind of program once; `Moved` and the functions that take it tell the user what was moved.
+A move is a small program that runs before the step and sends an array from one actor to others. `Mover`
+builds the program of each kind of move once; `Moved` and the functions that take it tell the user what was
+moved.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ _LOG = logging.getLogger("jaxpp_async")
 
 
 class Mover:
-    """The part of a mesh that moves and copies its arrays; it loads the program of each kind of move once.
+    """The part of a mesh that moves arrays between actors, changes their shardings, and copies them.
+
+    The program for each kind of move is loaded once.
 
     Args:
         controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
-        values: the part of the mesh that makes and frees its arrays.
+        values: the part of the mesh that creates and frees arrays.
         num_actors: number of actors.
         target: the devices of one actor.
     """
@@ -57,11 +60,11 @@ class Mover:
         self._programs: dict[Move | Copied, int] = {}
 
     async def bring(self, leaves: Sequence[Any], slots: Sequence[Slot], name: str) -> tuple[Moved, ...]:
-        """Move arrays of a call to the actors that need them, and change shardings that do not suit its step.
+        """Move the arrays of a call to the actors that need them, and reshard arrays if the step requires it.
 
         Args:
             leaves: the leaves of the call; leaves that are not on actors are ignored.
-            slots: for each leaf, the actors and the sharding that the step needs.
+            slots: for each leaf, the step's slot, which has the required actors and sharding.
             name: name of the step's function.
 
         Returns:
@@ -103,12 +106,12 @@ class Mover:
         await handle
 
     async def copy(self, arrays: Sequence[tuple[str, RemoteArray]]) -> list[RemoteArray]:
-        """Start to copy arrays, each on the actors that hold it, and return the handles of the copies.
+        """Start to copy arrays on the actors that hold them, and return the handles of the copies.
 
-        The handles may be passed to a step immediately.
+        A copy is on the same actors as its original. The handles may be passed to a step immediately.
 
         Args:
-            arrays: the arrays, each with its name for errors.
+            arrays: pairs of an array's name, for error messages, and the array.
         """
         what = tuple((replace(leaf.value_type, weak=False), leaf.actors) for _, leaf in arrays)
         if what not in self._programs:
@@ -173,10 +176,11 @@ async def load_programs(
     Args:
         programs: one program per actor.
         executables: the executables that the programs run, by the index that their instructions use.
-        names: names of a step's arguments by position, if errors on actors may have to name arguments.
+        names: names of the step's arguments by position, for error messages on actors; empty if these name no
+            argument.
 
     Returns:
-        The id by which the controller runs the programs, and the reply of each actor that loaded one.
+        The id by which the controller runs the programs, and the replies of the actors that loaded a program.
     """
     program_id = controller.new_program_id()
     parts = {p.actor: p for p in programs if p.instructions}
@@ -193,7 +197,7 @@ async def load_programs(
 
 @dataclass(frozen=True)
 class Move:
-    """A kind of move: an array of `type` is sent from actor `source` to the actors in `to`.
+    """A kind of move: actor `source` sends an array of type `type` to the actors in `to`.
 
     The actors in `to` then hold the array with the sharding `spec`. Equal moves share one loaded program.
     """
@@ -228,17 +232,20 @@ WARN_BYTES = 1 << 20
 
 
 def carried_bytes(moved: Sequence[Moved]) -> int:
-    """Return how many bytes these moves sent between different actors, counting every copy."""
+    """Return how many bytes these moves sent between actors; an array sent to two actors counts twice."""
     return sum(m.size_bytes * len({*m.to} - {m.from_actor}) for m in moved)
 
 
 def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -> str:
-    """Return the text of a warning about moves that a user may not expect, or not want at every call.
+    """Return the text of a warning that arguments of a step had to be sent from one actor to others.
+
+    Users may not expect these moves, or not want them at every call of the step.
 
     Args:
-        moved: all moves before one step.
+        moved: all arguments that were moved or resharded before the step.
         step_name: name of the step.
-        why: returns, for an argument's name, the reason why the step uses it on the actors that it does.
+        why: takes an argument's name; returns the reason why the step needs the argument on the actors to
+            which it was sent.
     """
     carried = [m for m in moved if carried_bytes([m])]
     largest = max(carried, key=lambda m: m.size_bytes)
@@ -256,7 +263,7 @@ def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -
 
 
 def summary(moved: Sequence[Moved], step_name: str) -> str:
-    """Return one line of text, for the log, about everything that was moved for a step."""
+    """Return a log line with the number and bytes of the arguments that were moved before a step."""
     total = sum(m.size_bytes * len(m.to) for m in moved)
     count = "1 array" if len(moved) == 1 else f"{len(moved)} arrays"
     return f"moved {count}, {total} bytes, before step {step_name!r}, which keeps them elsewhere"
@@ -265,11 +272,11 @@ def summary(moved: Sequence[Moved], step_name: str) -> str:
 def build(
     move: Move, num_actors: int, target: Target
 ) -> tuple[tuple[ActorProgram, ...], tuple[Emitted, ...]]:
-    """Build the programs of one move, which send the array as it is and change its sharding on arrival.
+    """Build the programs of one move: an actor sends the array, and the receivers reshard it if needed.
 
     Returns:
         The programs, one per actor (empty for an actor that has no part in the move), and the executables
-        that they run: one that reshards, or none if the sharding stays.
+        that they run: one that reshards, or none if the sharding stays the same.
     """
     there = replace(move.type.aval, spec=move.spec)
     values = [Value(move.type.aval, "moved", "temp")]
@@ -297,7 +304,11 @@ Copied: TypeAlias = tuple[tuple[ValueType, tuple[ActorId, ...]], ...]
 def build_copies(copied: Copied, num_actors: int) -> tuple[ActorProgram, ...]:
     """Build programs, one per actor, that copy each array on every actor that holds it.
 
-    The originals stay, because the caller of a step keeps them.
+    The originals stay, because the caller goes on using them.
+
+    Args:
+        copied: for each array, its type and the actors that hold it.
+        num_actors: number of actors.
     """
     values = [Value(value_type.aval, f"copied[{k}]", "input") for k, (value_type, _) in enumerate(copied)]
     inputs = [GraphInput(k, k, actors) for k, (_, actors) in enumerate(copied)]

@@ -15,12 +15,14 @@ _T = TypeVar("_T")
 
 
 class UnawaitedCoroutine:
-    """A wrapper of a coroutine that, when used in place of the result, raises an error that says to await it.
+    """A wrapper of a coroutine that raises an error if it is used in place of the coroutine's result.
+
+    The error says to await the coroutine.
 
     An `UnawaitedCoroutine` works wherever a coroutine does: `await`, `asyncio.create_task`, `gather`,
-    `wait_for`, `TaskGroup`, `asyncio.run`, `inspect.iscoroutine`. The class is a wrapper because Python's
-    own coroutine type cannot be subclassed. Its methods are the wrapped coroutine's own, so a task that runs
-    it costs nothing more.
+    `wait_for`, `TaskGroup`, `asyncio.run`, `inspect.iscoroutine`. The class is a wrapper because Python's own
+    coroutine type cannot be subclassed. Its methods are those of the wrapped coroutine, so a task that runs
+    it has no extra cost.
     """
 
     __slots__ = ("__weakref__", "_coroutine", "close", "send", "throw")

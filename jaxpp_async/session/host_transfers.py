@@ -27,7 +27,7 @@ from jaxpp_async.session.step import DistributedStep
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The actors and the sharding that an array of `mesh.put` is to have, with a name for errors."""
+    """The actors and the sharding that `mesh.put` is to give to an array, with a name for error messages."""
 
     name: str
     spec: tuple[SpecEntry, ...]
@@ -35,7 +35,7 @@ class _Place:
 
 
 class RemoteValues:
-    """The part of a mesh that makes, fills, fetches and frees its arrays; implements `remote_array.Owner`.
+    """The part of a mesh that creates, fills, fetches and frees arrays; implements `remote_array.Owner`.
 
     Args:
         controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
@@ -62,7 +62,7 @@ class RemoteValues:
         """Send host values to the actors of new arrays.
 
         Args:
-            pairs: each array with its value.
+            pairs: pairs of a new array and the value to send to its actors.
 
         Raises:
             ActorError: an actor or the mesh failed.
@@ -134,14 +134,14 @@ class RemoteValues:
 
 
 def _places(like: Any, count: int) -> list[_Place]:
-    """Return the actors and the sharding that each leaf of a `mesh.put` is to have.
+    """Return the actors and the sharding that `mesh.put` is to give to each leaf of the tree to put.
 
     Args:
         like: the argument of `mesh.put`: `(step, argnum)` or a tree of `RemoteArray`s.
-        count: number of leaves that are put.
+        count: number of leaves of the tree to put.
 
     Raises:
-        ArrayError: `like` is something else, or has another number of leaves.
+        ArrayError: `like` is neither of these, or has another number of leaves.
     """
     if isinstance(like, tuple) and len(like) == 2 and isinstance(like[0], DistributedStep):
         slots = like[0].latest("mesh.put(like=(step, argnum))").argument_slots(like[1])

@@ -41,7 +41,7 @@ def check_count(name: str, value: Any, *, least: int) -> int:
     """Check that an option's value is a whole number of at least `least`, and return it.
 
     Args:
-        name: the option's name, for the error.
+        name: the option's name, for the error message.
         value: the value that the user gave.
         least: the smallest number allowed.
 
@@ -57,7 +57,7 @@ def check_seconds(name: str, value: Any, *, least: float = 0.0, most: float = ma
     """Check that an option's value is a time in seconds, and return it as a float.
 
     Args:
-        name: the option's name, for the error.
+        name: the option's name, for the error message.
         value: the value that the user gave.
         least: the shortest time allowed.
         most: the longest time allowed.
@@ -103,7 +103,7 @@ def check_actor_count(num_actors: Any) -> int:
 
 
 def check_axes(spmd_mesh: Any) -> dict[str, int]:
-    """Check the option `spmd_mesh`, and return the mesh axes of each actor's devices: axis name to size.
+    """Check the option `spmd_mesh`, and return the size of each mesh axis of an actor's devices, by name.
 
     Args:
         spmd_mesh: a mapping of axis name to size, or a sequence of up to two sizes, of the axes `"data"` and
@@ -132,7 +132,7 @@ def check_axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...
 
     Args:
         given: the option: a mapping of axis name to type, or a sequence of types; other axes are `"auto"`.
-        mesh_axes: axis name to size.
+        mesh_axes: the mesh axes, a mapping of axis name to size.
     """
     by_name = dict(given) if isinstance(given, Mapping) else dict(zip(mesh_axes, given, strict=False))
     for name, kind in by_name.items():
@@ -147,8 +147,8 @@ def check_axis_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> 
     """Check the option `axis_rules`, which maps logical axis names to mesh axes, and return a copy of it.
 
     Raises:
-        ShardingError: a rule names an axis that the mesh does not have, or is neither an axis nor a tuple of
-            axes nor None.
+        ShardingError: a rule names an axis that the mesh does not have, or is something other than an axis, a
+            tuple of axes, or None.
     """
     for name, entry in rules.items():
         if not (entry is None or isinstance(entry, str | tuple | list)):
@@ -176,7 +176,7 @@ def make_launcher(
         options: the other options of `LaunchOptions`, and `spmd_mesh`.
 
     Returns:
-        The launcher, whether its actors live in this process, and the number of processes of each actor.
+        The launcher; whether its actors live in this process; and the number of processes per actor.
     """
     sizes = options.pop("spmd_mesh", {}).values()
     if processes_per_actor is not None:
@@ -189,14 +189,14 @@ def make_launcher(
 def choose_transport(
     given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int
 ) -> str:
-    """Choose the transport, by which actors send arrays to each other, and return its name.
+    """Choose the transport (the means by which actors send arrays to each other), and return its name.
 
     Args:
-        given: the transport that the user asked for; None: the launcher's first.
+        given: the transport that the user asked for; None: the launcher's preferred one.
         launcher: the launcher of the actors.
         inline: whether the actors live in this process.
         platform: the actors' platform, `"cpu"` or `"cuda"`.
-        num_actors: number of actors, for the error.
+        num_actors: number of actors, for the error message.
 
     Raises:
         MeshError: the launcher's actors cannot use the transport, or lack the GPUs that it needs.
@@ -217,12 +217,12 @@ def choose_transport(
 
 
 def choose_platform(given: str | None) -> str:
-    """Choose the actors' platform, `"cpu"` or `"cuda"`: the one that the user asked for, or else a default.
+    """Return the actors' platform, `"cpu"` or `"cuda"`: the one that the user asked for, or else a default.
 
-    The default is the platform that `jax_platforms` (or `JAX_PLATFORMS`) gives this process; if that is not
-    set, it is `"cuda"` if this machine has GPUs and a JAX for them. The actors' hosts are not asked, so a
-    user whose controller runs on a machine without GPUs has to name the platform (see `refuse_idle_devices`).
-    This function does not initialize JAX.
+    The default is the platform that `jax_platforms` (or `JAX_PLATFORMS`) sets for this process. If none is
+    set, the default is `"cuda"` if this machine has GPUs and a JAX for them, and `"cpu"` otherwise. The
+    actors' hosts are not asked. So if the controller runs on a machine without GPUs, a user who wants GPUs
+    has to name the platform (see `refuse_idle_devices`). This function does not initialize JAX.
     """
     if given not in (None, "cpu", "cuda"):
         raise MeshError(f"platform is {given!r}; it is 'cpu' or, for GPUs, 'cuda'")
@@ -235,10 +235,10 @@ def choose_platform(given: str | None) -> str:
 
 
 def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: Any) -> None:
-    """Raise an error if a user who named GPUs with `devices=` would get actors that run on CPUs.
+    """Raise an error if the user named GPUs with `devices=`, but the actors would run on CPUs.
 
     Args:
-        given: the platform that the user asked for. If it is not None, nothing is checked.
+        given: the platform that the user asked for, or None. If the user gave one, nothing is checked.
         chosen: the platform that was chosen.
         launcher: the launcher, whose hosts may have `devices=` of their own.
         devices: the option `devices=` of the mesh.
@@ -259,9 +259,10 @@ def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: 
 
 
 def spare_gpus(platform: str, *, inline: bool) -> None:
-    """Have this process's JAX leave GPU memory to actors on this machine; log a warning if it is too late.
+    """Have this process's JAX leave GPU memory to actors on this machine.
 
-    Nothing is done for actors on CPUs, or for inline actors, which share this process's JAX.
+    If JAX has taken the memory already, this only logs a warning. Nothing is done for actors on CPUs, or for
+    inline actors, which share this process's JAX.
 
     Args:
         platform: the actors' platform, `"cpu"` or `"cuda"`.
@@ -276,7 +277,9 @@ def spare_gpus(platform: str, *, inline: bool) -> None:
 
 
 async def prepare(launcher: Any, config: ActorConfig, *, same_python: bool) -> None:
-    """Check that actors on GPUs have a JAX for them, and prepare a remote launcher, before processes start.
+    """Check that actors on GPUs have a JAX for GPUs, and prepare a remote launcher.
+
+    Call this before processes start.
 
     Args:
         launcher: the launcher of the actors.
@@ -285,8 +288,8 @@ async def prepare(launcher: Any, config: ActorConfig, *, same_python: bool) -> N
             packages.
 
     Raises:
-        InstallError: the actors run on GPUs, and there is no JAX for them.
-        MeshError: as `RemoteLauncher.prepare`.
+        InstallError: the actors run on GPUs, and this process's packages lack a JAX for GPUs.
+        MeshError: the launcher cannot be prepared; see `RemoteLauncher.prepare`.
     """
     same_packages = same_python and "PYTHONPATH" not in config.env
     if same_packages and config.platform == "cuda" and (missing := cuda_error("platform='cuda'")) is not None:
@@ -362,12 +365,12 @@ def _check_local_devices(spmd_mesh: Mapping[str, int], platform: str) -> None:
 def make_target(
     spmd_mesh: Mapping[str, int], kinds: Sequence[str], rules: Mapping[str, Any], platform: str
 ) -> Target:
-    """Return the description of one actor's devices for which the compiler lowers executables.
+    """Return the description of one actor's devices, for which the compiler lowers executables.
 
     Args:
-        spmd_mesh: axis name to size; empty: one device, for which no shardings are needed.
+        spmd_mesh: a mapping of axis name to size. If empty, the actor has one device, and needs no shardings.
         kinds: the type of each axis, `"auto"` or `"explicit"`.
-        rules: logical axis names to mesh axes.
+        rules: a mapping of logical axis name to mesh axes.
         platform: `"cpu"` or `"cuda"`.
     """
     mesh = None

@@ -1,4 +1,4 @@
-"""Define `RemoteArray`, the user's handle of an array on actors, whose value has to be fetched from them."""
+"""Define `RemoteArray`, the user's handle of an array whose value is on actors and has to be fetched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxpp_async.session.awaiting import says_to_await
 
 
 class Owner(Protocol):
-    """The interface of the part of a mesh through which its arrays are fetched and freed."""
+    """The interface of the part of a mesh that fetches and frees the values of `RemoteArray`s."""
 
     async def fetch(self, tree: Any) -> Any: ...
 
@@ -34,10 +34,10 @@ LIVE, DONATED, DELETED, FAILED = "live", "donated", "deleted", "failed"
 
 
 def _needs_fetch(what: str) -> Any:
-    """Return a method that raises an error because its operation needs the array's value in this process.
+    """Return a method for `RemoteArray` that raises an error, since its operation needs the array's value.
 
     Args:
-        what: the operation, for the error.
+        what: the operation, such as `"len()"`, for the error message.
     """
 
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
@@ -60,11 +60,13 @@ _OF_A_JAX_ARRAY = frozenset(
 
 
 class RemoteArray:
-    """An array on one or more actors of a mesh; each of them holds all of it, sharded over its devices.
+    """The handle of an array on one or more actors of a mesh.
 
-    `mesh.run`, `mesh.put` and `step.init` make such arrays. `await array` fetches the value as numpy (a PRNG
-    key as a JAX key array). When the last reference to this handle is gone, the buffers are freed with the
-    next message to the actors.
+    Each of these actors holds the whole array, sharded over the actor's devices.
+
+    `mesh.run`, `mesh.put` and `step.init` return `RemoteArray`s. `await array` fetches the value as numpy (a
+    PRNG key as a JAX key array). When the last reference to this handle is gone, the buffers are freed with
+    the next message to the actors.
 
     Attributes:
         shape: global shape.
@@ -141,7 +143,7 @@ class RemoteArray:
 
     @property
     def host(self) -> np.ndarray | None:
-        """The value while it is in the controller's process, before its first use; None after that.
+        """The array's value while it is still in the controller's process; None once the array is on actors.
 
         Only the mesh uses this.
         """
@@ -165,14 +167,14 @@ class RemoteArray:
     def relocate(
         self, actors: tuple[ActorId, ...], *, array_id: int | None = None, value_type: ValueType | None = None
     ) -> None:
-        """Record that the array's buffers are now on `actors`, and drop its value in this process, if any.
+        """Record that the array's buffers are now on `actors`, and drop the value if it was in this process.
 
         Only the mesh calls this.
 
         Args:
             actors: the actors that hold the array from now on.
-            array_id: the array's new id on these actors; None: as before.
-            value_type: the array's new type, which may differ in sharding; None: as before.
+            array_id: the array's new id on these actors; None: the same id.
+            value_type: the array's new type, which may differ in sharding; None: the same type.
         """
         self._actors, self._host = actors, None
         self._id = self._id if array_id is None else array_id
@@ -181,7 +183,7 @@ class RemoteArray:
     def take_over(self, result: RemoteArray) -> None:
         """Make this handle refer to the array of the handle `result`, and make `result` unusable.
 
-        Only the mesh calls this, for the results of a step whose caller never got them.
+        Only the mesh calls this, if a step's caller was cancelled and so never got `result`.
         """
         for name in self.__slots__:
             setattr(self, name, getattr(result, name))
@@ -200,8 +202,8 @@ class RemoteArray:
         """Check that the array belongs to the mesh `owner` and may still be used. Only the mesh calls this.
 
         Args:
-            name: the name by which the user knows the array, for the error.
-            owner: the part of the mesh that owns its arrays.
+            name: the name by which the user knows the array, for the error message.
+            owner: the part of the mesh that must own the array.
 
         Raises:
             ArrayError: the array belongs to another mesh, or was donated, deleted or lost.
@@ -217,13 +219,13 @@ class RemoteArray:
     def id_at(
         self, owner: Owner, actors: tuple[ActorId, ...], spec: tuple[SpecEntry, ...] | None
     ) -> int | None:
-        """Return the array's id if a step can use it as it is, without a move; else None.
+        """Return the array's id if a step can use the array where it is, without a move; otherwise None.
 
         Only the mesh calls this.
 
         Args:
             owner: the part of a mesh that must own the array.
-            actors: the actors that must hold the array; there may be none.
+            actors: the actors that must hold the array; may be empty.
             spec: the sharding that the array must have; None: any.
         """
         if self._state != LIVE or self._owner is not owner or (self._host is not None and actors):
@@ -254,7 +256,11 @@ class RemoteArray:
     __copy__, __deepcopy__, __reduce_ex__ = map(_needs_fetch, ("copy.copy()", "copy.deepcopy()", "pickling"))
 
     def __eq__(self, other: object) -> bool:
-        """Return whether `other` is the same handle; raise an error if `other` is a value to compare with."""
+        """Return whether `other` is the same handle.
+
+        Raises:
+            TypeError: `other` is a value; to compare with it, the array's value has to be fetched first.
+        """
         if self is other or other is None or isinstance(other, RemoteArray | str):
             return self is other
         return _needs_fetch("`==`")(self)
@@ -263,10 +269,11 @@ class RemoteArray:
 
     @property
     def __jax_array__(self) -> Any:
-        """An attribute that always raises an error, by which JAX asks an object for its value as an array.
+        """The attribute from which JAX gets an object's value as an array; reading it always raises an error.
 
         Raises:
-            ArrayError: JAX is about to compute with the array. (JAX would take a TypeError for "no array".)
+            ArrayError: JAX is about to compute with the array. (JAX would take a TypeError as a sign that
+                this object is no array.)
             AttributeError: other code asks whether the attribute exists.
         """
         if private_api.takes_a_value(sys._getframe(1)):

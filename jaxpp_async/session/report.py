@@ -36,7 +36,7 @@ class CompileReport:
     """The report of what a compiled step does and costs, which prints as text; see `CompiledStep.report`.
 
     Attributes:
-        actors: the tasks, bytes and memory of each actor.
+        actors: one line per actor, with its tasks, transfers and memory.
         transfers: the arrays that are sent between actors.
         inputs: the actors that hold each argument.
         outputs: the actors that hold each result.
@@ -66,15 +66,16 @@ class TransferLine:
     """One line of a report: the arrays of one kind that are sent from one actor to another in a step.
 
     Args:
-        what: type of the arrays, and what makes them: a task, or an operation with the user's line.
+        what: text with the type of the arrays, and the task that makes them, or the operation with the user's
+            line.
         from_actor: the actor that sends the arrays.
         to_actor: the actor that receives the arrays.
         size_bytes: size of one array.
         count: number of arrays in one step.
-        when: the part of the step in which they are sent: `"in the loop"`, `"before the loop"` or `"after
-            the loop"`.
-        per_microbatch: how many of `count` each microbatch sends; 0 outside the loops.
-        why: what needs the arrays on the receiving actor.
+        when: the part of the step in which they are sent: `"in the loop"`, `"before the loop"` or `"after the
+            loop"`.
+        per_microbatch: how many of these arrays each microbatch sends; 0 outside the loops.
+        why: text that says what needs the arrays on the receiving actor.
     """
 
     what: str
@@ -88,7 +89,7 @@ class TransferLine:
 
     @property
     def total_bytes(self) -> int:
-        """The size in bytes of all these arrays together in one step."""
+        """The size in bytes of all arrays of this line together, in one step."""
         return self.size_bytes * self.count
 
 
@@ -102,11 +103,10 @@ class ActorLine:
         sent_bytes: bytes that the actor sends to other actors in one step.
         received_bytes: bytes that the actor receives from other actors in one step; values from the
             controller are not counted.
-        peak_bytes: most bytes that the actor's buffer table holds (see `docs/memory.md`); known before
-            anything runs.
+        peak_bytes: the most bytes that the actor's buffer table holds during the step (see `docs/memory.md`),
+            computed from the program.
         peak_at: the task or the buffer at which that peak is reached.
-        temp_bytes: bytes of the temporaries of the executable that needs most for them, as XLA says after
-            compiling.
+        temp_bytes: the most bytes that one executable needs for temporaries, as XLA reports after compiling.
         compile_s: seconds that the actor took to compile.
         argument_bytes: bytes of the arguments that the actor holds when the step starts.
     """
@@ -129,7 +129,7 @@ class PlaceLine:
     Args:
         name: the leaf's name, such as `"state['w']"`.
         type: the leaf's dtype, shape and sharding, as text.
-        actors: the actors that hold the leaf, each of them all of it.
+        actors: the actors that hold the leaf; each of them holds the whole leaf.
         size_bytes: bytes of the leaf on each of these actors.
         why: the reason why these actors hold the leaf, such as the tasks that use it.
     """
@@ -153,7 +153,7 @@ def make(
 
     Args:
         compiled: the compiler's result.
-        temp_bytes: for each actor, the bytes of XLA's temporaries by executable.
+        temp_bytes: for each actor, the bytes of XLA's temporaries for each executable, by its index.
         compile_s: for each actor, the seconds that compiling took.
     """
     explainer = Explainer(compiled.traced, compiled.placed, compiled.continues)
@@ -172,7 +172,12 @@ def make(
 
 
 def why_taken(compiled: Compiled, name: str) -> str:
-    """Return the reason, as text, why a step uses the argument called `name` on the actors that it does."""
+    """Return text that says why the actors that use an argument of a step need it.
+
+    Args:
+        compiled: the compiled step.
+        name: the argument's name.
+    """
     graph = compiled.placed.graph
     found = next(i for i in graph.inputs if graph.values[i.value].label == name)
     return Explainer(compiled.traced, compiled.placed, compiled.continues).why_input(
@@ -210,13 +215,15 @@ def _actor_line(
 
 
 def _peak_at(program: ActorProgram, index: int) -> str:
-    """Return the name of the task that an actor runs when its memory use is at its peak.
-
-    If the peak is reached when a buffer arrives, return that buffer and the first task that reads it.
+    """Return text that says what an actor is doing when its memory use is at its peak.
 
     Args:
         program: the actor's program.
         index: the index of the instruction at which the peak is reached.
+
+    Returns:
+        The name of the task, if the instruction runs one; if a buffer arrives, the buffer and the first task
+        that reads it; otherwise the type of the instruction. For an empty program, `"none"`.
     """
     if not program.instructions:
         return "none"
@@ -232,7 +239,7 @@ def _peak_at(program: ActorProgram, index: int) -> str:
 
 
 def _transfers(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[TransferLine, ...]:
-    """Return one report line per kind of transfer between two actors, counted over all microbatches.
+    """Return one report line per kind of transfer between two actors, with the count over all microbatches.
 
     Transfers in the loops come first, and larger totals before smaller ones.
     """
@@ -263,7 +270,8 @@ def _type(value: Value) -> str:
 def _inputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[PlaceLine, ...]:
     """Return one report line per argument and captured array, and one for all microbatch indices together.
 
-    The microbatch indices stay on the actors between steps.
+    The microbatch indices are arrays that tell each microbatch its number; they stay on the actors between
+    steps.
     """
     graph, count = compiled.placed.graph, compiled.placed.num_indices
     lines = []
@@ -368,7 +376,7 @@ def _place_table(places: Sequence[PlaceLine]) -> str:
 
 
 def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled) -> None:
-    """Log, and warn about, what a user should know about a step that was compiled without an error.
+    """Log information and warnings for the user about a step that was compiled without an error.
 
     The log names the microbatches of each loop, and actors that have nothing to do; a Python warning names
     donated arguments whose memory no result can reuse.

@@ -45,13 +45,15 @@ class CompiledStep:
         program_id: the id by which the controller runs the programs that the actors have loaded.
         inputs: the argument leaves, then the hidden arguments (captured arrays, microbatch indices).
         outputs: the result leaves, then the values that the step's prints show.
-        donated: the positions of the argument leaves whose buffers the step reuses; for each, the position of
-            the result leaf that continues it (its new value), or None.
+        donated: a dictionary. Its keys are the positions of the argument leaves whose buffers the step
+            reuses; its values are the positions of the result leaves that are the arguments' new values, or
+            None.
         binding: the mapping of arguments and results to actors, which every call uses.
-        handed_back: for each result leaf that is an argument which the step does not use, the position of
-            that argument leaf; the caller gets the same array back, on whichever actors it is.
+        handed_back: a dictionary for arguments that the step returns without using them. Its keys are
+            positions of result leaves; its values are positions of argument leaves. The result stays on the
+            argument's actors.
         compile_s: for each actor, the seconds that compiling took.
-        temp_bytes: for each actor, the bytes of XLA's temporaries by executable.
+        temp_bytes: for each actor, the bytes of XLA's temporaries for each executable, by its index.
         hidden_values: host values of the hidden arguments.
         hidden: the arrays of the hidden arguments on the actors; empty until the first run.
     """
@@ -94,7 +96,7 @@ class CompiledStep:
 
 
 class Runner(Protocol):
-    """The interface of the part of a mesh through which its steps are compiled and run."""
+    """The interface of the part of a mesh that compiles and runs steps."""
 
     @property
     def num_actors(self) -> int: ...
@@ -121,7 +123,7 @@ class StepOptions:
 
     Args:
         in_shardings: a tree prefix of the arguments' shardings over one actor's devices; None: inferred.
-        out_shardings: the same for the results.
+        out_shardings: a tree prefix of the results' shardings; None: inferred.
         donate_argnums: positions of the arguments whose buffers the step may reuse.
         static_argnums: positions of the hashable arguments that are part of the program.
         schedule: the schedule to use in place of the one in the function; None keeps that one.
@@ -136,7 +138,9 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """The properties of one call by which `DistributedStep.recall` finds the compiled form of a later call.
+    """The properties of one call that `DistributedStep.recall` compares with those of a later call.
+
+    If they are equal, the later call uses the same compiled form.
 
     Args:
         treedef: the tree structure of the dynamic (not static) arguments.
@@ -203,10 +207,11 @@ class DistributedStep:
             return await self.runner.run(self, args)
 
     def with_schedule(self, schedule: Any) -> DistributedStep:
-        """Return the same step under another schedule, which must have as many stages.
+        """Return the same step under another schedule, which must have the same number of stages.
 
-        Tasks that are compiled already are not compiled again. A variant of a task that this schedule is the
-        first to need (half a backward, or the last stage's forward and backward in one) is compiled once.
+        Tasks that are compiled already are not compiled again. A variant is a form of a task that a schedule
+        asks for, such as half a backward, or the last stage's forward and backward in one. Each variant that
+        this schedule is the first to need is compiled once.
         """
         options = replace(self._options, schedule=schedule)
         return DistributedStep(self.runner, self.fn, options, line=self.line, exports=self._exports)
@@ -215,12 +220,16 @@ class DistributedStep:
     async def compile(self, *args: Any) -> CompiledStep:
         """Trace the step and compile it on every actor, without running it.
 
+        Each of the errors below is raised before anything is sent to an actor.
+
         Args:
             args: the arguments of a call; each array may be a `jax.ShapeDtypeStruct` instead.
 
         Raises:
-            UnsupportedError, StageError, ScheduleError, ShardingError: the step cannot be compiled. The error
-                is raised before anything is sent to an actor.
+            UnsupportedError: the step function cannot be pipelined.
+            StageError: a stage needs a later stage's value, or a loop has no usable microbatch axis.
+            ScheduleError: the schedule is invalid for this step.
+            ShardingError: a sharding is invalid for this mesh or for the array.
         """
         with HiddenFrames():
             return await self.runner.compile(self, args)
@@ -229,10 +238,10 @@ class DistributedStep:
     async def init(self, argnum: int, fn: Callable, *args: Any) -> Any:
         """Make argument `argnum` of this step by running `fn(*args)` on the actors.
 
-        Each actor makes only the leaves that the step keeps on it.
+        Each actor computes only the leaves that the step keeps on this actor.
 
         The step must have been compiled: `await step.compile(jax.eval_shape(fn, *args), batch)` decides which
-        actors keep each leaf. The numbers equal those of `jax.jit(fn)(*args)`.
+        actors keep each leaf. The values equal those of `jax.jit(fn)(*args)`.
 
         Returns:
             The tree that `fn` returns, of `RemoteArray`s.
@@ -241,28 +250,33 @@ class DistributedStep:
             return await self.runner.init(self, argnum, fn, args)
 
     def find(self, signature: Any) -> CompiledStep | None:
-        """Return the compiled form for a call's signature, or None if there is none yet.
+        """Return the compiled form of the step for a call's signature, or None if there is none yet.
 
         A form that is found becomes the one that `latest` returns.
 
         Args:
-            signature: the return value of the method `signature`.
+            signature: the return value of the method `signature` for the call.
         """
         found = self._compiled.get(signature)
         self._latest = found or self._latest
         return found
 
     def keep(self, signature: Any, compiled: CompiledStep) -> None:
-        """Store a compiled form, so that `find` and `latest` return it for later calls."""
+        """Store a compiled form of the step, so that `find` and `latest` return it for later calls.
+
+        Args:
+            signature: the return value of the method `signature` for the call.
+            compiled: the compiled form.
+        """
         self._compiled[signature] = self._latest = compiled
         # From the second step on a state may have lost the weak types that it began with.
         self._compiled[_settled(signature, compiled.compiled.weak_or_strong)] = compiled
 
     def latest(self, what: str) -> CompiledStep:
-        """Return the compiled form that was most recently made or found.
+        """Return the step's compiled form that was most recently stored or found.
 
         Args:
-            what: the user's call that needs the form, for the error.
+            what: the user's call that needs the form, for the error message.
 
         Raises:
             MeshError: the step has not been compiled.
@@ -275,14 +289,16 @@ class DistributedStep:
         return self._latest
 
     def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | CallSignature | None]:
-        """Flatten the dynamic arguments, and find the compiled form that an earlier, equal call used.
+        """Flatten the dynamic (not static) arguments, and find the compiled form that an equal call used.
 
-        This is a fast path: if it finds no form, ask `signature` and `find`, which also know older calls. A
-        form that is found becomes the one that `latest` returns.
+        This is a fast path. If it finds no form, the caller asks `signature` and `find`, which also know the
+        forms of older calls. A form that is found becomes the one that `latest` returns.
 
         Returns:
-            The leaves, and one of: the compiled form; the call's `CallSignature`, to be passed to `remember`
-            once the step is compiled; None if the call cannot be remembered.
+            The leaves, and one of:
+            - the compiled form of the step;
+            - the call's `CallSignature`, to be passed to `remember` once the step is compiled;
+            - None, if the call cannot be remembered.
         """
         leaves, treedef = jax.tree.flatten(self._dynamic(args))
         type_keys, config = [type_key(leaf) for leaf in leaves], jax_config.trace_settings()
@@ -310,7 +326,7 @@ class DistributedStep:
         )
 
     def remember(self, call: CallSignature, compiled: CompiledStep) -> None:
-        """Store the compiled form of a call, so that `recall` finds it when an equal call comes.
+        """Store the compiled form of the step for a call, so that `recall` finds it for an equal call later.
 
         Args:
             call: the signature that `recall` returned for the call.
@@ -319,19 +335,19 @@ class DistributedStep:
         self._calls.appendleft((call, compiled))
 
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the entries of the traced arguments, from a sequence with one entry per argument."""
+        """Return the entries of the traced (not static) arguments, given one entry per argument."""
         static = self._options.static_argnums
         return tuple(a for i, a in enumerate(args) if i not in static) if static else tuple(args)
 
     def _static(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the entries of the static arguments, from a sequence with one entry per argument."""
+        """Return the entries of the static arguments, given one entry per argument."""
         return tuple(args[i] for i in self._options.static_argnums if i < len(args))
 
     def signature(self, args: Sequence[Any]) -> Any:
-        """Return a hashable value of everything in a call that its compiled form depends on.
+        """Return a hashable value that determines which compiled form of the step a call needs.
 
-        That is the tree structure and the types of the traced arguments, the static arguments, JAX's settings
-        and, on explicit mesh axes, the shardings of arrays.
+        The value has the tree structure and the types of the traced arguments, the static arguments, and
+        JAX's settings. If a mesh axis is explicit, the value also has the shardings of arrays.
 
         Raises:
             TypeError: an argument is missing, a static one cannot be hashed, or JAX cannot compute with one.
@@ -350,9 +366,11 @@ class DistributedStep:
         return treedef, types, static, config
 
     def _given_specs(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Return, for each leaf, the sharding that it has as a `RemoteArray`, or None if it is no such array.
+        """Return the shardings of the leaves that are `RemoteArray`s, if tracing depends on them.
 
-        On explicit mesh axes these shardings are part of what is traced; without such axes, return `()`.
+        Returns:
+            One entry per leaf: the sharding of a `RemoteArray`, None for another leaf. If no mesh axis is
+            explicit, tracing does not depend on shardings, and the tuple is empty.
         """
         if not logical_axes.has_explicit_axes(self.runner.target.mesh):
             return ()
@@ -410,7 +428,7 @@ class DistributedStep:
                 )
 
     def request(self, args: Sequence[Any]) -> StepRequest:
-        """Return the compiler's input for a call with these arguments."""
+        """Return the input with which the compiler compiles this step for a call with these arguments."""
         static = self._options.static_argnums
         shapes = [a if i in static else jax.tree.map(shape_struct, a) for i, a in enumerate(args)]
         runner, options = self.runner, self._options
@@ -441,7 +459,7 @@ class DistributedStep:
         )
 
     def _in_specs(self, dynamic: tuple[Any, ...], argnums: Sequence[int]) -> list:
-        """Return, for each leaf of the dynamic arguments, the sharding that the user gave it, or None.
+        """Return, for each leaf of the dynamic arguments, the sharding from `in_shardings`, or None.
 
         Args:
             dynamic: the shapes of the dynamic (not static) arguments.
@@ -457,7 +475,7 @@ class DistributedStep:
         return self._specs(prefix, dynamic, names, shapes, "in_shardings")
 
     def _microbatches_whole(self, traced: Traced, given: list) -> list:
-        """Check that the user's shardings split no batch along its microbatches, and return them.
+        """Check that the user's shardings split no batch along its microbatches; return these shardings.
 
         Args:
             traced: the traced step.
@@ -484,10 +502,10 @@ class DistributedStep:
         return given
 
     def _typed(self, shapes: Sequence[Any], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-        """Return the shapes of the arguments with a sharding in the type of each leaf.
+        """Return the shapes of the arguments with a sharding in each leaf, as explicit mesh axes need them.
 
-        The sharding is the user's if there is one, else that of the argument if it is a `RemoteArray`, else
-        replication.
+        The sharding of a leaf is the one that the user gave. If there is none, it is that of the argument if
+        this is a `RemoteArray`, and replication otherwise.
 
         Args:
             shapes: the arguments, with a `jax.ShapeDtypeStruct` for each leaf.
@@ -524,7 +542,14 @@ def _signature(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signatur
 
 
 def _settled(signature: Any, settled: frozenset[int]) -> Any:
-    """Return the signature of an otherwise equal call in which the leaves `settled` are not weakly typed."""
+    """Return a call's signature, but with the leaves at the positions `settled` no longer weakly typed.
+
+    A training state may have weak types in its first step only.
+
+    Args:
+        signature: the return value of `DistributedStep.signature`.
+        settled: positions of leaves.
+    """
     treedef, types, static, config = signature
     strong = tuple((s, d, weak and k not in settled) for k, (s, d, weak) in enumerate(types))
     return treedef, strong, static, config
@@ -564,16 +589,17 @@ def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
 
 
 def handed_back(compiled: Compiled) -> dict[int, int]:
-    """Return the position of the argument for each result that is an argument which no task uses.
+    """Return which results of a step are arguments that no task uses; the caller gets these arguments back.
 
-    The caller gets such an argument back as it is.
+    Returns:
+        A dictionary. Its keys are positions of results; its values are positions of arguments.
     """
     leaf_of = {v: arg for arg, v in enumerate(compiled.traced.flat.inputs)}
     return {result: leaf_of[v] for result, v in compiled.placed.placement.handed_back.items()}
 
 
 def hidden_values(compiled: Compiled) -> tuple[Any, ...]:
-    """Return the host values of the arrays that a step captures, and of its microbatch indices."""
+    """Return the values, as host arrays, of a step's captured arrays, then of its microbatch indices."""
     return (
         *(c.value for c in compiled.traced.captured),
         *(np.asarray(i, np.int32) for i in range(compiled.placed.num_indices)),

@@ -35,7 +35,8 @@ from jaxpp_async.timeline import Recorded, Timeline, make_timeline
 class StepFuture:
     """A future of a step that has been started, as `mesh.submit` returns it.
 
-    To await it is to wait until every actor has finished the step; the await raises the step's error.
+    Await this object to wait until every actor has finished the step; if the step fails, the await raises its
+    error.
 
     Attributes:
         outputs: the step's result tree of `RemoteArray`s, which may be passed to the next step immediately.
@@ -100,13 +101,13 @@ class StepFuture:
 
 
 class Recording:
-    """The record of one step from which its timeline and statistics are made when they are asked for.
+    """The record of one step, from which its timeline and statistics are computed when a user asks for them.
 
-    Until then a recording costs a few references.
+    Until then a recording stores only a few references.
 
     Args:
         name: the step function's name.
-        handle: the step's handle, which has the actors' replies and the times at which they came.
+        handle: the step's handle, which has the actors' replies and the times at which these were received.
         programs: the programs that the actors ran.
         controller: the mesh's controller, asked for the actors' processes and clocks when the step has ended.
     """
@@ -155,9 +156,9 @@ class Recording:
         return self.handle.result()
 
     def _keep_processes(self) -> None:
-        """Store, when the step has ended, the processes that ran it and their clocks.
+        """Store which processes ran the step, and their clocks; called when the step has ended.
 
-        After a later restart the actors may be other processes, with other clocks.
+        After a later restart the actors may run in other processes, with other clocks.
         """
         controller, self._controller = self._controller, None
         if controller is None or self.handle.error is not None:
@@ -183,7 +184,7 @@ class Recording:
 
 
 class StepArrays:
-    """An object that updates the handles of a sent step's donated arguments and results as the step goes on.
+    """An object that updates the handles of a step's donated arguments and results after the step is sent.
 
     Donated arguments are unusable from when the step is sent. If the step fails, its results are unusable
     too; if its caller is cancelled, each donated argument refers to the result that is its new value.
@@ -220,12 +221,12 @@ class StepArrays:
             array.retire(DONATED, f"it was donated to step {self._name!r}, which failed: {why}")
 
     def abandon(self) -> str | None:
-        """Make each donated array refer to its new value among the results, since the caller was cancelled.
+        """Make each donated array refer to its new value among the results, after the caller was cancelled.
 
         A donated array that has no new value stays unusable. The caller never gets the results themselves.
 
         Returns:
-            A text for the log that says what became of the donated arguments; None if there are none.
+            Text for the log that says what became of the donated arguments; None if no argument was donated.
         """
         lost: dict[int, RemoteArray] = {}
         continued: dict[str, str] = {}
@@ -256,9 +257,9 @@ class StepArrays:
         return "; ".join(said) or None
 
     def _argument_and_result(self, arg: int, result: int) -> tuple[str, str]:
-        """Return the names of the whole trees to which two leaves belong, such as `("state", "result[0]")`.
+        """Return the names of the argument and the result that contain two leaves: `("state", "result[0]")`.
 
-        The result leaf continues the argument leaf (is its new value), so their paths in these trees agree.
+        The result leaf is the new value of the argument leaf, so both have the same path in their trees.
 
         Args:
             arg: position of the argument leaf.
@@ -286,15 +287,15 @@ class Printer:
     def start(self, traced: Traced, shown: Sequence[RemoteArray], handle: StepHandle) -> asyncio.Task[None]:
         """Start a task that calls the host code of a step's prints and callbacks once the step has finished.
 
-        The task first waits for the prints of the steps before. A step that fails prints nothing.
+        The task first waits for the prints of the steps before. If the step fails, the task prints nothing.
 
         Args:
             traced: the traced step, which has the host code to call.
-            shown: the step's hidden results, which are the operands of that code.
+            shown: the step's hidden results, which are the operands of the host code.
             handle: the step's handle.
 
         Returns:
-            The task, which raises what a user's callback raises, and the mesh's failure if the values are
+            The task. Its exception is that of a user's callback, or the mesh's failure if the values are
             lost.
         """
         task = asyncio.get_running_loop().create_task(self._print(traced, list(shown), handle, self._last))

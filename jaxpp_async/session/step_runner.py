@@ -51,15 +51,15 @@ class StepRunner:
 
     Args:
         controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
-        values: the part of the mesh that makes, fills, fetches and frees its arrays.
+        values: the part of the mesh that creates, fills, fetches and frees arrays.
         num_actors: number of actors.
         target: the devices of one actor.
         max_inflight: the number of steps that may be under way at the same time.
-        actor_config: the settings of JAX with which the actors were started; empty if the actors share those
-            of this process.
+        actor_config: the settings of JAX with which the actors were started; empty if the actors live in this
+            process.
 
     Attributes:
-        last: the recording of the last step that finished; None before the first one has.
+        last: the recording of the last step that finished; None if no step has finished yet.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class StepRunner:
             raise
 
     async def submit(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
-        """Start a step, and return its future once its host values were sent; see `RemoteMesh.submit`."""
+        """Start a step, and return its future once its host values are sent; see `RemoteMesh.submit`."""
         future = await self._begin(step, args)
         try:
             await future.wait_sent()  # the step's host values may change again once they have left
@@ -106,7 +106,9 @@ class StepRunner:
         return future
 
     def _abandon(self, future: StepFuture, call: str, error: BaseException) -> None:
-        """Let a step that was sent run on although its caller ended with an error and gets no results.
+        """Record that a step runs on although its caller has ended with an error and gets no results.
+
+        The step's donated arguments then refer to their new values, and the log says so.
 
         Args:
             future: the step's future.
@@ -121,7 +123,7 @@ class StepRunner:
         self._abandoned_steps.mark_abandoned(future._handle)
 
     async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
-        """Compile a step unless that has been done, start it once it is admitted, and return its future."""
+        """Compile a step if that is needed, wait for its turn, start it, and return its future."""
         # From here on only the leaves found now count: while this waits, its caller may change the trees.
         leaves, found = step.recall(args)
         if isinstance(found, CompiledStep):
@@ -180,10 +182,10 @@ class StepRunner:
             raise
 
     def _check_settings(self) -> None:
-        """Check that the actors make all the checks for NaN and infinity that this thread's settings ask for.
+        """Check that the actors make all the NaN and infinity checks of JAX that are enabled in this thread.
 
         Raises:
-            MeshError: a check is on in this thread and off on the actors.
+            MeshError: a check is enabled in this thread, but not on the actors.
         """
         theirs = self._actor_config or jax_config.global_checks()
         for name, value in jax_config.thread_checks().items():
@@ -246,7 +248,7 @@ class StepRunner:
                 )
 
     async def _place_hidden(self, compiled: CompiledStep) -> None:
-        """Send a step's captured arrays and microbatch indices to the actors, unless that has been done."""
+        """Before a step's first run, send its captured arrays and microbatch indices to the actors."""
         if compiled.hidden or not compiled.hidden_values:
             return
         places = compiled.inputs[len(compiled.inputs) - len(compiled.hidden_values) :]
@@ -275,7 +277,7 @@ class StepRunner:
         if (self._admission.locked() or self._start_lock.locked()) and binding.ids(
             self._values, leaves
         ) is None:
-            # errors in the arguments are raised at once, not after the steps under way
+            # errors in the arguments are raised immediately, not after the steps under way
             self._check_leaves(leaves, compiled)
         with self._abandoned_steps.begin(step.__name__) as entry:
             await self._admission.acquire()
@@ -300,7 +302,9 @@ class StepRunner:
     async def _prepare_arguments(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
     ) -> tuple[array_moves.Moved, ...]:
-        """Prepare a step's start: check its arguments, send hidden ones, and move arrays to their actors.
+        """Check a step's arguments, and move arrays to the actors that use them.
+
+        Before the first run, also send hidden arguments (captured arrays, microbatch indices).
 
         Returns:
             The arguments that were moved or resharded.
@@ -320,10 +324,12 @@ class StepRunner:
     async def _copies(
         self, compiled: CompiledStep, leaves: Sequence[Any], results: Sequence[int]
     ) -> dict[int, RemoteArray]:
-        """Copy arguments that a step returns unchanged and that its caller keeps.
+        """Copy the arguments that a step returns unchanged and that its caller keeps.
 
         Args:
-            results: positions of the results that are such arguments.
+            compiled: the step's compiled form.
+            leaves: the argument leaves of the call.
+            results: positions of the results that are such arguments; see `_to_copy`.
 
         Returns:
             The copies, by position of the result.
@@ -351,10 +357,10 @@ class StepRunner:
             step: the step.
             compiled: its compiled form for this call.
             leaves: the argument leaves of the call.
-            ids: what `Binding.ids` returned; None: the leaves need `bind_with_care`.
-            moved: the arguments that were moved before the step, for the future.
+            ids: the return value of `Binding.ids`; if it is None, the leaves need `bind_with_care`.
+            moved: the arguments that were moved before the step; the future lists them.
             copies: copies of arguments that the step returns unchanged, by position of the result.
-            kind: the kind of step, for the actors.
+            kind: the kind of step, such as `"step"` or `"init"`, which is part of its id.
         """
         controller, binding = self._controller(), compiled.binding
         new_id, hidden = controller.new_array_id, compiled.hidden
@@ -405,9 +411,13 @@ class StepRunner:
 
 
 def _unused_donations(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
-    """Return, for each actor, the ids of donated arrays that it holds but that the step does not use on it.
+    """Return the donated arrays that the step does not use, per actor that holds them.
 
     The step's programs do not free these buffers, so the controller has to.
+
+    Returns:
+        A dictionary. Its keys are actors; its values are the ids of the donated arrays that the actor holds
+        but does not use in the step.
     """
     found: dict[ActorId, list[int]] = {}
     back = compiled.handed_back.values()
@@ -420,10 +430,10 @@ def _unused_donations(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[Act
 
 
 def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
-    """Return the positions of results for which an argument has to be copied on its actors.
+    """Return the positions of the results that have to be copies of arguments, made on the arguments' actors.
 
-    These results are arguments that the step does not use and that the caller keeps, because they are not
-    donated.
+    Such a result is an argument that the step returns without using it, and that the caller keeps because the
+    argument is not donated.
     """
     return [
         result
@@ -438,7 +448,7 @@ def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> lis
     Args:
         traced: the traced function.
         wanted: the leaves of the step's argument.
-        name: the function's name, for the error.
+        name: the function's name, for the error message.
 
     Raises:
         ArrayError: the function makes another number of leaves, or one of another shape or dtype.
