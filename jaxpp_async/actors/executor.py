@@ -234,8 +234,8 @@ class Executor:
     # ------------------------------------------------------------ runs
 
     def _process_run(self, run: Execute, out: list[Command]) -> None:
-        """Process a `Run` instruction: issue it, unless that has been done early, or note which buffers it
-        waits for.
+        """Process a `Run` instruction: issue it, unless it was issued early, or note which buffers it waits
+        for.
 
         Args:
             run: the command of the instruction.

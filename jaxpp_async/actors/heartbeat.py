@@ -44,8 +44,8 @@ class Heartbeat:
     """The options of a process's heartbeats.
 
     Args:
-        identity: the identity that the process has used for its control connection, which must already be
-            open.
+        identity: the identity that the process has used for its control connection. The control connection
+            must already be open.
         secret: the 32 bytes that all processes of the mesh share.
         controller: the host and the port of the controller.
         lost_s: the time in seconds after which the controller counts as unreachable, if sent bytes are not

@@ -76,8 +76,8 @@ class ReceiveBuffer:
 
 
 class FreeBuffers:
-    """The unused receive buffers for arrays of one aval. At most as many are kept as `reserve` was asked
-    for."""
+    """The unused receive buffers for arrays of one aval. The greatest `count` that `reserve` was called with
+    limits how many are kept."""
 
     __slots__ = ("_layout", "_layouts", "_most", "_on_devices", "free")
 
@@ -87,8 +87,8 @@ class FreeBuffers:
         self.free: list[ReceiveBuffer] = []
 
     def reserve(self, count: int) -> None:
-        """Allocate receive buffers until at least `count` are unused, and let that many be kept from now
-        on."""
+        """Allocate receive buffers until at least `count` are unused, and keep up to `count` unused buffers
+        from now on (or more, if an earlier call asked for more)."""
         self._most = max(self._most, count)
         while len(self.free) < count:
             self.free.append(self._make())
@@ -98,8 +98,7 @@ class FreeBuffers:
         return self.free.pop() if self.free else self._make()
 
     def put_back(self, buffer: ReceiveBuffer) -> None:
-        """Add a buffer to the unused ones, or free it if as many as `reserve` asked for are unused
-        already."""
+        """Add a buffer to the unused ones, or free it if the limit that `reserve` sets is reached."""
         if len(self.free) < self._most:
             self.free.append(buffer)
 

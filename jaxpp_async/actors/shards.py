@@ -40,7 +40,7 @@ Put: TypeAlias = Callable[[np.ndarray], jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One distinct part (box) of an array that this process stores, possibly on several of its devices.
+    """One distinct part (slice) of an array that this process stores, possibly on several of its devices.
 
     Args:
         part: the part, with all devices and processes of the actor that store it.
@@ -52,7 +52,7 @@ class Shard:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The box of the whole array that this shard is, as one slice per axis."""
+        """The position of this shard in the whole array, as one slice per axis."""
         return self.part.index
 
     @property
@@ -76,8 +76,8 @@ class Layout:
         is_plain: whether the elements have the same format in a device's memory as in numpy, with at least
             one byte each, and the device is a CPU.
         size_bytes: the size in bytes of the whole array as a numpy array.
-        is_small: whether the array is on a single device that is a CPU and has so few bytes that the cost of
-            calling `put` matters.
+        is_small: whether the array is on a single CPU device and so small that calling `put` takes a
+            noticeable share of the time.
         put: puts a host array on the devices; the result may share the memory of the host array.
     """
 

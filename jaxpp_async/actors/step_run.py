@@ -79,8 +79,8 @@ class StepRun:
         message: the controller's request.
         program: the program to run.
         resources: the transport, the devices and the thread that the step uses.
-        bound: the store's entry for each step argument that the program uses, by the argument's number.
-        results: the store's entry for each step result that the program makes, by the result's number.
+        bound: the array store's entry for each step argument that the program uses, by the argument's number.
+        results: the array store's entry for each step result that the program makes, by the result's number.
         on_end: called once when the step has ended, with the failure or None.
 
     Attributes:
@@ -488,8 +488,7 @@ class StepRun:
         )
 
     def _note_waiting(self) -> None:
-        """Record that the step waits for other actors, if it does, and tell the transport to look for
-        messages eagerly.
+        """If the step waits for other actors, record that, and tell the transport to poll for messages.
 
         This is called when no command is left to carry out.
         """
@@ -517,15 +516,15 @@ be a reference cycle, which would keep the step's arrays until the garbage colle
 
 
 def _shared_entries(bound: Mapping[int, StoredArray]) -> frozenset[int]:
-    """Return the ids (by `id()`) of the store's entries that are bound to more than one step argument."""
+    """Return the `id()` of each array store entry that is bound to more than one step argument."""
     seen: set[int] = set()
     return frozenset(id(entry) for entry in bound.values() if id(entry) in seen or seen.add(id(entry)))
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRelay:
-    """A receive whose data other processes of the actor need as well: each part (a distinct box of the array)
-    is forwarded to them after its receive.
+    """A receive whose data other processes of the actor need as well: each part (a distinct slice of the
+    array) is forwarded to these processes once it has been received.
 
     Args:
         transport: carries the parts.
@@ -551,7 +550,8 @@ class TransferRelay:
         Args:
             pieces: the memory of each part.
             transfers: the messages that bring the parts.
-            relays: for the index of each part that is forwarded: the messages that forward it.
+            relays: a dictionary. Its keys are the indices of the parts to forward; its values are the
+                messages that forward the part.
         """
         for part_index, peer, sequence in transfers:
             onward = relays.get(part_index, ())
@@ -652,8 +652,8 @@ class DeviceStepRun(StepRun):
             self.fail(error, command.instruction)
 
     def _received_everywhere(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
-        """Make a received array available to the step once all devices have its data; copy it first if it
-        must be private.
+        """Make a received array available to the step once all devices have its data. If the array must be
+        private, copy it first.
 
         Args:
             command: the command that posted the receive.
@@ -666,8 +666,8 @@ class DeviceStepRun(StepRun):
         self._carry_out(self.executor.arrived(command.buffer))
 
     def _copy_out(self, command: PostRecv, buffer: ReceiveBuffer) -> Callable[[], None] | None:
-        """Copy a received array that is used longer than its receive buffer, and make the copy available to
-        the step.
+        """Copy a received array that must outlive its receive buffer, and make the copy available to the
+        step.
 
         This is called on the compute thread.
 

@@ -56,8 +56,8 @@ class NcclTransfer:
 
 
 class LinkEnd:
-    """One end of a link, which is an NCCL communicator for one direction between two devices; with the two
-    threads that serve it.
+    """One end of a link, with the two threads that serve it. A link is an NCCL communicator for one direction
+    between two devices.
 
     Args:
         link: the link.
@@ -104,7 +104,7 @@ class LinkEnd:
                 uses.
 
         Raises:
-            NcclFailure: NCCL refused, or a message with other content came.
+            NcclFailure: NCCL refused, or a message with other content arrived.
         """
         self._gone = self._loop.create_future()
         self._start(
@@ -154,8 +154,8 @@ class LinkEnd:
         self._to_call.put(transfer)
 
     def _finish_oldest(self) -> None:
-        """Report that the oldest transfer has succeeded, unless the link has failed; `_end` then reports the
-        transfer's failure."""
+        """If the link has not failed, report that the oldest transfer has succeeded. If the link has failed,
+        do nothing: `_end` reports the transfer."""
         if self.failure is None:  # otherwise `_end` reports it, when its memory is not used any more
             self._report(self._going.popleft(), None)
 
@@ -176,7 +176,7 @@ class LinkEnd:
             cause: the reason, for error messages.
 
         Raises:
-            TransferError: NCCL does not release the buffers in time. No transfer is reported as ended then,
+            TransferError: NCCL does not release the buffers in time. Then no transfer is reported as ended,
                 since NCCL may still use the buffers.
         """
         self.failure = self.failure or cause
