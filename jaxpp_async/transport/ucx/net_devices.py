@@ -182,7 +182,7 @@ def _interface_addresses() -> list[tuple[str, str]]:
 
 
 def _with_ipv6() -> set[str]:
-    """Return the names of the interfaces that have an IPv6 address which is valid beyond its link."""
+    """Return the names of the interfaces that have an IPv6 address that is not link-local."""
     try:
         with open("/proc/net/if_inet6") as file:
             rows = [line.split() for line in file]  # address, index, prefix, scope, flags, name
