@@ -112,8 +112,8 @@ class HostValues:
     def _receive_pieces(self, put: Put, layout: Layout, epoch: int) -> list[_ArrivingPiece]:
         """Post receives for the parts (distinct shards) of a value that this process stores.
 
-        One of the actor's processes that store a part is the part's owner. The controller sends the part to
-        the owner, and the owner forwards it to the other processes.
+        Each part has an owner among the actor's processes that store the part. The controller sends the part
+        to its owner, and the owner forwards the part to the other processes.
 
         Args:
             put: the message that announces the value.
@@ -198,7 +198,7 @@ class HostValues:
     def _join_owned(self, array_id: ArrayId, shards: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
         """Join the parts of an array that this process sends to the controller into one flat uint8 array.
 
-        If several processes of the actor store a part, one of them is its owner and sends it.
+        Each part has an owner among the actor's processes that store the part, and is sent by its owner.
 
         This may wait for a device, so it is called in a worker thread.
 

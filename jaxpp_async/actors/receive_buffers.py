@@ -76,8 +76,7 @@ class ReceiveBuffer:
 
 
 class FreeBuffers:
-    """The unused receive buffers for arrays of one aval. The greatest `count` that `reserve` was called with
-    limits how many are kept."""
+    """The unused receive buffers for arrays of one aval. `reserve` sets how many of them are kept at most."""
 
     __slots__ = ("_layout", "_layouts", "_most", "_on_devices", "free")
 
@@ -98,7 +97,8 @@ class FreeBuffers:
         return self.free.pop() if self.free else self._make()
 
     def put_back(self, buffer: ReceiveBuffer) -> None:
-        """Add a buffer to the unused ones, or free it if the limit that `reserve` sets is reached."""
+        """Add a buffer to the unused ones. If the limit that `reserve` sets is reached, free the buffer
+        instead."""
         if len(self.free) < self._most:
             self.free.append(buffer)
 

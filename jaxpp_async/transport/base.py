@@ -3,10 +3,10 @@ checked.
 
 A transport moves plain buffers between peers, without knowing of programs, steps or arrays.
 
-Buffers are checked and never copied (see `memory_of`). A buffer is a numpy array of any dtype (also bfloat16
-and other types that are not numpy's own), or a device array with `__cuda_array_interface__`. An array that is
-not C-contiguous is refused, and so is a read-only array into which bytes would be received: UCX would accept
-it and write over other memory.
+Buffers are checked and never copied (see `memory_of`). A buffer is a numpy array of any dtype (also types
+such as bfloat16), or a device array with `__cuda_array_interface__`. An array that is not C-contiguous is
+refused, and so is a read-only array into which bytes would be received: UCX would accept it and write over
+other memory.
 
 The raw address that a medium such as UCX gives is later passed to code that trusts it: one garbage byte in a
 UCX worker address ends the process. Raw addresses are therefore sealed before they are sent (see `seal`):
@@ -354,8 +354,8 @@ _Start = ctypes.c_char * 0
 
 
 class Memory(NamedTuple):
-    """A range of bytes that a transport may read, and may write if `memory_of`, which makes it, was called
-    with `writable=True`.
+    """A range of bytes that a transport may read; made by `memory_of`. If `memory_of` was called with
+    `writable=True`, the transport may also write the bytes.
 
     A caller that uses one buffer repeatedly keeps its `Memory`: checking costs more than posting.
 

@@ -10,13 +10,14 @@ send", FIN "finished", and a block is memory that the receiver shares (`shared_m
     S -- empty FIN --> R   under the message's tag     S    writes a piece in each pass of its event loop
                                                        S -- FIN --> R   written, or "a message follows"
 
-A CTS_AHEAD, called an offer (`offers.py`), names a block before any RTS is sent. The receiver writes it into
-a ring buffer that the sender reads, and wakes nobody. The RTS and the empty FIN are sent in place of the message
-under its tag, so that messages match in the same order as all others. Each side always has one UCX operation
-open, which fails like any other operation if the peer dies or is aborted. A sender without an offer holds a
-smaller message back for up to 1 ms if its caller only waits for transfers (`Transport.hurry`); after that, or
-immediately if the caller does not, the message is sent through UCX. If a receive fails, the receiver replaces
-the memory into which a peer may still write by other memory.
+A CTS_AHEAD, called an offer (`offers.py`), names a block before any RTS is sent. The receiver writes the
+offer into a ring buffer that the sender reads, and wakes nobody. The RTS and the empty FIN are sent in place
+of the message under its tag, so that messages match in the same order as all others. Each side always has one
+UCX operation open, which fails like any other operation if the peer dies or is aborted. If a sender has no
+offer for a smaller message and its caller only waits for transfers (`Transport.hurry`), the sender holds the
+message back for up to 1 ms. After that, or immediately if the caller has other work, the message is sent
+through UCX. If a receive fails, the receiver replaces the memory into which a peer may still write by other
+memory.
 
 Offered messages are written within the post call, up to the size of one piece in each pass of the loop.
 Further ones are written in the next passes, and whatever is sent under their tags is sent after them. The
@@ -24,8 +25,8 @@ sender writes only between two passes of its loop or within a post call, only in
 read, and never past the block's end; `drop` stops it immediately.
 
 A peer that cannot read this process's mailbox could mistake an RTS for data. A sender therefore sends an RTS
-only to a peer whose mailbox says that the peer can read the sender's mailbox. The message is also announced in the sender's
-mailbox, for a receive that is too short for the RTS.
+only to a peer whose mailbox says that the peer can read the sender's mailbox. The message is also announced
+in the sender's mailbox, for a receive that is too short for the RTS.
 """
 
 from __future__ import annotations

@@ -166,8 +166,9 @@ class Progress:
     def _stall(self) -> None:
         """Stop watching UCX's file descriptor for a while, and call `run` again after a delay.
 
-        This is called when the descriptor could not be armed for some time although UCX had nothing to do.
-        Without the delay, the event loop would call `run` continuously.
+        This is called when the descriptor could not be armed for some time although UCX had nothing to do, as
+        happens after a peer died while it was writing to this process. Without the delay, the event loop
+        would call `run` continuously.
         """
         if not self._stalled:
             self._stalled = True
