@@ -167,7 +167,7 @@ class CheckpointRequests:
 
 
 class _Save:
-    """The state of one save that is under way.
+    """The state of one checkpoint save that is under way.
 
     Attributes:
         copies: the arrays that are still to be written, by id, as copies on the host.

@@ -193,8 +193,8 @@ def _allocate_on_devices(layout: Layout) -> jax.Array:
 
 
 def _plan_replicas(array: jax.Array, layout: Layout, pieces: tuple[Memory, ...]) -> tuple[DeviceCopy, ...]:
-    """List the copies that bring each received shard from the device that receives it to the other devices
-    that store it."""
+    """List the copies to make between devices after a receive: a shard that several devices store is received
+    on one of them and copied to the others."""
     parts, devices = device_parts(array, layout), layout.devices
     copies = []
     for shard, piece in zip(layout.shards, pieces, strict=True):

@@ -43,8 +43,9 @@ class Shard:
     """One distinct part (slice) of an array that this process stores, possibly on several of its devices.
 
     Args:
-        part: the part, with all devices and processes of the actor that store it.
-        positions: the devices of this process that store it, as indices into `Layout.devices`.
+        part: the position of the part in the array, with all devices and processes of the actor that store
+            the part.
+        positions: the devices of this process that store the part, as indices into `Layout.devices`.
     """
 
     part: Part
@@ -196,7 +197,7 @@ def device_memories(array: jax.Array, layout: Layout) -> list[Memory]:
 
 
 def device_parts(array: jax.Array, layout: Layout) -> list[jax.Array]:
-    """List the single-device arrays on this process's devices of which an array consists, in the order of the
+    """Return the parts of an array on this process's devices as single-device arrays, in the order of the
     devices.
 
     The single-device arrays share the memory of the array.
@@ -324,8 +325,8 @@ def _misaligned_copy(host: np.ndarray) -> np.ndarray:
 
 
 def ensure_private(array: jax.Array, memory: Sequence[np.ndarray]) -> jax.Array:
-    """Return an array that shares no memory with the given host memory: `array` itself, or a copy if it uses
-    that memory."""
+    """Return an array that shares no memory with the given host memory: `array` itself, or a copy if `array`
+    uses that memory."""
     if next(iter(array.sharding.device_set)).platform != "cpu":
         return array  # it is not in host memory; JAX keeps `memory` alive until it has read it
     array.block_until_ready()

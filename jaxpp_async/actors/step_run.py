@@ -732,7 +732,7 @@ class DeviceStepRun(StepRun):
         """Return a callback for the device that calls `go_on`, or fails the step if the device has failed.
 
         Args:
-            command: the command whose instruction a failure is attributed to.
+            command: the command whose instruction is reported as failed.
             go_on: the function to call if the device has not failed.
         """
 

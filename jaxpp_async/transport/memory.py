@@ -102,7 +102,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Link:
-    """The state of the connection to one peer, with the sends to it that are still open."""
+    """The state of the connection to one peer, with the sends to that peer that are still open."""
 
     remote: MemoryTransport
     failure: str | None = None

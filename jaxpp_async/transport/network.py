@@ -49,7 +49,7 @@ def is_loopback(address: str) -> bool:
 
 
 def network_by(address: str | None) -> Network:
-    """Return the network of a process to which the others connect by one address
+    """Return the network of a process that the other processes reach by one address
     (`messages.Configure.address`).
 
     Args:

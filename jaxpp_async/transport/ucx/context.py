@@ -217,11 +217,11 @@ def set_environment() -> None:
 
 
 def check_config_file() -> None:
-    """Check that UCX, when it is loaded, will not read a settings file in the working directory that may be
-    somebody else's: such a file can make UCX load any library.
+    """Check that UCX will not read somebody else's settings file from the working directory when it is
+    loaded. Such a file can make UCX load any library.
 
     Raises:
-        MeshError: there is such a file, and the folder is neither the user's home nor named by
+        MeshError: the working directory contains a settings file, and is neither the user's home nor named by
             `UCX_CONFIG_DIR`.
     """
     named = [os.environ.get("UCX_CONFIG_DIR"), os.environ.get("HOME")]

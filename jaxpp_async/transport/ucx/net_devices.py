@@ -131,7 +131,7 @@ _LINK_LOCAL = 0x20  # IPV6_ADDR_LINKLOCAL
 
 
 def devices_with(addresses: Collection[str]) -> str | None:
-    """Return the list of devices with which UCX uses only the interfaces that have given addresses, and all
+    """Return the list of devices that makes UCX use only the interfaces with the given addresses, and all
     RDMA devices.
 
     Args:

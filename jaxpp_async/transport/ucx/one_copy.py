@@ -97,8 +97,8 @@ it has mapped have freed them."""
 
 
 class Carrier(Protocol):
-    """The transport that sends and receives the messages of the one-copy protocol, and reports how transfers
-    end."""
+    """The interface of the transport, as the one-copy protocol uses it: it sends and receives the protocol's
+    messages, and reports how transfers end."""
 
     def post_own_send(self, link: UcxLink, memory: Memory, tag: int, transfer: UcxTransfer | None) -> bool:
         """Send a message of the one-copy protocol.
@@ -208,7 +208,8 @@ class OneCopyMessages:
 
 
 def may_be_written(transfer: UcxTransfer) -> bool:
-    """Return whether a message is large enough for the one-copy protocol, and in host memory."""
+    """Return whether a message may be written directly into the receiver's memory (the one-copy protocol): it
+    must be large enough and in host memory."""
     return transfer.memory.size_bytes >= MIN_ONE_COPY_BYTES and not transfer.memory.on_device
 
 
@@ -243,8 +244,8 @@ class OneCopyReceiver:
     """The receiving side of the one-copy protocol, which offers the memory of receives to senders, answers
     each announcement of a message (RTS) with a CTS (clear to send), and never blocks.
 
-    If a receive fails, its shared block is retired: other memory is put at its address, so that no peer
-    writes to it.
+    If a receive fails, its shared block is retired: other memory is put at the block's address, so that
+    peers' late writes do not change the receive's memory.
 
     Args:
         carrier: the transport.

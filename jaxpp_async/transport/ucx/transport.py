@@ -487,8 +487,8 @@ class UCXTransport(TransportBase):
         return self._links.get(link.peer) is not link
 
     def _discard_unexpected(self, sender_bits: int, epoch: int) -> None:
-        """Discard the messages of a peer's past epoch that arrived before any receive for them, which UCX
-        keeps in a queue.
+        """Discard the messages that a peer sent in a past epoch and that no receive has matched. UCX keeps
+        such messages in a queue.
 
         Args:
             sender_bits: the peer's id as it is stored in tags.
