@@ -1,4 +1,5 @@
-"""Store the arrays of an actor by id, including arrays that a put, a restore or a step has yet to produce."""
+"""Store the arrays of an actor by id, including arrays that are still being received, restored or
+computed."""
 
 from __future__ import annotations
 

@@ -237,8 +237,7 @@ def supports_dlpack(array: jax.Array) -> bool:
 
 
 def _parts(arrays: Sequence[jax.Array]) -> Iterable[Any]:
-    """Yield, for each array and each device of this process that stores part of it, that part as an array of
-    one device."""
+    """Yield the part of each array on each device of this process, as a single-device array."""
     for array in arrays:
         if len(array.sharding.device_set) == 1:
             yield array

@@ -40,8 +40,8 @@ class ReceiveBuffer:
         layout: the distribution of the array over the devices.
         memory: one flat uint8 array per distinct shard; empty if the memory is on devices.
         pieces: the memory that the transport writes, one per distinct shard.
-        array: the JAX array that uses this memory, or None if JAX would not use it. If it is None, a new
-            array is made for each message.
+        array: the JAX array that uses this memory. None if JAX does not use the memory without copying it; a
+            new array is then made for each message.
         replicas: the copies to make between devices once the data has arrived.
     """
 

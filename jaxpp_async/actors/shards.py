@@ -269,7 +269,8 @@ def join_on_host(shards: Sequence[Any], layout: Layout) -> np.ndarray:
 
 @jax_config.with_exact_types
 def join_shards(shards: Sequence[np.ndarray], layout: Layout) -> jax.Array:
-    """Make an array on the devices from its distinct shards in host memory. The array may share their memory.
+    """Make an array on the devices from its distinct shards in host memory. The array may share the memory of
+    the shards.
 
     Args:
         shards: the distinct shards, in the order of `layout.shards`.
@@ -285,8 +286,8 @@ def join_shards(shards: Sequence[np.ndarray], layout: Layout) -> jax.Array:
 
 
 def join_privately(shards: Sequence[np.ndarray], layout: Layout) -> jax.Array:
-    """Make an array on the devices from its distinct shards in host memory. The array never shares their
-    memory.
+    """Make an array on the devices from its distinct shards in host memory. The array never shares the memory
+    of the shards.
 
     Args:
         shards: the distinct shards, in the order of `layout.shards`.

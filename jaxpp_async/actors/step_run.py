@@ -606,7 +606,7 @@ class DeviceStepRun(StepRun):
         This is called on the compute thread.
 
         Returns:
-            None. If an error occurs, a function that fails the step, to be called on the event loop.
+            None if there was no error; otherwise a function to call on the event loop, which fails the step.
         """
         if self.ended or not self._may_begin():
             return None
@@ -672,7 +672,7 @@ class DeviceStepRun(StepRun):
         This is called on the compute thread.
 
         Returns:
-            None. If an error occurs, a function that fails the step, to be called on the event loop.
+            None if there was no error; otherwise a function to call on the event loop, which fails the step.
         """
         assert buffer.array is not None
 
@@ -699,7 +699,7 @@ class DeviceStepRun(StepRun):
         This is called on the compute thread.
 
         Returns:
-            None. If an error occurs, a function that fails the step, to be called on the event loop.
+            None if there was no error; otherwise a function to call on the event loop, which fails the step.
         """
 
         def send() -> None:
@@ -720,7 +720,7 @@ class DeviceStepRun(StepRun):
             go_on: the function to call once the array is available.
 
         Returns:
-            None. If the device refuses, a function that fails the step, to be called on the event loop.
+            None if there was no error; otherwise a function to call on the event loop, which fails the step.
         """
         try:
             self._device_work.after_copy((array,), self._unless_failed(command, go_on))

@@ -242,8 +242,10 @@ class MemoryTransport(TransportBase):
     # ------------------------------------------------------------ receiving
 
     def _accept(self, key: tuple[Peer, int], message: _Message, delay_s: float) -> None:
-        """Add a message to its stream now, so that the order is kept, and let it be received `delay_s`
-        seconds later.
+        """Add a message to its stream (the messages from one peer with one tag), and let it be received
+        `delay_s` seconds later.
+
+        The message is added immediately, so that the order of messages is kept.
 
         Args:
             key: the sender and the tag.

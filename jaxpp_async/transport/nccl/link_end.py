@@ -1,10 +1,10 @@
 """Run one end of a link: pass posted transfers to NCCL in their turn, and report each one when it has ended.
 
-Two threads make the calls that take time. One owns the communicator from `join` to `abort` and makes every
-call on it: if a communicator is non-blocking, NCCL hands each call to a thread of its own, and no further
-call (not even recording an event) may be made before that one is finished. The other thread sleeps until the
-oldest transfer has ended. The event loop sorts transfers by turn and reports their ends. No buffer is given
-back before the communicator has been freed and its stream is empty.
+Two threads make the calls that take time. One thread owns the communicator from `join` to `abort` and makes
+every call on it: if a communicator is non-blocking, NCCL hands each call to a thread of its own, and no
+further call (not even recording an event) may be made before that one is finished. The other thread sleeps
+until the oldest transfer has ended. The event loop sorts transfers by turn and reports their ends. No buffer
+is given back before the communicator has been freed and its stream is empty.
 """
 
 from __future__ import annotations
