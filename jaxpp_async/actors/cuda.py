@@ -114,7 +114,7 @@ class CudaDevices(Protocol):
 
 
 def open_cuda(devices: Sequence[Any], transport: str) -> CudaDevices | None:
-    """Open a process's GPUs for `DeviceWork`, if the transport moves GPU memory directly.
+    """If the transport moves GPU memory directly, open a process's GPUs for `DeviceWork`.
 
     Args:
         devices: the JAX devices of the process.

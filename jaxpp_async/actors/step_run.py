@@ -549,7 +549,7 @@ class TransferRelay:
 
         Args:
             pieces: the memory of each part.
-            transfers: the messages that bring the parts.
+            transfers: the message that this process receives for each part.
             relays: a dictionary. Its keys are the indices of the parts to forward; its values are the
                 messages that forward the part.
         """

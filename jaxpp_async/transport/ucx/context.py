@@ -349,7 +349,7 @@ def _read_range(given: str) -> range | None:
     after it are ignored.
 
     Returns:
-        The ports; None if any port may be used (0), or if UCX cannot parse the text either.
+        The ports; None if any port may be used (`"0"`), or if the text is not a range that UCX can parse.
 
     Raises:
         MeshError: the numbers cannot be TCP ports. UCX would truncate them, or search for ever.

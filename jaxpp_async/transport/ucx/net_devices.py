@@ -107,8 +107,8 @@ def _without_port(name: str, rdma: set[str]) -> str:
 
 
 def _names_in(folder: Path) -> set[str]:
-    """Return the names of the devices in a folder of sysfs, which are its subfolders (`bonding_masters` is a
-    file)."""
+    """Return the names of the devices in a folder of sysfs. Each device is a subfolder; other entries, such
+    as the file `bonding_masters`, are left out."""
     return {entry.name for entry in folder.iterdir() if entry.is_dir()} if folder.is_dir() else set()
 
 
