@@ -25,9 +25,9 @@ _MAX_LINE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """The configuration of an actor process: the first line of its stdin.
+    """The configuration that an actor process reads from the first line of its stdin.
 
-    `LaunchSpec.config` makes most of it, and the launcher adds the rest.
+    `LaunchSpec.config` makes most of the fields, and the launcher adds the rest.
     """
 
     process_id: int
@@ -79,10 +79,10 @@ def _run(config: _Config) -> ExitCode:
 
 
 async def _serve_and_leave(config: _Config) -> ExitCode:
-    """Serve the controller's requests until the end, and then exit the process from inside the event loop.
+    """Serve the controller's requests until shutdown, and then exit the process from inside the event loop.
 
     The loop is not closed, because closing waits for the loop's threads, and JAX may block these. An error is
-    printed to stderr, and the exit status says of which kind it was.
+    printed to stderr, and the kind of the error decides the exit status.
     """
     try:
         code = await _serve(config)

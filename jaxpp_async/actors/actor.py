@@ -45,7 +45,8 @@ from jaxpp_async.transport.network import Network
 
 
 class Actor:
-    """One actor, or one process of an actor that has several, which carries out the controller's requests.
+    """The component of one actor process that carries out the controller's requests. (An actor may have
+    several processes.)
 
     Args:
         process_id: the number of the process in the mesh, by which the transport also knows it.
@@ -53,9 +54,9 @@ class Actor:
         send: transmits a reply to the controller; called on the event loop.
         inline: whether the actor runs in the controller's process and shares its JAX.
         note_progress: records the position of a step in its program; called at every instruction.
-        open_devices: takes JAX devices and the name of a transport. Returns an interface to the devices if
-            they compute asynchronously and the transport uses their memory, and otherwise None. Tests replace
-            it.
+        open_devices: takes JAX devices and the name of a transport. If the devices compute asynchronously and
+            the transport uses their memory, it returns an interface to the devices; otherwise None. Tests
+            pass a fake.
     """
 
     def __init__(
@@ -278,7 +279,7 @@ class Actor:
 
     def _abort(self, message: m.Abort) -> Coroutine[Any, Any, m.Done]:
         """Fail every step and every array that is not yet available, and return a coroutine that ends the
-        transfers."""
+        transfers and returns the reply."""
         self._task_count.stop()
         cause = StepAbortedError(f"aborted: {message.cause}", actor=self.actor_id)
         dropped = self._steps.abort(cause, message.epoch)
@@ -325,8 +326,8 @@ class Actor:
         """Create the `StepRun` of a requested step, with all arrays that the step names as they are at this
         moment.
 
-        Later requests may free these arrays or replace them. The arrays that the step donates leave the
-        store, and entries for its results are added to it.
+        Later requests may free these arrays or replace them. The arrays that the step donates are removed
+        from the actor's array store, and entries for the step's results are added to the store.
 
         Args:
             message: the controller's request.
@@ -357,8 +358,9 @@ class Actor:
         """Look up the arrays that are the arguments of a step, and check their avals.
 
         Returns:
-            The store's entry for each argument that the program uses, by the argument's number, and the ids
-            of the arrays that the step donates.
+            A dictionary and a list. The keys of the dictionary are the numbers of the arguments that the
+            program uses, and its values are the array store's entries for these arguments. The list contains
+            the ids of the arrays that the step donates.
         """
         bound: dict[int, StoredArray] = {}
         donated: list[int] = []
@@ -379,8 +381,8 @@ class Actor:
         return bound, donated
 
     def _begin_transfers(self, run: StepRun) -> None:
-        """Tell the transport the order of the step's messages, if it is a transport that needs the order
-        (NCCL)."""
+        """If the transport has to know the order of messages in advance (NCCL), tell it the order of the
+        step's messages."""
         ordered = self._resources.transports.ordered
         if ordered is not None:
             ordered.begin(run.program.order)
@@ -418,8 +420,11 @@ class Actor:
         self._send(reply)
 
     def _count_resources(self) -> dict[str, int]:
-        """Return what the actor stores and has done, for the `Inspect` request: counts, and sizes in bytes,
-        by name."""
+        """Return what the actor stores and has done, for the `Inspect` request.
+
+        Returns:
+            A dictionary. Its keys are names; its values are counts or sizes in bytes.
+        """
         resources, run = self._resources, self._steps.current
         live_arrays, live_bytes = count_memory(jax.live_arrays())
         return {

@@ -1,4 +1,5 @@
-"""Store the arrays of an actor by id, including arrays that a put, a restore or a step has yet to produce."""
+"""Store the arrays of an actor by id, including arrays that are still being received, restored or
+computed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class StoredArray:
     Attributes:
         aval: the shape, the dtype and the sharding of the array.
         array: the array, or None until it is available.
-        error: the reason why the array will never be available, or None if there is no such reason.
+        error: the exception because of which the array will never be available; None for any other array.
     """
 
     __slots__ = ("_waiting", "array", "aval", "error")
@@ -71,15 +72,15 @@ class StoredArray:
 async def fill(
     entries: Sequence[StoredArray], make: Callable[[], Sequence[jax.Array]], workers: ThreadPoolExecutor
 ) -> None:
-    """Compute arrays in a thread, and make them available in their entries.
+    """Compute arrays in a thread, and make them available in the array store.
 
     Args:
-        entries: the entries of the arrays.
+        entries: the store's entry for each array.
         make: computes the arrays, in the order of `entries`; called in one of the threads.
         workers: the threads.
 
     Raises:
-        Exception: the exception that `make` raised. All entries have failed with it.
+        Exception: the exception that `make` raised; all entries fail with the same exception.
     """
     try:
         arrays = await asyncio.get_running_loop().run_in_executor(workers, make)
@@ -93,7 +94,7 @@ async def fill(
 
 
 async def wait_all(entries: Sequence[StoredArray]) -> None:
-    """Wait until the array of every entry is available or has failed.
+    """Wait until the array of each of these store entries is available or has failed.
 
     Raises:
         BaseException: the error of the first entry, in the given order, that has one.
@@ -117,13 +118,13 @@ async def wait_all(entries: Sequence[StoredArray]) -> None:
 
 
 class ArrayStore:
-    """The arrays of one process of an actor, by id."""
+    """A store of the arrays of one actor process, by id."""
 
     def __init__(self) -> None:
         self._entries: dict[ArrayId, StoredArray] = {}
 
     def expect(self, array_id: ArrayId, aval: Aval) -> StoredArray:
-        """Add the entry of an array that will be available later, and return the entry."""
+        """Add an entry to the store for an array that will be available later, and return the entry."""
         entry = self._entries[array_id] = StoredArray(aval)
         return entry
 
@@ -146,12 +147,13 @@ class ArrayStore:
         return dict(self._entries)
 
     def remove(self, array_id: ArrayId) -> None:
-        """Remove the entry of an array if there is one. The array stays alive while other code refers to the
-        entry."""
+        """Remove the entry of an array from the store; do nothing if there is none. The array stays alive
+        while other code refers to the entry."""
         self._entries.pop(array_id, None)
 
     def fail_pending(self, error: BaseException) -> None:
-        """Remove all entries that have no array, and fail those of them that may still get one."""
+        """Remove every entry whose array is not available. An entry that has not failed yet fails with
+        `error`."""
         for array_id, entry in list(self._entries.items()):
             if entry.array is None:
                 del self._entries[array_id]

@@ -114,11 +114,12 @@ class CheckpointRequests:
         return Done(message.request)
 
     def sweep(self, message: Sweep) -> Coroutine[Any, Any, Done]:
-        """End the save to a folder immediately, so that another save may begin, and remove files.
+        """End the save to a folder immediately, so that another save may begin, and remove the files that the
+        request names.
 
         Returns:
-            A coroutine that removes the files that the request names, and returns the reply. The coroutine
-            raises `CheckpointError` if a file cannot be removed.
+            A coroutine that removes the files, and returns the reply. The coroutine raises `CheckpointError`
+            if a file cannot be removed.
         """
         save = self._saves.pop(message.folder, None)
         if save is not None:
@@ -134,11 +135,11 @@ class CheckpointRequests:
         return Done(message.request)
 
     def read(self, message: ReadFile) -> Coroutine[Any, Any, Done]:
-        """Restore arrays from files. Their entries are added to the store before this method returns, so that
-        later steps may use them.
+        """Restore arrays from files. Entries for the arrays are added to the array store before this method
+        returns, so that later steps may use the arrays.
 
         Returns:
-            A coroutine that reads the arrays, makes them available in their entries, and returns the reply.
+            A coroutine that reads the arrays, makes them available in the store, and returns the reply.
         """
         entries = [self._store.expect(part.array_id, part.aval) for part in message.parts]
         return self._read(message, entries)
@@ -166,7 +167,7 @@ class CheckpointRequests:
 
 
 class _Save:
-    """The state of one save that is under way.
+    """The state of one checkpoint save that is under way.
 
     Attributes:
         copies: the arrays that are still to be written, by id, as copies on the host.
@@ -213,13 +214,14 @@ def _write(
 
     Args:
         path: the path of the file.
-        copies: for each name in the file: the array, and the number of the part to write (-1: the whole
-            array).
+        copies: a dictionary. Its keys are the names of the arrays in the file; its values are the array's
+            copy on the host, and the number of the part to write (-1: the whole array).
         metadata: the entries of the file's header.
         stopped: an event that makes the thread stop and remove the file.
 
     Returns:
-        The size of the file in bytes, and the SHA-256 of each array's bytes, by the array's name in the file.
+        The size of the file in bytes, and a dictionary from each array's name in the file to the SHA-256 of
+        the array's bytes.
     """
     arrays = {
         name: _part_of([np.asarray(data) for data in copy.shards.result()], copy.layout, part)
@@ -235,7 +237,7 @@ def _write(
 
 
 def _part_of(shards: Sequence[np.ndarray], layout: Layout, part: int) -> np.ndarray:
-    """Return one part of an array, or the whole array.
+    """Return one part (a distinct slice) of an array, or the whole array.
 
     Args:
         shards: the array's distinct shards on this process.

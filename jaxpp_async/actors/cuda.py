@@ -5,13 +5,13 @@ GPUs. Tests run the same code on CPUs with a fake implementation. This module al
 its own.
 
 JAX does not give access to its streams. `array.__dlpack__(stream=s)` makes stream `s` wait until the array is
-computed, so an event that is recorded on `s` afterwards happens at that moment. The capsule that the call
-returns is dropped immediately, because JAX does not donate an array that has one.
+computed, so an event that is recorded on `s` afterwards happens as soon as the array is computed. The capsule
+that the call returns is dropped immediately, because JAX does not donate an array that has one.
 
 A GPU still computes after the call of an executable has returned. `DeviceWork` neither polls the device nor
-blocks the event loop: a thread sleeps until an event happens, and then wakes the loop once. Runs of
-executables and copies each have their own thread and stream, so that the end of a copy is not reported late,
-after that of a run that was called before it.
+blocks the event loop: a thread sleeps until an event happens, and then wakes the loop once. Calls of
+executables have one thread and stream, and copies have another, so that the end of a copy is reported without
+waiting for executables that were called earlier.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class CudaDevices(Protocol):
 
 
 def open_cuda(devices: Sequence[Any], transport: str) -> CudaDevices | None:
-    """Open a process's GPUs for `DeviceWork`, if the transport moves GPU memory directly.
+    """If the transport moves GPU memory directly, open a process's GPUs for `DeviceWork`.
 
     Args:
         devices: the JAX devices of the process.
@@ -237,8 +237,7 @@ def supports_dlpack(array: jax.Array) -> bool:
 
 
 def _parts(arrays: Sequence[jax.Array]) -> Iterable[Any]:
-    """Yield, for each array and each device of this process that stores part of it, that part as an array of
-    one device."""
+    """Yield the part of each array on each device of this process, as a single-device array."""
     for array in arrays:
         if len(array.sharding.device_set) == 1:
             yield array
@@ -247,7 +246,7 @@ def _parts(arrays: Sequence[jax.Array]) -> Iterable[Any]:
 
 
 def _ordinal(device: Any) -> int:
-    """Return the number by which CUDA knows a JAX device in this process."""
+    """Return CUDA's number for a JAX device in this process."""
     return device.local_hardware_id
 
 
@@ -272,7 +271,7 @@ def _uuid(runtime: Any, ordinal: int) -> str:
 
     Args:
         runtime: CuPy's CUDA runtime module.
-        ordinal: the number by which CUDA knows the device in this process.
+        ordinal: CUDA's number for the device in this process.
     """
     named = read_visible(os.environ.get(VISIBLE, ""), ()).names[ordinal : ordinal + 1]
     if named and is_mig_instance(named[0]):

@@ -203,11 +203,11 @@ def check_signature(found: Sequence[Signature], layouts: Sequence[Layout], what:
 
     Args:
         found: the shape, the dtype and the sharding of each argument, or of each result, of the executable.
-        layouts: the layouts of the avals that the program has for them.
+        layouts: the layout of the aval that the program has for each argument, or for each result.
         what: the beginning of the error message; names the `Run` instruction, and says input or output.
 
     Raises:
-        ValueError: the two differ; the message names the position.
+        ValueError: an argument or a result differs from its layout; the message names its position.
     """
     if len(found) != len(layouts):
         raise ValueError(f"{what}: the executable has {len(found)}, the program gives {len(layouts)}")
@@ -262,8 +262,8 @@ def call_checked(
         call: the executable.
         arguments: its arguments.
         infs: whether to check for infinities at all. An accumulator of `Max` starts with an infinity.
-        explain: called after `call` to describe which operation made the invalid value; may return None. None
-            for a task that does not check its operations.
+        explain: called after `call`; returns a description of the operation that made the invalid value, or
+            None. `explain` is None for a task that does not check its operations.
 
     Returns:
         The results of the executable.

@@ -190,7 +190,8 @@ def make_plan(program: ActorProgram) -> ExecutionPlan:
 
 
 class _Planner:
-    """A translator of a program's instructions into commands, which tracks which buffer is in each slot."""
+    """A translator of a program's instructions into commands, which tracks which buffer is in each slot (the
+    program's number of a buffer)."""
 
     def __init__(self, program: ActorProgram):
         self.program = program
@@ -283,8 +284,9 @@ def _next_runs(commands: list[Command]) -> dict[int, int | None]:
     them.
 
     Returns:
-        By the index of each `Run`: the index of the next `Run`. None if the next one consumes a buffer that a
-        send between the two reads, or if there is none.
+        A dictionary. Its keys are the indices of all `Run` instructions. Each value is the index of the next
+        `Run`, or None if a send between the two reads a buffer that the next `Run` consumes, or if there is
+        no next `Run`.
     """
     result: dict[int, int | None] = {}
     previous: Execute | None = None

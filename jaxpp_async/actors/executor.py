@@ -164,8 +164,8 @@ class Executor:
     # ------------------------------------------------------------ program order
 
     def _advance(self, out: list[Command]) -> list[Command]:
-        """Process instructions up to the next `Run`, which is issued if its inputs are available, or up to
-        the end.
+        """Process instructions up to the next `Run`, or up to the end. If the inputs of that `Run` are
+        available, issue it.
 
         Args:
             out: the list of commands to return; new commands are appended.
@@ -225,8 +225,8 @@ class Executor:
             self._unkept.setdefault(key, []).append(command)
 
     def _release(self, key: BufferKey, out: list[Command]) -> None:
-        """Append the command that frees a deleted buffer to `out`, if its data has arrived and no send reads
-        it."""
+        """If the data of a deleted buffer has arrived and no send reads the buffer, append the command that
+        frees it to `out`."""
         if self._available[key] and not self._sends[key]:
             out.append(self._pending.pop(key))
             self.pending_bytes -= self._held[key]
@@ -234,8 +234,8 @@ class Executor:
     # ------------------------------------------------------------ runs
 
     def _process_run(self, run: Execute, out: list[Command]) -> None:
-        """Process a `Run` instruction: issue it, unless that has been done early, or note which buffers it
-        waits for.
+        """Process a `Run` instruction: issue it, unless it was issued early, or note which buffers it waits
+        for.
 
         Args:
             run: the command of the instruction.

@@ -1,9 +1,9 @@
 """Tell the controller every half second that an actor process is alive, and where it is in its program.
 
-A separate thread does so over a separate connection. Neither the actor's event loop nor JAX nor a step can
-block this thread; only an event that stops the whole process can: SIGSTOP, swapping, or native code that
-keeps the GIL. When the connection breaks, the thread ends the process, since the controller can no longer be
-reached. The control connection would not notice that as long as nothing is sent on it.
+A separate thread sends these heartbeats over a separate connection. Neither the actor's event loop nor JAX
+nor a step can block this thread; only an event that stops the whole process can: SIGSTOP, swapping, or native
+code that keeps the GIL. When the connection breaks, the thread ends the process, since the controller can no
+longer be reached. The control connection alone would not notice the loss as long as nothing is sent on it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Heartbeat:
     """The options of a process's heartbeats.
 
     Args:
-        identity: the identity that the process has used for its control connection, which must already be
-            open.
+        identity: the identity that the process has used for its control connection. The control connection
+            must already be open.
         secret: the 32 bytes that all processes of the mesh share.
         controller: the host and the port of the controller.
         lost_s: the time in seconds after which the controller counts as unreachable, if sent bytes are not

@@ -45,11 +45,11 @@ class HostValues:
     (fetches).
 
     Args:
-        store: the store, to which puts add arrays and from which fetches read them.
+        store: the array store. Puts add arrays to it, and fetches read arrays from it.
         layouts: the distributions of arrays over this process's devices.
         transport: carries large values.
         workers: threads for copying between host memory and devices.
-        spawn: starts an asyncio task that the actor owns and names it.
+        spawn: takes a name and a coroutine; starts an asyncio task that the actor owns.
         process_rank: the number of this process, and its rank in its actor.
 
     Attributes:
@@ -69,7 +69,7 @@ class HostValues:
         self._workers, self._spawn, self._process_rank = workers, spawn, process_rank
 
     def store_puts(self, puts: Iterable[Put], epoch: int) -> list[StoredArray]:
-        """Add values from the controller to the store.
+        """Add values from the controller to the array store.
 
         Args:
             puts: the values. A small one is part of its `Put` message; a large one arrives over the
@@ -77,8 +77,8 @@ class HostValues:
             epoch: the mesh's epoch (it counts aborts), which is part of the tags of large values.
 
         Returns:
-            The entries of the values. Values that are part of the message are available immediately. A value
-            that cannot be stored fails its entry; no exception is raised.
+            The store's entries for the values. Values that are part of the message are available immediately.
+            If a value cannot be stored, its entry fails, and no exception is raised.
         """
         return [self._store_put(put, epoch) for put in puts]
 
@@ -112,13 +112,16 @@ class HostValues:
     def _receive_pieces(self, put: Put, layout: Layout, epoch: int) -> list[_ArrivingPiece]:
         """Post receives for the parts (distinct shards) of a value that this process stores.
 
-        A part that this process owns comes from the controller. Any other part comes from the process of the
-        same actor that owns it.
+        Each part has an owner among the actor's processes that store the part. The controller sends the part
+        to its owner, and the owner forwards the part to the other processes.
 
         Args:
             put: the message that announces the value.
             layout: the distribution of the value over the devices.
             epoch: the mesh's epoch (it counts aborts), which is part of the tags.
+
+        Returns:
+            The parts that are being received, in the order of `layout.shards`.
         """
         found: list[_ArrivingPiece] = []
         for shard in layout.shards:
@@ -151,7 +154,7 @@ class HostValues:
         memory.
 
         Returns:
-            The copy of each array, which is made as soon as the array is available.
+            The copy of each array. A copy is made as soon as its array is available.
 
         Raises:
             ArrayError: an array is not on this actor.
@@ -193,13 +196,14 @@ class HostValues:
         return Fetched(message.request, tuple(replies))
 
     def _join_owned(self, array_id: ArrayId, shards: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
-        """Return the bytes of the parts of an array that this process owns, one after the other, as a flat
-        uint8 array.
+        """Join the parts of an array that this process sends to the controller into one flat uint8 array.
+
+        Each part has an owner among the actor's processes that store the part, and is sent by its owner.
 
         This may wait for a device, so it is called in a worker thread.
 
         Args:
-            array_id: the id of the array, which decides which process owns which part.
+            array_id: the id of the array, which determines the owner of each part.
             shards: the distinct shards that this process stores, on the host.
             layout: the distribution of the array over the devices.
         """
@@ -255,7 +259,8 @@ class HostCopy:
         self.layout, self.shards, self._read = layout, shards, read
 
     def copy_from(self, entry: StoredArray) -> None:
-        """Copy the array of an entry to the host. The array must be available, or the entry must have failed.
+        """Copy the array of a store entry to the host. The array must be available, or the entry must have
+        failed.
 
         The shards become the result of the future `shards`. A failure becomes its exception and is not
         raised, since the code that made the array available calls this method.
@@ -289,11 +294,11 @@ def copy_when_available(entry: StoredArray, layouts: Layouts) -> HostCopy:
 
 
 async def _resolve(entry: StoredArray, placing: Callable[[], Awaitable[jax.Array]]) -> None:
-    """Wait until an array has been made, and make it available in its entry; if it cannot be made, fail the
-    entry.
+    """Wait until an array has been made, and make it available in the array store; if the array cannot be
+    made, fail its entry.
 
     Args:
-        entry: the entry.
+        entry: the store's entry for the array.
         placing: called once to receive the value and put it on the devices.
     """
     try:
@@ -310,8 +315,8 @@ async def _resolve(entry: StoredArray, placing: Callable[[], Awaitable[jax.Array
 
 
 async def _until_sent(sending: asyncio.Future[None], data: np.ndarray) -> None:
-    """Keep an array's memory alive until the transport has sent it. A failed transfer is ignored here, since
-    the controller reports it."""
+    """Keep an array's memory alive until the transport has sent it. A failure of the transfer is ignored,
+    since the controller reports it."""
     with contextlib.suppress(JaxppAsyncError):  # the controller's receive fails too, and reports it
         await sending
     del data

@@ -287,11 +287,12 @@ def join(cluster: Cluster, platform: str) -> None:
 
 
 def agree(name: str, mine: int, cluster: Cluster, timeout_s: float) -> int:
-    """Exchange one number with each of the other processes of the actor, and return the greatest.
+    """Exchange one number with each of the other processes of the actor, and return the greatest of all the
+    numbers.
 
     Args:
         name: the name of this exchange, which is the same in all processes and is used once.
-        mine: the number of this process.
+        mine: the number that this process sends to the others.
         cluster: the processes.
         timeout_s: how long to wait for the others, in seconds.
 

@@ -62,7 +62,8 @@ class LoadedTask:
     Args:
         call: the executable.
         label: the label of the `Run` instruction.
-        places: the operations that the executable checks, or None if it checks none (`Executable.places`).
+        places: the operations that the executable checks for NaNs and infinities, or None if it checks none
+            (`Executable.places`).
         names: the user's name of each argument of the executable; None for an argument that is not an
             argument of the step.
     """
@@ -124,8 +125,8 @@ class LoadedProgram:
         layouts: the distributions of arrays over this process's devices.
         pool: the source of receive buffers. As many as the program uses at the same time are allocated
             immediately.
-        loops: the `Run` instructions that never count as quick, since they contain a loop and their time may
-            depend on their data.
+        loops: the indices of the `Run` instructions that contain a loop. These never count as quick, since
+            their time may depend on their data.
         process_rank: the number of this process, and its rank in its actor.
 
     Attributes:
@@ -133,9 +134,9 @@ class LoadedProgram:
         layouts: the layout of each buffer, by buffer key.
         buffers: the free buffers from which each `Recv` instruction takes one, by the instruction's index.
         transfers: the messages of each `Send` and `Recv` instruction, by the instruction's index.
-        relays: the messages by which this process forwards parts (distinct boxes) of a received array to
-            other processes of its actor, by the index of the `Recv` and the index of the part. Only receives
-            that forward anything are included.
+        relays: the messages that forward parts (distinct slices) of received arrays to other processes of the
+            actor. The outer keys are the indices of the `Recv` instructions that forward anything; the inner
+            keys are the indices of the parts.
         blank_stamps: the time stamps of a step that has not begun: two NaNs per instruction, in the format of
             `array("d")`.
         donates: whether the program consumes any of its arguments.
@@ -189,8 +190,8 @@ class LoadedProgram:
         self._run_times = {} if process_rank.size > 1 else _group_runs(runs, loops)
 
     def _transferred_parts(self) -> Iterator[tuple[StartSend | PostRecv, list[Part]]]:
-        """Yield the command of each send and receive of the program, with the parts (boxes) of its array that
-        this process stores."""
+        """Yield the command of each send and receive of the program, with those parts (distinct slices) of
+        its array that this process stores."""
         for command in self.plan.commands:
             if isinstance(command, StartSend | PostRecv):
                 yield command, [shard.part for shard in self.layouts[command.buffer].shards]
@@ -321,10 +322,11 @@ def _check(
         content_key: the content key (a hash of the bytes) of the executable's task.
         executable: the executable.
         layouts: the distributions of arrays over this process's devices.
-        checked: the combinations of content key and avals that need no second check; this one is added.
+        checked: the combinations of content key and avals that were checked before; this combination is
+            added.
 
     Raises:
-        ValueError: they differ.
+        ValueError: an argument or a result of the executable differs from the program's aval.
     """
     inputs = tuple(plan.avals[key] for key in run.inputs)
     outputs = tuple(plan.avals[key] for key in run.outputs)

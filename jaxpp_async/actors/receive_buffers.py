@@ -40,8 +40,8 @@ class ReceiveBuffer:
         layout: the distribution of the array over the devices.
         memory: one flat uint8 array per distinct shard; empty if the memory is on devices.
         pieces: the memory that the transport writes, one per distinct shard.
-        array: the JAX array that uses this memory, or None if JAX would not use it. If it is None, a new
-            array is made for each message.
+        array: the JAX array that uses this memory. None if JAX does not use the memory without copying it; a
+            new array is then made for each message.
         replicas: the copies to make between devices once the data has arrived.
     """
 
@@ -76,8 +76,7 @@ class ReceiveBuffer:
 
 
 class FreeBuffers:
-    """The unused receive buffers for arrays of one aval. At most as many are kept as `reserve` was asked
-    for."""
+    """The unused receive buffers for arrays of one aval. `reserve` sets how many of them are kept at most."""
 
     __slots__ = ("_layout", "_layouts", "_most", "_on_devices", "free")
 
@@ -87,8 +86,8 @@ class FreeBuffers:
         self.free: list[ReceiveBuffer] = []
 
     def reserve(self, count: int) -> None:
-        """Allocate receive buffers until at least `count` are unused, and let that many be kept from now
-        on."""
+        """Allocate receive buffers until at least `count` are unused, and keep up to `count` unused buffers
+        from now on (or more, if an earlier call asked for more)."""
         self._most = max(self._most, count)
         while len(self.free) < count:
             self.free.append(self._make())
@@ -98,8 +97,8 @@ class FreeBuffers:
         return self.free.pop() if self.free else self._make()
 
     def put_back(self, buffer: ReceiveBuffer) -> None:
-        """Add a buffer to the unused ones, or free it if as many as `reserve` asked for are unused
-        already."""
+        """Add a buffer to the unused ones. If the limit that `reserve` sets is reached, free the buffer
+        instead."""
         if len(self.free) < self._most:
             self.free.append(buffer)
 
@@ -194,8 +193,8 @@ def _allocate_on_devices(layout: Layout) -> jax.Array:
 
 
 def _plan_replicas(array: jax.Array, layout: Layout, pieces: tuple[Memory, ...]) -> tuple[DeviceCopy, ...]:
-    """List the copies that bring each received shard from the device that receives it to the other devices
-    that store it."""
+    """List the copies to make between devices after a receive: a shard that several devices store is received
+    on one of them and copied to the others."""
     parts, devices = device_parts(array, layout), layout.devices
     copies = []
     for shard, piece in zip(layout.shards, pieces, strict=True):

@@ -29,7 +29,7 @@ class ReplicaRequests:
         process_id: the number of the process in the mesh.
         store: the arrays of the process.
         layouts: the distributions of arrays over the process's devices.
-        replica_store: the copies.
+        replica_store: keeps the copies (replicas).
         workers: threads for copying.
     """
 
@@ -79,15 +79,17 @@ class ReplicaRequests:
         return ReplicaTaken(message.request, replica.arrays)
 
     def roll_back(self, message: Rollback) -> Coroutine[Any, Any, Done]:
-        """Replace all arrays of the store by those of a copy.
+        """Replace all arrays of this process by those of a replica (a copy of the arrays, kept for restarts).
 
-        The entries are replaced before this method returns, so that later requests may name them.
+        Entries for the arrays are in the array store before this method returns, so that later requests may
+        name the arrays. If the request names no replica, the store is empty afterwards.
 
         Returns:
-            A coroutine that makes the arrays available in their entries, and returns the reply.
+            A coroutine that copies the arrays to the devices, makes them available in the store, and returns
+            the reply.
 
         Raises:
-            ProtocolError: this process does not have the copy.
+            ProtocolError: this process does not have the replica.
         """
         self._store.forget_all()
         copy = (
@@ -115,7 +117,7 @@ class ReplicaRequests:
 def _make_replica(copies: Mapping[ArrayId, HostCopy]) -> StateReplica:
     """Copy arrays to bytes, as one replica (a copy of the process's state for restarts).
 
-    This waits for copies that are on their way from a device, so it is called in a worker thread.
+    This waits for arrays that are still being copied from a device, so it is called in a worker thread.
     """
     shards = [
         tuple(host_bytes(np.asarray(data)) for data in copy.shards.result()) for copy in copies.values()

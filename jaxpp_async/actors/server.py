@@ -139,8 +139,8 @@ class _RequestDispatcher:
 
     Attributes:
         connection: carries the replies to the controller.
-        closed: a future whose result is the request to shut down, which is the last one, or None if the
-            connection has ended.
+        closed: a future that is done when no more requests follow. Its result is the request to shut down, or
+            None if the connection has ended.
     """
 
     connection: Connection
@@ -226,10 +226,10 @@ def failed_reply(
     has to be unpickled.
 
     Args:
-        request: the number of the request that failed, if it is known.
+        request: the number of the request that failed; None if it is not known.
         error: the exception.
-        step: the number of the step that failed, if it was a step.
-        instruction: the text of the instruction that failed, if it was one.
+        step: the number of the step that failed; None if the request was not a step.
+        instruction: the text of the instruction that failed; None if no instruction failed.
     """
     words = in_words(error)
     return Failed(request, words.exception_type, words.message, words.printed, step, instruction)

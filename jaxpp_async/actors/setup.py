@@ -107,7 +107,7 @@ async def make_resources(
         store: the arrays of the process.
         replica_store: the copies of arrays that the process keeps for restarts.
         workers: threads for long work.
-        spawn: starts an asyncio task that the actor owns and names it.
+        spawn: takes a name and a coroutine; starts an asyncio task that the actor owns.
         make_transport: makes the transport of a given name on a given network.
         open_devices: opens the devices if they compute asynchronously and the transport uses their memory;
             returns None otherwise.

@@ -40,11 +40,12 @@ Put: TypeAlias = Callable[[np.ndarray], jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One distinct part (box) of an array that this process stores, possibly on several of its devices.
+    """One distinct part (slice) of an array that this process stores, possibly on several of its devices.
 
     Args:
-        part: the part, with all devices and processes of the actor that store it.
-        positions: the devices of this process that store it, as indices into `Layout.devices`.
+        part: the position of the part in the array, with all devices and processes of the actor that store
+            the part.
+        positions: the devices of this process that store the part, as indices into `Layout.devices`.
     """
 
     part: Part
@@ -52,7 +53,7 @@ class Shard:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The box of the whole array that this shard is, as one slice per axis."""
+        """The position of this shard in the whole array, as one slice per axis."""
         return self.part.index
 
     @property
@@ -76,8 +77,8 @@ class Layout:
         is_plain: whether the elements have the same format in a device's memory as in numpy, with at least
             one byte each, and the device is a CPU.
         size_bytes: the size in bytes of the whole array as a numpy array.
-        is_small: whether the array is on a single device that is a CPU and has so few bytes that the cost of
-            calling `put` matters.
+        is_small: whether the array is on a single CPU device and so small that calling `put` takes a
+            noticeable share of the time.
         put: puts a host array on the devices; the result may share the memory of the host array.
     """
 
@@ -196,7 +197,7 @@ def device_memories(array: jax.Array, layout: Layout) -> list[Memory]:
 
 
 def device_parts(array: jax.Array, layout: Layout) -> list[jax.Array]:
-    """List the single-device arrays on this process's devices of which an array consists, in the order of the
+    """Return the parts of an array on this process's devices as single-device arrays, in the order of the
     devices.
 
     The single-device arrays share the memory of the array.
@@ -268,7 +269,8 @@ def join_on_host(shards: Sequence[Any], layout: Layout) -> np.ndarray:
 
 @jax_config.with_exact_types
 def join_shards(shards: Sequence[np.ndarray], layout: Layout) -> jax.Array:
-    """Make an array on the devices from its distinct shards in host memory. The array may share their memory.
+    """Make an array on the devices from its distinct shards in host memory. The array may share the memory of
+    the shards.
 
     Args:
         shards: the distinct shards, in the order of `layout.shards`.
@@ -284,8 +286,8 @@ def join_shards(shards: Sequence[np.ndarray], layout: Layout) -> jax.Array:
 
 
 def join_privately(shards: Sequence[np.ndarray], layout: Layout) -> jax.Array:
-    """Make an array on the devices from its distinct shards in host memory. The array never shares their
-    memory.
+    """Make an array on the devices from its distinct shards in host memory. The array never shares the memory
+    of the shards.
 
     Args:
         shards: the distinct shards, in the order of `layout.shards`.
@@ -324,8 +326,8 @@ def _misaligned_copy(host: np.ndarray) -> np.ndarray:
 
 
 def ensure_private(array: jax.Array, memory: Sequence[np.ndarray]) -> jax.Array:
-    """Return an array that shares no memory with the given host memory: `array` itself, or a copy if it uses
-    that memory."""
+    """Return an array that shares no memory with the given host memory: `array` itself, or a copy if `array`
+    uses that memory."""
     if next(iter(array.sharding.device_set)).platform != "cpu":
         return array  # it is not in host memory; JAX keeps `memory` alive until it has read it
     array.block_until_ready()

@@ -2,7 +2,7 @@
 
 A request may arrive twice, since a restart repeats requests whose replies may have been lost. The step then
 runs once, and the second request gets the same reply as the first. After a failed step no other step runs
-until the controller has aborted the epoch and begun the next one (the mesh's epoch counts its aborts).
+until the controller has aborted the mesh and begun the next epoch (the epoch counts the mesh's aborts).
 """
 
 from __future__ import annotations

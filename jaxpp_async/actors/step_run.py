@@ -79,8 +79,8 @@ class StepRun:
         message: the controller's request.
         program: the program to run.
         resources: the transport, the devices and the thread that the step uses.
-        bound: the store's entry for each step argument that the program uses, by the argument's number.
-        results: the store's entry for each step result that the program makes, by the result's number.
+        bound: the array store's entry for each step argument that the program uses, by the argument's number.
+        results: the array store's entry for each step result that the program makes, by the result's number.
         on_end: called once when the step has ended, with the failure or None.
 
     Attributes:
@@ -488,8 +488,7 @@ class StepRun:
         )
 
     def _note_waiting(self) -> None:
-        """Record that the step waits for other actors, if it does, and tell the transport to look for
-        messages eagerly.
+        """If the step waits for other actors, record that, and tell the transport to poll for messages.
 
         This is called when no command is left to carry out.
         """
@@ -517,15 +516,15 @@ be a reference cycle, which would keep the step's arrays until the garbage colle
 
 
 def _shared_entries(bound: Mapping[int, StoredArray]) -> frozenset[int]:
-    """Return the ids (by `id()`) of the store's entries that are bound to more than one step argument."""
+    """Return the `id()` of each array store entry that is bound to more than one step argument."""
     seen: set[int] = set()
     return frozenset(id(entry) for entry in bound.values() if id(entry) in seen or seen.add(id(entry)))
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRelay:
-    """A receive whose data other processes of the actor need as well: each part (a distinct box of the array)
-    is forwarded to them after its receive.
+    """A receive whose data other processes of the actor need as well: each part (a distinct slice of the
+    array) is forwarded to these processes once it has been received.
 
     Args:
         transport: carries the parts.
@@ -550,8 +549,9 @@ class TransferRelay:
 
         Args:
             pieces: the memory of each part.
-            transfers: the messages that bring the parts.
-            relays: for the index of each part that is forwarded: the messages that forward it.
+            transfers: the message that this process receives for each part.
+            relays: a dictionary. Its keys are the indices of the parts to forward; its values are the
+                messages that forward the part.
         """
         for part_index, peer, sequence in transfers:
             onward = relays.get(part_index, ())
@@ -606,7 +606,7 @@ class DeviceStepRun(StepRun):
         This is called on the compute thread.
 
         Returns:
-            None. If an error occurs, a function that fails the step, to be called on the event loop.
+            None if there was no error; otherwise a function to call on the event loop, which fails the step.
         """
         if self.ended or not self._may_begin():
             return None
@@ -652,8 +652,8 @@ class DeviceStepRun(StepRun):
             self.fail(error, command.instruction)
 
     def _received_everywhere(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
-        """Make a received array available to the step once all devices have its data; copy it first if it
-        must be private.
+        """Make a received array available to the step once all devices have its data. If the array must be
+        private, copy it first.
 
         Args:
             command: the command that posted the receive.
@@ -666,13 +666,13 @@ class DeviceStepRun(StepRun):
         self._carry_out(self.executor.arrived(command.buffer))
 
     def _copy_out(self, command: PostRecv, buffer: ReceiveBuffer) -> Callable[[], None] | None:
-        """Copy a received array that is used longer than its receive buffer, and make the copy available to
-        the step.
+        """Copy a received array that must outlive its receive buffer, and make the copy available to the
+        step.
 
         This is called on the compute thread.
 
         Returns:
-            None. If an error occurs, a function that fails the step, to be called on the event loop.
+            None if there was no error; otherwise a function to call on the event loop, which fails the step.
         """
         assert buffer.array is not None
 
@@ -699,7 +699,7 @@ class DeviceStepRun(StepRun):
         This is called on the compute thread.
 
         Returns:
-            None. If an error occurs, a function that fails the step, to be called on the event loop.
+            None if there was no error; otherwise a function to call on the event loop, which fails the step.
         """
 
         def send() -> None:
@@ -720,7 +720,7 @@ class DeviceStepRun(StepRun):
             go_on: the function to call once the array is available.
 
         Returns:
-            None. If the device refuses, a function that fails the step, to be called on the event loop.
+            None if there was no error; otherwise a function to call on the event loop, which fails the step.
         """
         try:
             self._device_work.after_copy((array,), self._unless_failed(command, go_on))
@@ -732,7 +732,7 @@ class DeviceStepRun(StepRun):
         """Return a callback for the device that calls `go_on`, or fails the step if the device has failed.
 
         Args:
-            command: the command whose instruction a failure is attributed to.
+            command: the command whose instruction is reported as failed.
             go_on: the function to call if the device has not failed.
         """
 

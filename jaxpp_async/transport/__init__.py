@@ -1,6 +1,6 @@
 """Move buffers between the processes of a mesh. The modules, in reading order:
 
-base             the contract that every transport keeps, tags, memory, and addresses that can be checked
+base             the interface that every transport implements; tags, memory, and addresses with checksums
 registry         names transports with their capabilities; makes the transports of an actor
 memory           a transport within one process; the shortest one, and the one that tests use
 ucx/             a transport between processes, over UCX

@@ -1,17 +1,18 @@
-"""Define the contract that every transport keeps: transfers, tags, memory, and addresses that can be checked.
+"""Define the interface that every transport implements: transfers, tags, memory, and addresses that can be
+checked.
 
 A transport moves plain buffers between peers, without knowing of programs, steps or arrays.
 
-Buffers are checked and never copied (see `memory_of`). A buffer is a numpy array of any dtype, bfloat16 and
-the like too, or a device array with `__cuda_array_interface__`. An array that is not C-contiguous is refused,
-and so is a read-only array into which bytes would be received: UCX would accept it and write over other
-memory.
+Buffers are checked and never copied (see `memory_of`). A buffer is a numpy array of any dtype (also types
+such as bfloat16), or a device array with `__cuda_array_interface__`. An array that is not C-contiguous is
+refused, and so is a read-only array into which bytes would be received: UCX would accept it and write over
+other memory.
 
 The raw address that a medium such as UCX gives is later passed to code that trusts it: one garbage byte in a
 UCX worker address ends the process. Raw addresses are therefore sealed before they are sent (see `seal`):
-together with their medium, owner and epoch (which counts aborts of the whole mesh) and a SHA-256 of all of
-that. The seal finds damaged, mixed-up and outdated addresses, but does not prove who made an address. The
-control channel proves that: its frames carry a MAC, and addresses come by no other way.
+together with their medium, their owner, the epoch (which counts aborts of the whole mesh), and a SHA-256 of
+all these. The seal finds damaged, mixed-up and outdated addresses, but does not prove who made an address.
+The control channel proves that: its frames carry a MAC, and processes receive addresses in no other way.
 """
 
 from __future__ import annotations
@@ -105,9 +106,9 @@ class Transport(Protocol):
     were posted. A completed send means that the buffer may be reused, not that the message was delivered.
 
     Attributes:
-        epoch: the mesh's epoch, which counts aborts of the whole mesh; 0 at first. Whoever makes the
-            transport sets it before reading `address` or calling `connect`: an address is valid in its epoch
-            only, so that the address of a transport that no longer exists is never used.
+        epoch: the mesh's epoch, which counts aborts of the whole mesh; 0 at first. The code that makes the
+            transport sets `epoch` before it reads `address` or calls `connect`. An address is valid in one
+            epoch only, so that the address of a transport that no longer exists is never used.
     """
 
     epoch: int
@@ -135,7 +136,8 @@ class Transport(Protocol):
         ...
 
     async def connect(self, peer: Peer, address: bytes) -> None:
-        """Connect to `peer`, so that transfers with it can be posted. Both sides connect before either sends.
+        """Connect to `peer`, so that transfers with it can be posted. Each of the two peers must connect to
+        the other before either sends.
 
         Args:
             peer: the peer's id.
@@ -184,10 +186,10 @@ class Transport(Protocol):
                 has ended.
             peer: the id of the receiving peer.
             tag: the message's tag, made by `make_tag`.
-            done: the callback for the outcome. If the result is False, it is called exactly once, with None
-                or with the error that `send` would raise on its future: on the loop's thread, from the
-                transport's own progress or its `abort`, never inside a post call. The callback may post
-                transfers, and must not block.
+            done: the callback for the outcome. If this method returns False, `done` is called exactly once,
+                with None or with the error that `send` would raise on its future. The call is made on the
+                loop's thread, from the transport's own progress or its `abort`, never inside a post call. The
+                callback may post transfers, and must not block.
 
         Returns:
             True if the send has completed already; `done` is then never called.
@@ -213,7 +215,8 @@ class Transport(Protocol):
             True if the data has arrived already; `done` is then never called.
 
         Raises:
-            TransferError, ValueError: as for `post_send`.
+            TransferError: as for `post_send`.
+            ValueError: as for `post_send`.
         """
         ...
 
@@ -286,10 +289,10 @@ def post_future(
 
 
 class TransportBase:
-    """A base class with the parts of the `Transport` contract that are the same for most media.
+    """A base class with the methods of the `Transport` interface that are the same for most media.
 
     Args:
-        peer_id: this side's id.
+        peer_id: the transport's own id.
     """
 
     def __init__(self, peer_id: Peer):
@@ -351,7 +354,8 @@ _Start = ctypes.c_char * 0
 
 
 class Memory(NamedTuple):
-    """A range of bytes that a transport may read or, if it was checked for that, write; made by `memory_of`.
+    """A range of bytes that a transport may read; made by `memory_of`. If `memory_of` was called with
+    `writable=True`, the transport may also write the bytes.
 
     A caller that uses one buffer repeatedly keeps its `Memory`: checking costs more than posting.
 
@@ -461,7 +465,7 @@ def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] =
 
     Args:
         medium: the name of the transport, at most 8 ASCII letters.
-        raw: the address as the medium gave it.
+        raw: the address that the medium (such as UCX) returned.
         peer: the id of the address's owner.
         epoch: the epoch of the mesh (the number of aborts of the whole mesh so far) in which the address is
             valid.
@@ -473,8 +477,11 @@ def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] =
 
 
 def hosts_of(address: bytes) -> tuple[str, ...]:
-    """Return the owner's IP addresses that an address made by `seal` contains; none if it was not made by
-    `seal`, in which case `unseal` raises an error."""
+    """Return the owner's IP addresses from an address that `seal` made.
+
+    Returns:
+        The IP addresses. Empty if `seal` did not make the address; `unseal` then raises an error.
+    """
     start = _HEADER.size + _DIGEST_BYTES
     if len(address) < start or address[:4] != _MAGIC + bytes([_VERSION]):
         return ()

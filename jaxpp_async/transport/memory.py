@@ -32,8 +32,8 @@ class MemoryNetwork:
     Attributes:
         eager_bytes: the size up to which a send completes immediately; a larger one completes when it is
             matched. None: every send completes immediately.
-        delay: a rule that gives each message's delay in seconds; messages of one (peer, tag) pair keep their
-            order all the same. None: no delay.
+        delay: a rule that gives each message's delay in seconds; None: no delay. Messages of one (peer, tag)
+            pair keep their order even if their delays differ.
         drop: a rule that chooses the messages that are lost: a small (eager) send still completes, a larger
             one stays open. None: no message is lost.
     """
@@ -46,8 +46,8 @@ class MemoryNetwork:
         self._num_addresses = 0
 
     def fail_link(self, one: Peer, other: Peer) -> None:
-        """End every transfer between two peers with `TransferError`, and every later one until both have
-        aborted and connected again. For tests."""
+        """End every transfer between two peers with `TransferError`; later transfers fail too until both
+        peers have aborted and connected again. Tests call this method."""
         for transport in self._transports.values():
             for here, there in ((one, other), (other, one)):
                 if transport.peer_id == here:
@@ -102,7 +102,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Link:
-    """The state of the connection to one peer, with the sends to it that are still open."""
+    """The state of the connection to one peer, with the sends to that peer that are still open."""
 
     remote: MemoryTransport
     failure: str | None = None
@@ -110,11 +110,11 @@ class _Link:
 
 
 class MemoryTransport(TransportBase):
-    """A transport between peers in one process, on the running event loop; see `Transport` for the contract.
+    """A transport between peers in one process, on the running event loop; see `Transport` for the interface.
 
     Args:
         network: the medium, shared with the peers.
-        peer_id: this side's id.
+        peer_id: the transport's own id.
     """
 
     def __init__(self, network: MemoryNetwork, peer_id: Peer):
@@ -242,8 +242,10 @@ class MemoryTransport(TransportBase):
     # ------------------------------------------------------------ receiving
 
     def _accept(self, key: tuple[Peer, int], message: _Message, delay_s: float) -> None:
-        """Add a message to its stream now, so that the order is kept, and let it be received `delay_s`
-        seconds later.
+        """Add a message to its stream (the messages from one peer with one tag), and let it be received
+        `delay_s` seconds later.
+
+        The message is added immediately, so that the order of messages is kept.
 
         Args:
             key: the sender and the tag.
@@ -296,8 +298,8 @@ class MemoryTransport(TransportBase):
 def make_transport(
     peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]
 ) -> MemoryTransport:
-    """Make a transport on the mesh's one `MemoryNetwork`, which is made if `shared` does not have it yet;
-    this is a `registry.Factory`."""
+    """Make a transport on the mesh's one `MemoryNetwork`; make that network too if it is not in `shared` yet.
+    This is a `registry.Factory`."""
     return MemoryTransport(shared.setdefault("memory", MemoryNetwork()), peer_id)
 
 

@@ -49,7 +49,7 @@ def is_loopback(address: str) -> bool:
 
 
 def network_by(address: str | None) -> Network:
-    """Return the network of a process to which the others connect by one address
+    """Return the network of a process that the other processes reach by one address
     (`messages.Configure.address`).
 
     Args:
@@ -207,8 +207,8 @@ class AddressFilter:
                     refused.symmetric_difference_update({net})
 
     def has_connections(self) -> bool:
-        """Return whether anybody has connected to one of the sockets or is waiting to be accepted. Since this
-        is asked before any peer knows of the sockets, such a connection is a stranger's."""
+        """Return whether anybody has connected to one of the sockets or is waiting to be accepted. This is
+        called before any peer knows the sockets' addresses, so any connection is a stranger's."""
         places = {(listener.address, listener.port) for listener in self._sockets}
         for listener in self._sockets:
             with contextlib.suppress(_GoneError), _open_own(listener) as sock:
@@ -225,8 +225,8 @@ class AddressFilter:
 
 
 def refuse_strangers(sockets: Iterable[ListeningSocket], addresses: Iterable[str]) -> None:
-    """Let only these addresses connect to some sockets, for as long as the sockets exist. If the kernel
-    cannot refuse connections, a warning is logged.
+    """Let only these addresses connect to the sockets, for as long as the sockets exist. If the kernel cannot
+    refuse connections, log a warning instead.
 
     Raises:
         OSError: the kernel refuses a change although it supports the option.

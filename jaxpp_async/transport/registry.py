@@ -30,8 +30,8 @@ class TransportKind:
 
     Args:
         factory: the name of the `Factory` that makes it, as `module:function`.
-        within_process: whether it joins actors of one process only (`launcher="inline"`); otherwise it joins
-            processes only.
+        within_process: whether it connects actors within one process only (`launcher="inline"`); otherwise it
+            connects processes only.
         device_memory: whether it moves GPU memory itself; otherwise arrays of GPUs are moved through host
             memory.
         ordered: whether it is an `OrderedTransport`, which also means that it moves GPU memory only.
@@ -81,9 +81,11 @@ _OWN_KIND = TransportKind("")
 
 
 def kind_of(name: str) -> TransportKind:
-    """Return the capabilities of the transport of this name. A launcher may bring a transport of its own that
-    is not in the registry. For such a name the default capabilities are returned, with which programs use the
-    transport for everything."""
+    """Return the capabilities of the transport of this name.
+
+    A launcher may provide a transport whose name is not in the registry. For an unknown name, this function
+    therefore returns the default capabilities: all transfers use that one transport.
+    """
     return TRANSPORTS.get(name, _OWN_KIND)
 
 
@@ -130,7 +132,7 @@ def make_inline_transport(name: str, peer_id: Peer, shared: MutableMapping[str, 
         shared: a dict that belongs to the mesh and is the same for all of its transports.
 
     Raises:
-        MeshError: there is no transport of this name, or it joins processes only.
+        MeshError: there is no transport of this name, or it connects processes only.
     """
     within = transport_names(within_process=True)
     if name not in within:
@@ -179,8 +181,8 @@ class OrderedTransport(Transport, Protocol):
         ...
 
     def begin(self, order: StepOrder) -> None:
-        """Begin a step, by fixing the order in which its transfers go on each link, whatever the order in
-        which they are posted."""
+        """Begin a step: set the order in which its transfers go on each link. The transfers may be posted in
+        any order."""
         ...
 
 
@@ -201,8 +203,8 @@ class ActorTransports:
 
     @property
     def required_ordered(self) -> OrderedTransport:
-        """The transport `programs` as an `OrderedTransport`, for requests about links, which only such a
-        transport has.
+        """The transport `programs` as an `OrderedTransport`, for requests about links. Other transports have
+        no links.
 
         Raises:
             ProtocolError: the transport is not an `OrderedTransport`.
@@ -229,7 +231,9 @@ class ActorTransports:
             addresses: the address of each peer, by its id.
 
         Raises:
-            ValueError, ProtocolError, TransferError: as for `Transport.connect`.
+            ValueError: as for `Transport.connect`.
+            ProtocolError: as for `Transport.connect`.
+            TransferError: as for `Transport.connect`.
         """
         await asyncio.gather(*(self.host.connect(peer, address) for peer, address in addresses.items()))
 
@@ -266,7 +270,8 @@ def open_transports(
         make_transport: a function that makes a transport from a name and a network.
 
     Raises:
-        InstallError, MeshError: raised by `make_transport`.
+        InstallError: raised by `make_transport`.
+        MeshError: raised by `make_transport`.
     """
     kind = kind_of(name)
     programs = make_transport(name, network)

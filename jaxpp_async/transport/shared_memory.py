@@ -51,8 +51,8 @@ _MAP_FIXED = 0x10
 
 
 class BlockTicket(NamedTuple):
-    """The data by which a peer finds and checks a shared block: a descriptor in the owner's process, the key
-    that the block must contain, and the block's size."""
+    """The data with which a peer finds a shared block and checks that it is the right one: a descriptor in
+    the owner's process, the key that the block must contain, and the block's size."""
 
     descriptor: int
     key: bytes
@@ -70,8 +70,8 @@ class SharedBlock:
             stays the same as long as `array` lives.
         array: the data as a flat uint8 array.
         ticket: the data by which peers find the block; None while the memory is not shared.
-        mark: a 64-bit number in the block: a sender that was offered the block (`ucx/offers.py`) writes the
-            offer's serial number into it when it has written the data.
+        mark: a 64-bit number in the block. If the block was offered to a sender (`ucx/offers.py`), the sender
+            stores the offer's serial number in `mark` once it has written the data.
     """
 
     __slots__ = (
@@ -130,8 +130,8 @@ class SharedBlock:
         self._is_retired = True
 
     def share_again(self) -> None:
-        """Share the block again if it was retired and the system has memory for that; otherwise do nothing.
-        The content of a retired block is lost."""
+        """If the block was retired and the system has enough memory, share the block again; otherwise do
+        nothing. The content of a retired block is lost."""
         if not self._is_retired:
             return
         self._is_retired = False  # tried once, because making large memory takes long, even if it fails
@@ -157,19 +157,21 @@ class SharedBlock:
 
 
 class Mailbox:
-    """Memory by which this process tells other processes of this host what they need to exchange large
-    messages with it.
+    """A part of this process's memory that other processes of this host can read, to exchange large messages
+    with it.
 
-    A mailbox contains the messages that this process announces, as rows of (serial, tag, size in bytes); the
-    names of the mailboxes that this process can read; and a ring of the receives that it offers to senders.
-    Reading can be one-sided: of two processes, one may be able to read the other's mailbox while the other
-    cannot read its own, because they belong to different users or one has no descriptors left.
+    A mailbox contains three things: rows of (serial, tag, size in bytes) that announce large messages which
+    this process wants to send; the names of the mailboxes that this process can read; and a ring buffer of
+    offers, which tell senders where they may write a message directly into this process's memory.
+
+    Of two processes A and B, A may be able to read B's mailbox while B cannot read A's, because they belong
+    to different users or because B has no descriptors left.
 
     Attributes:
         ticket: the bytes by which a peer finds the mailbox and proves that it runs on this host.
-        key: a random key; whoever knows it has read the mailbox.
+        key: a random key; a process that knows the key has read the mailbox.
         name: a digest of the key, by which the mailboxes of other processes refer to this one.
-        ring: the part of the memory, `RING_BYTES` long, for receives that are offered (`ucx/offers.py`).
+        ring: the ring buffer of offers (`ucx/offers.py`), `RING_BYTES` long.
     """
 
     def __init__(self) -> None:
@@ -182,12 +184,12 @@ class Mailbox:
         self.ticket = _TICKET.pack(*_host_identity(), os.getpid(), self._descriptor, self.key)
 
     def announce(self, serial: int, tag: int, size_bytes: int) -> int | None:
-        """Announce a message to the peers that read this mailbox.
+        """Announce a large message to the peers that read this mailbox.
 
         Args:
             serial: the message's serial number.
             tag: the message's tag.
-            size_bytes: the message's size.
+            size_bytes: the message's size in bytes.
 
         Returns:
             The row of the announcement, for `withdraw`; None if no row is free.
@@ -225,11 +227,11 @@ class MappedBlock:
     """A peer's shared block that is mapped into this process.
 
     Attributes:
-        address: the address of its first byte in this process.
+        address: the address of the block's first byte in this process.
         size_bytes: the size of the whole block, including its trailer.
         freed: a flag in the block that is set once its owner has freed it.
-        mark: a 64-bit number in the block: this side writes the serial number of the offer that it has used
-            into it, for the owner to read.
+        mark: a 64-bit number in the block. If the owner has offered the block (`ucx/offers.py`), this process
+            stores the offer's serial number in `mark` once it has written the data.
     """
 
     __slots__ = ("_whole", "address", "freed", "mark", "size_bytes")
@@ -242,17 +244,18 @@ class MappedBlock:
 
 
 class LocalPeer:
-    """Another process on this host, with its mailbox and those of its blocks that are mapped into this
+    """Another process on this host, with its mailbox and those of its shared blocks that are mapped into this
     process.
 
     Args:
         pid: the peer's process id.
-        key: the key of its mailbox.
+        key: the key of the peer's mailbox.
         mailbox: the peer's mailbox, mapped into this process.
 
     Attributes:
-        key: the key of its mailbox.
-        ring: the part of its mailbox in which it offers receives, which `ucx/offers.py` reads.
+        key: the key of the peer's mailbox.
+        ring: the ring buffer in the peer's mailbox with the peer's offers: where this process may write a
+            message directly into the peer's memory (`ucx/offers.py`).
     """
 
     def __init__(self, pid: int, key: bytes, mailbox: np.ndarray):
@@ -281,8 +284,8 @@ class LocalPeer:
         return cls(pid, key, mailbox) if mailbox[-_KEY_BYTES:].tobytes() == key else None
 
     def announced(self, tag: int) -> list[tuple[int, int]]:
-        """Return (serial, size in bytes) of the messages that the peer announces under a tag and that were
-        not answered yet (see `note_answered`), oldest first."""
+        """Return (serial, size in bytes) for each message that the peer announces under a tag, oldest first.
+        Messages that were answered already (see `note_answered`) are left out."""
         rows = self._rows.tolist()
         return sorted((n, size) for n, at, size in rows if n and at == tag and n not in self._answered)
 
@@ -301,8 +304,8 @@ class LocalPeer:
         """Map a block of the peer into this process, unless it is mapped already, and return it.
 
         Raises:
-            OSError, ValueError: the block cannot be mapped, is not the one that the ticket describes, or was
-                freed by its owner.
+            OSError: the block cannot be mapped.
+            ValueError: the block is not the one that the ticket describes, or was freed by its owner.
         """
         block = self._blocks.get(ticket.key)
         if block is None:
@@ -353,7 +356,7 @@ def _whole_bytes(size_bytes: int) -> int:
 
 def _mailbox_parts(mailbox: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Split a mailbox into three arrays: the messages that it announces, the names of the mailboxes that its
-    process can read, and the ring of offered receives."""
+    process can read, and the ring buffer of its offers."""
     names_at, ring_at = _MAILBOX_ROWS * _ROW_BYTES, _MAILBOX_ROWS * _ROW_BYTES + _MAILBOX_NAMES * _NAME_BYTES
     rows, names, ring = np.split(mailbox[:-_KEY_BYTES], [names_at, ring_at])
     return rows.view(np.uint64).reshape(_MAILBOX_ROWS, 3), names.reshape(_MAILBOX_NAMES, _NAME_BYTES), ring
@@ -437,8 +440,8 @@ def _libc() -> Any:
 
 
 def _host_identity() -> tuple[bytes, int]:
-    """Return what identifies this host: the kernel's boot id and the inode of this process's process id
-    namespace."""
+    """Return the two values that identify this host: the kernel's boot id and the inode of this process's
+    process id namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = bytes.fromhex(file.read().strip().replace("-", ""))
     return boot, os.stat("/proc/self/ns/pid").st_ino

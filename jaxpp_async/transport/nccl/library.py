@@ -1,12 +1,12 @@
 """Declare the few calls of NCCL and CUDA that the transport makes, as protocols, and implement them.
 
 This is the only module that imports NCCL's bindings; tests give the transport a library that needs no GPU.
-The transport decides on order and policy. Any of the calls may take long, so that none may be made on the
-event loop's thread.
+The transport decides on order and policy. Any of the calls may take long, so none may be made on the event
+loop's thread.
 
 Communicators are made and aborted through nccl4py, NVIDIA's own binding, which supports NCCL's configuration
 (CuPy's binding has no non-blocking communicators, so that a caller would wait for ever for a peer that never
-comes). `ncclSend` and `ncclRecv` are called directly as C functions of the public header: nccl4py inspects a
+joins). `ncclSend` and `ncclRecv` are called directly as C functions of the public header: nccl4py inspects a
 buffer in each call, which takes longer than the call. Both release Python's lock. Streams and events are
 CuPy's.
 
@@ -38,7 +38,8 @@ class NcclFailure(JaxppAsyncError):
 
 
 class CompletionEvent(Protocol):
-    """A CUDA event that was recorded in a stream, by which a thread can wait for all work before it."""
+    """A CUDA event that was recorded in a stream. A thread can wait for it, and so for all earlier work in
+    the stream."""
 
     def wait(self) -> None:
         """Sleep until all work that was given to the stream before this event is finished. This is called on
@@ -103,8 +104,8 @@ class NcclLibrary(Protocol):
         ...
 
     def join(self, unique_id: bytes, rank: int, device: int) -> Channel:
-        """Begin to make a communicator of two ranks, and return this process's end; its `is_ready` says when
-        the other end has joined. The call may take seconds.
+        """Begin to make a communicator of two ranks, and return this process's end. `Channel.is_ready` says
+        when the other end has joined. The call may take seconds.
 
         Args:
             unique_id: the communicator's id.
@@ -121,7 +122,7 @@ class NcclLibrary(Protocol):
         ...
 
     def read_word(self, word: Memory) -> int:
-        """Return the integer that is stored in a `word` now."""
+        """Return the integer that is now stored in the device memory that `word` made."""
         ...
 
 

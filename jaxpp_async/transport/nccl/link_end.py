@@ -1,10 +1,10 @@
 """Run one end of a link: pass posted transfers to NCCL in their turn, and report each one when it has ended.
 
-Two threads make the calls that take time. One owns the communicator from `join` to `abort` and makes every
-call on it: if a communicator is non-blocking, NCCL hands each call to a thread of its own, and no further
-call (not even recording an event) may be made before that one is finished. The other thread sleeps until the
-oldest transfer has ended. The event loop sorts transfers by turn and reports their ends. No buffer is given
-back before the communicator has been freed and its stream is empty.
+Two threads make the calls that take time. One thread owns the communicator from `join` to `abort` and makes
+every call on it: if a communicator is non-blocking, NCCL hands each call to a thread of its own, and no
+further call (not even recording an event) may be made before that one is finished. The other thread sleeps
+until the oldest transfer has ended. The event loop sorts transfers by turn and reports their ends. No buffer
+is given back before the communicator has been freed and its stream is empty.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class NcclTransfer:
 
 
 class LinkEnd:
-    """One end of a link, which is an NCCL communicator for one direction between two devices; with the two
-    threads that serve it.
+    """One end of a link, with the two threads that serve it. A link is an NCCL communicator for one direction
+    between two devices.
 
     Args:
         link: the link.
@@ -104,7 +104,7 @@ class LinkEnd:
                 uses.
 
         Raises:
-            NcclFailure: NCCL refused, or a message with other content came.
+            NcclFailure: NCCL refused, or a message with other content arrived.
         """
         self._gone = self._loop.create_future()
         self._start(
@@ -154,8 +154,8 @@ class LinkEnd:
         self._to_call.put(transfer)
 
     def _finish_oldest(self) -> None:
-        """Report that the oldest transfer has succeeded, unless the link has failed; `_end` then reports the
-        transfer's failure."""
+        """If the link has not failed, report that the oldest transfer has succeeded. If the link has failed,
+        do nothing: `_end` reports the transfer."""
         if self.failure is None:  # otherwise `_end` reports it, when its memory is not used any more
             self._report(self._going.popleft(), None)
 
@@ -176,7 +176,7 @@ class LinkEnd:
             cause: the reason, for error messages.
 
         Raises:
-            TransferError: NCCL does not release the buffers in time. No transfer is reported as ended then,
+            TransferError: NCCL does not release the buffers in time. Then no transfer is reported as ended,
                 since NCCL may still use the buffers.
         """
         self.failure = self.failure or cause

@@ -5,9 +5,9 @@ before it runs, so both ends know which transfer is the n-th. A transfer that is
 in a `TurnQueue`.
 
 A communicator carries one direction. Its kernels run one after the other whatever streams they were given
-(NCCL chains them, `ncclLaunchPrepare` in its source), and a receive occupies it until the data comes. If both
-directions shared one communicator, a receive that was posted early would block the very send on which its
-data depends.
+(NCCL chains them, `ncclLaunchPrepare` in its source), and a receive occupies the communicator until the data
+arrives. If both directions shared one communicator, a receive that was posted early would block the very send
+on which its data depends.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class StepOrder:
 
     Args:
         orders: the order of transfers on each link.
-        links: for each direction, the link that carries each sequence number.
+        links: a dictionary for each direction. Its keys are the sequence numbers in the tags of that
+            direction's transfers, and its values are the links that carry them.
     """
 
     orders: Mapping[NcclLink, LinkOrder]
@@ -154,7 +155,8 @@ def order_of(here: ProcessId, messages: Iterable[OrderedMessage]) -> StepOrder:
 
     Args:
         here: the process.
-        messages: the messages that it sends or receives; those of one link are in the program's order.
+        messages: the messages that the process sends or receives. The messages of one link are in the
+            program's order.
 
     Raises:
         ValueError: one direction has a sequence number twice.
@@ -211,8 +213,8 @@ class TurnQueue(Generic[T]):
             item: the transfer.
 
         Returns:
-            The transfers to pass on now, in order: this one and the later ones that waited for it, or none if
-            others have to be passed on first.
+            The transfers to pass on now, in order: this one and the later ones that waited for it. Empty if
+            earlier transfers have not been posted yet.
 
         Raises:
             ProtocolError: the program has no such transfer on this link, or it was posted before.

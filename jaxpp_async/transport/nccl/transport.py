@@ -49,14 +49,13 @@ _SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 
 
 class NcclTransport(TransportBase):
-    """A transport over NCCL, on the running event loop, which fulfils the contract of
-    `registry.OrderedTransport` except for what NCCL cannot do: match by tag, complete a send that nobody
-    receives, or notice differing sizes.
+    """A transport over NCCL, on the running event loop, which implements `registry.OrderedTransport` except
+    for what NCCL cannot do: match by tag, complete a send that nobody receives, or notice differing sizes.
 
     Transfers with a peer can be posted once it is connected and `join` has made the links to it.
 
     Args:
-        peer_id: this side's id.
+        peer_id: the transport's own id.
         library: the calls of NCCL in this process.
 
     Attributes:
@@ -90,7 +89,7 @@ class NcclTransport(TransportBase):
 
     async def connect(self, peer: Peer, address: bytes) -> None:
         """Check that `peer` is of this mesh and epoch (the number of aborts of the whole mesh so far) and has
-        the same version of NCCL, and remember it. Links to it are made later, by `join`.
+        the same version of NCCL, and remember the peer. Links to the peer are made later, by `join`.
 
         Raises:
             ValueError: `peer` is this transport itself, or is connected already.
@@ -176,8 +175,8 @@ class NcclTransport(TransportBase):
     # ------------------------------------------------------------ transferring
 
     def begin(self, order: StepOrder) -> None:
-        """Begin a step, by fixing the order in which its transfers go on each link, whatever the order in
-        which they are posted.
+        """Begin a step: set the order in which its transfers go on each link. The transfers may be posted in
+        any order.
 
         From then on, posting a transfer that is not in the order raises ProtocolError, because NCCL would
         match it with a different one.

@@ -53,8 +53,8 @@ alone, and 2 more for each network device."""
 
 @cache
 def _first_process() -> int:
-    """Return the id of the process in which UCX was first started: a process that is forked from it lacks
-    UCX's threads."""
+    """Return the id of the process in which UCX was first started. UCX does not work in processes forked from
+    it, which lack UCX's threads."""
     return os.getpid()
 
 
@@ -79,8 +79,8 @@ def open_context(network: Network | None) -> Context:
     and one that does not.
 
     Args:
-        network: the network on which to listen, unless the user has chosen one in the environment. None:
-            UCX's own choice.
+        network: the network on which to listen, unless the user has chosen one in the environment. None: UCX
+            chooses.
 
     Raises:
         InstallError: ucxx is not installed.
@@ -217,11 +217,11 @@ def set_environment() -> None:
 
 
 def check_config_file() -> None:
-    """Check that UCX, when it is loaded, will not read a settings file in the working directory that may be
-    somebody else's: such a file can make UCX load any library.
+    """Check that UCX will not read somebody else's settings file from the working directory when it is
+    loaded. Such a file can make UCX load any library.
 
     Raises:
-        MeshError: there is such a file, and the folder is neither the user's home nor named by
+        MeshError: the working directory contains a settings file, and is neither the user's home nor named by
             `UCX_CONFIG_DIR`.
     """
     named = [os.environ.get("UCX_CONFIG_DIR"), os.environ.get("HOME")]
@@ -273,10 +273,12 @@ memory."""
 def shared_memory_folder() -> tuple[str | None, str]:
     """Choose the folder for the memory that UCX shares among the processes of this host.
 
+    If /dev/shm cannot be used, the choice is another folder in which this user may have files (files there
+    are deleted as soon as they are open).
+
     Returns:
-        The folder, and the reason why it is not /dev/shm, which is empty if it is. If /dev/shm cannot be
-        used, the folder is another one in which this user may have files (they are deleted as soon as they
-        are open); None if there is none.
+        The folder, and the reason why it is not /dev/shm. The folder is None if no folder can be used. The
+        reason is empty if the folder is /dev/shm.
     """
     why = _unfit(SHARED_MEMORY)
     if not why:
@@ -286,7 +288,7 @@ def shared_memory_folder() -> tuple[str | None, str]:
 
 
 def _unfit(folder: str) -> str:
-    """Return the reason why a folder cannot hold shared memory; empty if it can."""
+    """Return the reason why a folder cannot be used for shared memory; empty if it can be used."""
     try:
         found = os.statvfs(folder)
     except OSError as error:
@@ -347,7 +349,7 @@ def _read_range(given: str) -> range | None:
     after it are ignored.
 
     Returns:
-        The ports; None if any port may be used (0), or if UCX cannot parse the text either.
+        The ports; None if any port may be used (`"0"`), or if the text is not a range that UCX can parse.
 
     Raises:
         MeshError: the numbers cannot be TCP ports. UCX would truncate them, or search for ever.

@@ -17,24 +17,24 @@ SENDING = -1
 
 
 class UcxLink:
-    """The connection to one peer: its endpoint, the reason for which it has failed if it has, and, if the
-    peer is on this host, its process.
+    """The connection to one peer: UCX's endpoint, the reason for a failure, and the peer's process if the
+    peer is on this host.
 
     Args:
         peer: the peer's id.
         endpoint: the endpoint of ucxx.
         local_peer: the peer's process if it is on this host; otherwise None.
-        own_bits: this side's id as it is stored in tags; see `sender_bits_of`.
+        own_bits: the transport's own id as it is stored in tags; see `sender_bits_of`.
 
     Attributes:
         sender_bits: the peer's id as it is stored in tags.
-        offers: the receives that the peer offers; None if the peer is on another host or the link is closed,
-            as for `local_peer`.
+        offers: the peer's offers, which tell where this process may write a message directly into the peer's
+            memory. None if the peer is on another host or the link is closed.
         handle: UCX's handle of the endpoint.
         epoch: the epoch (the number of aborts of the whole mesh so far) of the link's transfers; None before
             the first one.
         failure: the reason for which nothing can be posted any more; None while transfers can be posted.
-        has_received: whether any message has come from the peer.
+        has_received: whether any message from the peer has arrived.
     """
 
     __slots__ = (
@@ -83,14 +83,15 @@ class UcxTransfer:
         tag: the message's tag.
         done: the callback for the outcome; None for a message of the transport's own one-copy protocol.
         number: the number of the message under its tag (`offers.MessageNumbers`), assigned when it is posted;
-            None: its receive is never offered to the sender. If a numbered send fails afterwards, its link
-            fails too, because the peer goes on counting.
+            None: the receiver never offers its memory to the sender. If a send with a number fails, its link
+            fails too, because the peer has counted the message.
 
     Attributes:
-        then: a callback that gets the status and the length when an operation of the one-copy protocol has
+        then: a callback that gets the status and the length once an operation of the one-copy protocol has
             ended.
         request: UCX's request handle; 0 if UCX has refused the operation.
-        offer: the serial number of the offer of this receive to its sender; 0 if it was not offered.
+        offer: the serial number of the offer that lets the sender write directly into this receive's memory;
+            0 if there is none.
     """
 
     __slots__ = ("done", "link", "memory", "number", "offer", "request", "size_bytes", "tag", "then")
@@ -111,10 +112,10 @@ class UcxTransfer:
         self.then: Callable[[int, int], None] | None = None
 
     def describe(self, ours: Peer) -> str:
-        """Return the beginning of an error's text, with sender, receiver and tag.
+        """Return the beginning of an error message, which names the sender, the receiver and the tag.
 
         Args:
-            ours: this side's id.
+            ours: the transport's own id.
         """
         theirs = self.link.peer
         way = f"{ours} to peer {theirs}" if self.size_bytes == SENDING else f"{theirs} to peer {ours}"
@@ -124,9 +125,9 @@ class UcxTransfer:
         """Return the error for an operation that has failed or got a message of the wrong size.
 
         Args:
-            ours: this side's id.
+            ours: the transport's own id.
             status: UCX's status.
-            length: the number of bytes that came.
+            length: the number of bytes that arrived.
             text_of: a function that returns UCX's description of a status.
         """
         if status == STATUS_TRUNCATED and self.size_bytes == SENDING:
@@ -141,7 +142,7 @@ class UcxTransfer:
         """Return the error for an operation that UCX refused, cancelled or lost.
 
         Args:
-            ours: this side's id.
+            ours: the transport's own id.
             status: UCX's status.
             text_of: a function that returns UCX's description of a status.
         """

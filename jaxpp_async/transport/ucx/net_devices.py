@@ -107,8 +107,8 @@ def _without_port(name: str, rdma: set[str]) -> str:
 
 
 def _names_in(folder: Path) -> set[str]:
-    """Return the names of the devices in a folder of sysfs, which are its subfolders (`bonding_masters` is a
-    file)."""
+    """Return the names of the devices in a folder of sysfs. Each device is a subfolder; other entries, such
+    as the file `bonding_masters`, are left out."""
     return {entry.name for entry in folder.iterdir() if entry.is_dir()} if folder.is_dir() else set()
 
 
@@ -131,7 +131,7 @@ _LINK_LOCAL = 0x20  # IPV6_ADDR_LINKLOCAL
 
 
 def devices_with(addresses: Collection[str]) -> str | None:
-    """Return the list of devices with which UCX uses only the interfaces that have given addresses, and all
+    """Return the list of devices that makes UCX use only the interfaces with the given addresses, and all
     RDMA devices.
 
     Args:
@@ -182,7 +182,7 @@ def _interface_addresses() -> list[tuple[str, str]]:
 
 
 def _with_ipv6() -> set[str]:
-    """Return the names of the interfaces that have an IPv6 address which is valid beyond its link."""
+    """Return the names of the interfaces that have an IPv6 address that is not link-local."""
     try:
         with open("/proc/net/if_inet6") as file:
             rows = [line.split() for line in file]  # address, index, prefix, scope, flags, name

@@ -1,13 +1,14 @@
-"""Offer receives to senders of this host before they send: the CTS_AHEAD messages of `one_copy.py`.
+"""Offer the memory of receives to senders on this host before they send (CTS_AHEAD in `one_copy.py`). An
+offer lets a sender write a message directly into the receiver's memory.
 
-For each receive into which a peer may write directly, the receiver writes an offer into a ring in its own
-mailbox (`shared_memory.Mailbox`). The peer reads the ring when it sends, and again for as long as it holds a
-message back in the hope of an offer. An offer wakes no process: an offer that comes too late or is
+The receiver writes each offer into a ring buffer in its own mailbox, which is memory that its peers read
+(`shared_memory.Mailbox`). A peer reads the ring buffer when it sends a message, and repeatedly while it holds
+a message back to wait for an offer. An offer wakes no process: an offer that is made too late or is
 overwritten is never used.
 
 An offer is for one message only. Both sides number the messages of a tag, which match in order whatever their
 sizes, so that an offer and its message have the same number. An offer for a message that was sent already is
-dropped, and so is a row of the ring that was read while it was being written.
+dropped, and so is a row of the ring buffer that was read while it was being written.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Offer(NamedTuple):
 
     Args:
         serial: a number that no other offer of this receiver has.
-        ticket: the ticket of the shared block to write to.
+        ticket: the data by which the sender finds the shared block to write to.
     """
 
     serial: int
@@ -55,8 +56,8 @@ class Offer(NamedTuple):
 
 
 class OfferRing:
-    """A ring of the latest `_ROWS` receives that one transport offers to peers on this host, in memory that
-    the peers read.
+    """A ring buffer of the latest `_ROWS` offers that one transport makes to peers on this host, in memory
+    that the peers read. An offer lets a peer write a message directly into the memory of a receive.
 
     Args:
         ring: `RING_BYTES` of memory that peers can read.
@@ -67,13 +68,13 @@ class OfferRing:
         self._count = 0
 
     def put(self, wire_tag: int, number: int, ticket: BlockTicket) -> int:
-        """Offer the shared block of a receive to the sender whose id is in the tag, so that it can write the
-        message into the block.
+        """Offer the shared block of a receive to the sender whose id is in the tag, so that the sender can
+        write its message directly into the block.
 
         Args:
             wire_tag: the tag of the receive as UCX sees it, with the sender's id.
             number: the number of the message under its tag (see `MessageNumbers`).
-            ticket: the ticket of the block.
+            ticket: the data by which the sender finds the block.
 
         Returns:
             The offer's serial number, from 1.
@@ -88,8 +89,11 @@ class OfferRing:
 
 
 class MessageNumbers:
-    """A counter of the messages of each tag in one direction of a link, from 0. Sender and receiver count
-    alike, so that an offer and its message have the same number."""
+    """Counters of the messages of each tag in one direction of a link, from 0.
+
+    Sender and receiver count alike, so that the receiver's offer of memory for a message has the same number
+    as the message.
+    """
 
     __slots__ = ("_next",)
 
@@ -97,12 +101,12 @@ class MessageNumbers:
         self._next: dict[int, int] = {}
 
     def next(self, tag: int) -> int | None:
-        """Count a message under a tag, and return its number, by which a sender finds the offer of the
-        message's receive.
+        """Count one more message of a tag, and return its number. A sender uses the number to find the
+        receiver's offer of memory for the message.
 
-        Receives of the host channel and of replicas (copies of the state kept for restarts) are never
-        offered, so their messages need no number. Besides, each tag of the host channel is used once, and
-        would be remembered for ever.
+        Memory is never offered for messages of the host channel or for replicas (copies of the state kept for
+        restarts), so these messages get no number. Besides, each tag of the host channel is used only once,
+        so that a counter per tag would grow for ever.
 
         Returns:
             The number; None for a message of the host channel or of replicas.
@@ -119,18 +123,21 @@ class MessageNumbers:
 
 
 class LinkOffers:
-    """The offers of receives that a peer has made to this side over one link, and the numbers of the messages
-    exchanged over it. A new connection starts with a new object.
+    """The offers that one connected peer has made to this process, and the numbers of the messages exchanged
+    with the peer.
+
+    An offer lets this process write a message directly into the memory of one of the peer's receives. A new
+    connection to the peer starts with a new object.
 
     Args:
-        ring: the peer's ring of offers, mapped into this process.
-        own_bits: this side's id as it is stored in the tags of messages.
+        ring: the peer's ring buffer of offers, mapped into this process.
+        own_bits: the transport's own id as it is stored in the tags of messages.
 
     Attributes:
         sent, received: counters of the messages posted so far, including sends that are held back and
             receives that have not ended.
-        num_in_vain: the number of messages in a row that had no offer in time, whether they were held back
-            for it or not; see `OneCopySender`.
+        num_in_vain: the number of consecutive messages that were sent without an offer, whether or not they
+            were held back to wait for one; see `OneCopySender`.
     """
 
     __slots__ = (
@@ -153,8 +160,8 @@ class LinkOffers:
         self.num_in_vain = 0
 
     def take(self, tag: int, number: int) -> Offer | None:
-        """Return the offer for the `number`-th message of a tag, and remove it; None if there is no such
-        offer yet."""
+        """Remove and return the peer's offer of memory for the `number`-th message of a tag. Return None if
+        the peer has not made that offer yet."""
         key = (tag, number)
         self._latest_number[tag] = number
         if key not in self._held:
@@ -162,8 +169,8 @@ class LinkOffers:
         return self._held.pop(key, None)
 
     def _read(self) -> None:
-        """Read the offers for this side that the peer has written to its ring since the last call, and
-        remember them."""
+        """Read the offers of memory that the peer has written to its ring buffer since the last call, and
+        keep those that are meant for this process."""
         ring = self._ring
         (count,) = _COUNT.unpack_from(ring, 0)
         for serial in range(max(self._cursor, count - _ROWS) + 1, count + 1):

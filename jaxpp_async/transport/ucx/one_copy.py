@@ -10,13 +10,14 @@ send", FIN "finished", and a block is memory that the receiver shares (`shared_m
     S -- empty FIN --> R   under the message's tag     S    writes a piece in each pass of its event loop
                                                        S -- FIN --> R   written, or "a message follows"
 
-A CTS_AHEAD, called an offer (`offers.py`), names a block before any RTS is sent. The receiver writes it into
-a ring that the sender reads, and wakes nobody. The RTS and the empty FIN are sent in place of the message
-under its tag, so that messages match in the same order as all others. Each side always has one UCX operation
-open, which fails like any other operation if the peer dies or is aborted. A sender without an offer holds a
-smaller message back for up to 1 ms if its caller only waits for transfers (`Transport.hurry`); after that, or
-immediately if the caller does not, the message is sent through UCX. If a receive fails, the receiver replaces
-the memory into which a peer may still write by other memory.
+A CTS_AHEAD, called an offer (`offers.py`), names a block before any RTS is sent. The receiver writes the
+offer into a ring buffer that the sender reads, and wakes nobody. The RTS and the empty FIN are sent in place
+of the message under its tag, so that messages match in the same order as all others. Each side always has one
+UCX operation open, which fails like any other operation if the peer dies or is aborted. If a sender has no
+offer for a smaller message and its caller only waits for transfers (`Transport.hurry`), the sender holds the
+message back for up to 1 ms. After that, or immediately if the caller has other work, the message is sent
+through UCX. If a receive fails, the receiver replaces the memory into which a peer may still write by other
+memory.
 
 Offered messages are written within the post call, up to the size of one piece in each pass of the loop.
 Further ones are written in the next passes, and whatever is sent under their tags is sent after them. The
@@ -24,8 +25,8 @@ sender writes only between two passes of its loop or within a post call, only in
 read, and never past the block's end; `drop` stops it immediately.
 
 A peer that cannot read this process's mailbox could mistake an RTS for data. A sender therefore sends an RTS
-only to peers whose mailboxes say that they can read its own. The message is also announced in the sender's
-mailbox, for a receive that is too short for the RTS.
+only to a peer whose mailbox says that the peer can read the sender's mailbox. The message is also announced
+in the sender's mailbox, for a receive that is too short for the RTS.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ it has mapped have freed them."""
 
 
 class Carrier(Protocol):
-    """The transport that sends and receives the messages of the one-copy protocol, and reports how transfers
-    end."""
+    """The interface of the transport, as the one-copy protocol uses it: it sends and receives the protocol's
+    messages, and reports how transfers end."""
 
     def post_own_send(self, link: UcxLink, memory: Memory, tag: int, transfer: UcxTransfer | None) -> bool:
         """Send a message of the one-copy protocol.
@@ -122,8 +123,8 @@ class Carrier(Protocol):
             link: the link to the sender.
             memory: the memory to receive into.
             tag: the message's tag, without the sender's id.
-            then: a callback that gets the status and the length of what came, or the transfer to finish with
-                them.
+            then: a callback that gets the status and the length of the received message, or the transfer to
+                finish with that status and length.
         """
         ...
 
@@ -139,16 +140,17 @@ class Carrier(Protocol):
 
 
 class OneCopyMessages:
-    """Both sides of the one-copy protocol for one transport, and their mailbox, which is memory that peers on
-    this host read.
+    """The sender and the receiver of the one-copy protocol in one transport, with the mailbox that they use
+    (memory that peers on this host read).
 
     Args:
         carrier: the transport.
         loop: the event loop on which messages are written.
-        own_bits: this side's id as it is stored in tags; see `links.sender_bits_of`.
+        own_bits: the transport's own id as it is stored in tags; see `links.sender_bits_of`.
 
     Attributes:
-        sender, receiver: the two sides of the protocol; they share no state.
+        sender: writes messages into the memory of peers.
+        receiver: lets peers write into the memory of receives. Sender and receiver share no state.
     """
 
     def __init__(self, carrier: Carrier, loop: asyncio.AbstractEventLoop, own_bits: int):
@@ -168,15 +170,24 @@ class OneCopyMessages:
 
     @property
     def busy(self) -> bool:
-        """This is True while this side holds messages back until they may be written, and while this side or
-        a peer is writing a message. Writing takes far longer than polling for messages should, and polling
-        takes memory bandwidth from the process that writes."""
+        """This is True while messages are held back or are being written, so that the transport should not
+        poll for messages.
+
+        Messages may be held back by this process until they may be written, and may be written by this
+        process or by a peer. Writing takes far longer than polling should, and polling takes memory bandwidth
+        from the process that writes.
+        """
         return self.sender.busy or self.receiver.num_being_written > 0
 
     def find_local_peer(self, ticket: bytes) -> LocalPeer | None:
-        """Return the process that made a mailbox's ticket, and publish that this process can read its
-        mailbox, so that the peer may announce large messages (RTS); None if the process is not on this
-        host."""
+        """Find the process that made a mailbox's ticket, if it is on this host, and publish that this process
+        can read its mailbox.
+
+        The peer may then announce large messages to this process (RTS).
+
+        Returns:
+            The process; None if it is not on this host.
+        """
         local_peer = LocalPeer.from_ticket(ticket) if self._mailbox is not None else None
         if self._mailbox is not None and local_peer is not None:
             self._mailbox.add_readable(local_peer)
@@ -197,7 +208,8 @@ class OneCopyMessages:
 
 
 def may_be_written(transfer: UcxTransfer) -> bool:
-    """Return whether a message is large enough for the one-copy protocol, and in host memory."""
+    """Return whether a message may be written directly into the receiver's memory (the one-copy protocol): it
+    must be large enough and in host memory."""
     return transfer.memory.size_bytes >= MIN_ONE_COPY_BYTES and not transfer.memory.on_device
 
 
@@ -229,16 +241,17 @@ def memory_with(size_bytes: int, content: bytes = b"") -> Memory:
 
 
 class OneCopyReceiver:
-    """The receiving side of the one-copy protocol, which offers receives to senders, answers each
-    announcement of a message (RTS) with a CTS (clear to send), and never blocks.
+    """The receiving side of the one-copy protocol, which offers the memory of receives to senders, answers
+    each announcement of a message (RTS) with a CTS (clear to send), and never blocks.
 
-    If a receive fails, its shared block is retired: other memory is put at its address, so that no peer
-    writes to it.
+    If a receive fails, its shared block is retired: other memory is put at the block's address, so that
+    peers' late writes do not change the receive's memory.
 
     Args:
         carrier: the transport.
-        ring: the ring in which receives are offered; None if there is no mailbox.
-        own_bits: this side's id as it is stored in tags; see `links.sender_bits_of`.
+        ring: the ring buffer, in this process's mailbox, for offers of memory to senders; None if there is no
+            mailbox.
+        own_bits: the transport's own id as it is stored in tags; see `links.sender_bits_of`.
 
     Attributes:
         num_being_written: the number of receives into which peers are writing now, after a CTS.
@@ -253,14 +266,18 @@ class OneCopyReceiver:
 
     @staticmethod
     def share_block(memory: Memory) -> None:
-        """Share the memory of a receive with senders again if it was retired, before the receive is posted to
-        UCX. A receive that fails retires its shared block, and an abort has no time to share it again."""
+        """If the memory of a receive was retired, share it with senders again. Call this before the receive
+        is posted to UCX.
+
+        A receive that fails retires its shared block (replaces it by memory that no peer can write to). An
+        abort has no time to share the block again.
+        """
         if isinstance(memory.owner, SharedBlock):
             memory.owner.share_again()
 
     def offer(self, transfer: UcxTransfer) -> None:
-        """Offer the memory of a posted receive to its sender (CTS_AHEAD), if the receive is numbered and its
-        memory is a shared block."""
+        """If a posted receive is numbered and its memory is a shared block, offer the memory to the sender,
+        which may then write into it directly (CTS_AHEAD)."""
         number, block = transfer.number, transfer.memory.owner
         if self._ring is None or not isinstance(block, SharedBlock) or block.ticket is None:
             return
@@ -270,13 +287,13 @@ class OneCopyReceiver:
         transfer.offer = self._ring.put(transfer.tag | transfer.link.sender_bits, number, block.ticket)
 
     def interpret(self, transfer: UcxTransfer, status: int, length: int) -> tuple[int, int] | None:
-        """Interpret a message that a receive got instead of data of the expected size, or that has the size
-        of an RTS (the announcement of a large message). If it is an RTS, answer it.
+        """Interpret a received message that does not have the expected size, or that has the size of an RTS
+        (the announcement of a large message). If the message is an RTS, answer it.
 
         Args:
             transfer: the receive.
             status: UCX's status.
-            length: the number of bytes that came.
+            length: the number of bytes that arrived.
 
         Returns:
             The status and the length with which the receive has ended; None if it has not ended yet.
@@ -296,13 +313,15 @@ class OneCopyReceiver:
         return status, length
 
     def _read_rts(self, transfer: UcxTransfer, status: int) -> tuple[int, int] | None:
-        """Return the serial number and the size of the large message that a peer announces by an RTS; None if
-        what the receive got is not an RTS.
+        """Read the announcement of a large message (RTS) that a receive may have got.
 
         Args:
             transfer: the receive, which got a message as long as an RTS.
-            status: UCX's status; if it says that the message was truncated, the receive's memory does not
+            status: UCX's status. If it says that the message was truncated, the receive's memory does not
                 contain the RTS.
+
+        Returns:
+            The serial number and the size of the large message; None if the received message is not an RTS.
         """
         local_peer, memory = transfer.link.local_peer, transfer.memory
         if local_peer is None or status not in (STATUS_OK, STATUS_TRUNCATED):
@@ -313,8 +332,10 @@ class OneCopyReceiver:
         return next(iter(local_peer.announced(transfer.tag | self._own_bits)), None)
 
     def _accept(self, transfer: UcxTransfer, serial: int) -> None:
-        """Answer the announcement (RTS) of a message of the right size: with the receive's shared block, into
-        which the peer then writes, or with "as a message" if the receive has none.
+        """Answer the announcement (RTS) of a message of the right size.
+
+        If the receive has a shared block, the answer names the block, and the peer then writes into it. If
+        not, the answer is "as a message".
 
         Args:
             transfer: the receive.
@@ -373,9 +394,13 @@ class OneCopyReceiver:
 
 
 class _HeldBack(NamedTuple):
-    """The state of a message that is held back until its receiver offers memory to write it into. Without an
-    offer, it waits for one until the time `until_s`, in seconds of `time.monotonic`; with an offer, it waits
-    to be written in a later pass of the loop."""
+    """The state of a message that is held back until its receiver offers memory to write it into.
+
+    Attributes:
+        until_s: the time until which the message waits for an offer, in seconds of `time.monotonic`.
+        offer: the receiver's offer; the message is then written in a later pass of the event loop. None as
+            long as there is no offer.
+    """
 
     until_s: float
     offer: Offer | None = None
@@ -425,16 +450,19 @@ class OneCopySender:
         return bool(self._held_back)
 
     def send(self, transfer: UcxTransfer, hurried: bool) -> bool:
-        """Send a large message with one copy, or hold back any message that follows a held one of the same
-        tag.
+        """Send a large message with one copy, or hold it back until its receiver offers memory for it.
+
+        A message of any size is held back while an earlier message to the same peer with the same tag is held
+        back.
 
         Args:
             transfer: the send.
             hurried: whether the caller only waits for transfers, so that the message may be held back until
-                its receive is offered.
+                its receiver offers memory for it.
 
         Returns:
-            False if neither is possible now; nothing has been sent then.
+            True if the message was sent or is held back; False if nothing was sent and the caller has to send
+            the message through UCX.
         """
         if self._held_back and any(
             t.tag == transfer.tag and t.link is transfer.link for t in self._held_back
@@ -489,7 +517,7 @@ class OneCopySender:
         the receiver so.
 
         Returns:
-            False if the memory cannot be mapped or the link has failed; nothing has been sent then.
+            True if the message was written; False if the memory cannot be mapped or the link has failed.
         """
         memory, link, (serial, ticket) = transfer.memory, transfer.link, offer
         assert link.local_peer is not None
@@ -518,8 +546,8 @@ class OneCopySender:
             self._unmap_freed(transfer.link)
 
     def _must_wait_for_next_pass(self, transfer: UcxTransfer) -> bool:
-        """Return whether so much was written in this pass of the event loop that this message has to be
-        written in a later one."""
+        """Return whether so many bytes were written in this pass of the event loop that this message has to
+        be written in a later pass."""
         return 0 < self._pass_bytes > PIECE_BYTES - transfer.memory.size_bytes
 
     # ------------------------------------------------------------ holding back
@@ -534,8 +562,8 @@ class OneCopySender:
             self._loop.call_soon(self._retry_held)
 
     def _retry_held(self) -> None:
-        """Check the messages that are held back until their receiver offers memory for them: write those that
-        now have an offer, and send those without one that were held back long enough."""
+        """Go through the messages that are held back until their receivers offer memory for them: write each
+        message that now has an offer, and send each message that was held back for too long."""
         self._retry_scheduled, now_s = False, monotonic()
         ahead: set[tuple[int, int]] = set()  # link and tag of messages that are still held back
         for transfer, held in list(self._held_back.items()):
@@ -549,12 +577,13 @@ class OneCopySender:
             self._schedule_retry()
 
     def _send_held(self, transfer: UcxTransfer, held: _HeldBack, now_s: float) -> bool:
-        """Write or send a message that was held back until its receiver offers memory for it, if the offer
-        has come or the time to wait for it is over.
+        """Write a held-back message if its receiver has offered memory for it, or send the message if the
+        time to wait for an offer is over.
 
         Args:
             transfer: the send.
-            held: until when the message may be held back, and its offer if that has come already.
+            held: the time until which the message may be held back, and the receiver's offer if there is one
+                already.
             now_s: the present time, in seconds of `time.monotonic`.
 
         Returns:
@@ -586,7 +615,7 @@ class OneCopySender:
         """Announce a message to its receiver by an RTS (ready to send), if the message is large enough.
 
         Returns:
-            False if that is not possible now; nothing has been sent then.
+            True if the message was announced; False if nothing was sent.
         """
         memory, link = transfer.memory, transfer.link
         if self._mailbox is None or link.local_peer is None or memory.size_bytes < MIN_RTS_BYTES:

@@ -41,9 +41,9 @@ class Progress:
     Args:
         worker: the worker of ucxx, in blocking progress mode.
         failures: the base class of the errors that the worker's calls raise when it is broken.
-        disturbed: the one of these errors that `arm` raises after an empty datagram came to the socket by
-            which peers wake the worker through shared memory. UCX mistakes it for an end of file, but every
-            user of this machine can send one.
+        disturbed: the class of the error that `arm` raises after an empty datagram has arrived at the socket
+            by which peers on this host wake the worker. UCX mistakes the datagram for an end of file, but
+            every user of this machine can send one.
         completed: the collection of operations that have ended and were not processed yet; UCX's callbacks
             fill it.
         finish_ended: a function that processes the operations that have ended, and returns whether there were
@@ -52,8 +52,8 @@ class Progress:
         on_broken: a function that is called with the cause when the worker cannot make progress any more.
 
     Attributes:
-        adaptive_spin: chooses how long to poll; the owner tells it when a message came and when nobody waits
-            any more.
+        adaptive_spin: chooses how long to poll. The owner of this object reports to `adaptive_spin` when a
+            message has arrived, and when nobody waits for messages any more.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Progress:
             self._loop.call_soon(self.run)
 
     def run(self) -> None:
-        """Let UCX make progress until it has nothing left to do and the descriptor is armed, or until the
-        loop's other work has to run."""
+        """Let UCX make progress until it has nothing left to do and its file descriptor is armed (signals new
+        events), or until the loop's other work has to run."""
         self._run_scheduled = False
         worker = self._worker
         if worker is None:
@@ -110,11 +110,12 @@ class Progress:
             self.schedule_run()
 
     def unwatch(self) -> None:
-        """Stop running when the descriptor signals an event; explicit calls of `run` still work."""
+        """Make the event loop no longer call `run` when UCX's file descriptor signals an event. Explicit
+        calls of `run` still work."""
         self._loop.remove_reader(self._descriptor)
 
     def end(self) -> None:
-        """Stop for good: the worker is never used again."""
+        """Stop for good. The worker is not used any more."""
         self.unwatch()
         self._worker = None
 
@@ -122,7 +123,8 @@ class Progress:
         """Make some rounds of progress, at most as many as one callback may make.
 
         Returns:
-            Whether the descriptor is armed, so that the loop may sleep; and whether there was nothing to do.
+            Two booleans: whether UCX's file descriptor is armed, so that the loop may sleep; and whether UCX
+            had nothing to do.
         """
         was_idle = True
         for _ in range(_ROUNDS_PER_CALLBACK):
@@ -162,7 +164,12 @@ class Progress:
         self._finish_ended()
 
     def _stall(self) -> None:
-        """Stop watching the descriptor, which may stay readable all the time, and run again after a delay."""
+        """Stop watching UCX's file descriptor for a while, and call `run` again after a delay.
+
+        This is called when the descriptor could not be armed for some time although UCX had nothing to do, as
+        happens after a peer died while it was writing to this process. Without the delay, the event loop
+        would call `run` continuously.
+        """
         if not self._stalled:
             self._stalled = True
             self.unwatch()

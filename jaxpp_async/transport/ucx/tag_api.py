@@ -142,8 +142,8 @@ class TagPort:
         return self._tag_recv(self._worker, address, size_bytes, tag, _FULL_MASK, self._recv_param_at)
 
     def discard_unexpected(self, tag: int, mask: int, identity: int) -> int | None:
-        """Receive one message that arrived before any receive for it and matches `tag` under `mask`, and
-        throw it away.
+        """Receive and discard one message that arrived before a receive for it was posted, and whose tag
+        equals `tag` in the bits of `mask`.
 
         Args:
             tag: the tag to look for.
@@ -162,12 +162,12 @@ class TagPort:
 
     def cancel(self, request: int) -> None:
         """Ask UCX to cancel a receive. A receive that has no message yet is cancelled and then appears in
-        `completed`; any other goes on."""
+        `completed`; any other receive continues."""
         self._ucp.ucp_request_cancel(self._worker, request)
 
     def close_endpoint(self, endpoint: int) -> None:
-        """Force-close an endpoint that has failed, which ucxx therefore does not close any more. This does
-        not wait until it is closed."""
+        """Force-close an endpoint that has failed, because ucxx does not close such an endpoint itself. This
+        does not wait until the endpoint is closed."""
         param = _Param(op_attr_mask=_FIELD_FLAGS, flags=_CLOSE_FORCE)
         result = self._ucp.ucp_ep_close_nbx(endpoint, ctypes.byref(param))
         if result and not is_error(result):

@@ -79,12 +79,12 @@ actors that it starts on this host; see `UCXTransport`."""
 
 class UCXTransport(TransportBase):
     """A transport over UCX, on the running event loop (asyncio's own or uvloop); see `Transport` for the
-    contract.
+    interface.
 
     Args:
-        peer_id: this side's id, from -1 (the controller) to 65534; peers use it in `send` and `recv`.
-        network: the network on which to listen. Then only admitted peers (see `admit`) can connect to sockets
-            to which other machines have access. None: the environment decides, and everybody may connect.
+        peer_id: the transport's own id, from -1 (the controller) to 65534; peers use it in `send` and `recv`.
+        network: the network on which to listen. Only admitted peers (see `admit`) can then connect to a
+            socket that other machines can reach. None: the environment decides, and everybody may connect.
         error_handling: whether UCX notices that a peer has died and can end transfers in progress. Without
             it, nothing ends a large transfer that has begun, and an actor cannot survive an abort: use that
             for measurements only. All peers need the same value.
@@ -284,8 +284,11 @@ class UCXTransport(TransportBase):
         return self._is_hurried and bool(self._open) and not self._one_copy.busy
 
     def _finish_ended(self) -> bool:
-        """Fail the links that UCX has closed, and finish the operations that have ended. Return whether there
-        were any such operations."""
+        """Fail the links that UCX has closed, and finish the operations that have ended.
+
+        Returns:
+            Whether any operations had ended.
+        """
         if self._failed:
             failed = [link for link in self._failed if self._links.get(link.peer) is link]
             self._failed.clear()
@@ -362,8 +365,8 @@ class UCXTransport(TransportBase):
             self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
 
     def _note_received(self, link: UcxLink) -> None:
-        """Record that a peer's first message has come, and keep the peer's connection from child processes.
-        The message shows that UCX has accepted the connection.
+        """Record that a peer's first message has arrived, and make sure that child processes do not inherit
+        the peer's connection, which UCX must have accepted by now.
 
         If both peers connected to each other at the same time, UCX may accept a second connection a moment
         later, so this is repeated after a delay.
@@ -374,8 +377,8 @@ class UCXTransport(TransportBase):
             self._loop.call_later(_RETRY_S, keep_accepted_from_children)
 
     def _fail_link_of(self, transfer: UcxTransfer, cause: str) -> None:
-        """Fail the link of a message that was posted but will never arrive: the peer has counted the message
-        too, and would wait for it.
+        """Fail the link of a message that was posted but will never arrive. The peer has counted the message
+        too, and would otherwise wait for it.
 
         Args:
             transfer: the message's transfer.
@@ -484,8 +487,8 @@ class UCXTransport(TransportBase):
         return self._links.get(link.peer) is not link
 
     def _discard_unexpected(self, sender_bits: int, epoch: int) -> None:
-        """Discard the messages of a peer's past epoch that arrived before any receive for them, which UCX
-        keeps in a queue.
+        """Discard the messages that a peer sent in a past epoch and that no receive has matched. UCX keeps
+        such messages in a queue.
 
         Args:
             sender_bits: the peer's id as it is stored in tags.
@@ -544,7 +547,8 @@ def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...]
 
     Raises:
         MeshError: strangers connect to each context as soon as it listens, or as for `open_context`.
-        InstallError, TransferError: as for `open_context`.
+        InstallError: as for `open_context`.
+        TransferError: as for `open_context`.
     """
     for _ in range(_OPEN_TRIES):
         before = listening_sockets()
