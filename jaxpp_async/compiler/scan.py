@@ -50,7 +50,7 @@ class Flattener(Protocol):
 
     types: Types
     stacks: dict[int, list[Ref]]
-    """A map from the id of each value that an unrolled scan stacked over layers to the layers' values."""
+    """The values that unrolled scans stacked over layers. Keys are ids; values list the layers' values."""
 
     def flatten_body(self, closed: Any, where: Where) -> Flat: ...
 

@@ -72,7 +72,7 @@ __all__ = [
 ]
 
 _OLD_NAMES = {"Timeline": "ScheduleTiming"}
-"""Names of earlier releases. They work for one release, with a warning."""
+"""Names of earlier releases. Each works for one release, with a warning."""
 
 
 def __getattr__(name: str) -> Any:

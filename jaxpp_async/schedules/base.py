@@ -64,8 +64,8 @@ _GIVEN_ELSEWHERE = {
     "accumulate_grads(..., num_microbatches=) checks it",
     "num_actors": "the mesh says how many there are: RemoteMesh(num_actors)",
 }
-"""A map from each option that no built-in schedule takes, but schedules of other libraries do, to advice
-where to give this number instead."""
+"""Options that schedules of other libraries take and ours do not, each with advice where to give its number
+instead."""
 
 
 def _advise_on_options(cls: type[_T]) -> type[_T]:

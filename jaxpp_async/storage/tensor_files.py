@@ -60,7 +60,7 @@ _FORMAT_NAMES = {
 as U8 with one more axis, for the bytes of each element."""
 
 Index: TypeAlias = tuple[slice, ...]
-"""A box of an array, as one slice per axis."""
+"""A part of an array, as one slice per axis."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ _OLD_NAMES = {
     "Shares": "TimeShares",
     "Transfer": "TimelineTransfer",
 }
-"""Names of earlier releases. They work for one release, with a warning."""
+"""Names of earlier releases. Each works for one release, with a warning."""
 
 
 def __getattr__(name: str) -> Any:
