@@ -58,8 +58,8 @@ _HOMES = {
     "make_process_transport": "transport.registry",
     "share_out": "launch.spawn",
 }
-"""The module of each public name. A module is imported with the first use of its name, so that a host agent, which is a
-module of this package, starts without numpy and asyncio."""
+"""The module of each public name. A module is imported with the first use of its name, so that a host agent,
+which is a module of this package, starts without numpy and asyncio."""
 
 
 def __getattr__(name: str) -> Any:

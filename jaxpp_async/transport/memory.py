@@ -23,7 +23,7 @@ Rule: TypeAlias = Callable[[Peer, Peer, int, int], float]
 bytes."""
 
 Choice: TypeAlias = Callable[[Peer, Peer, int, int], bool]
-"""A function that decides something about a message, given its sender, receiver, tag and size in bytes."""
+"""A function that returns whether a message is lost, given its sender, receiver, tag and size in bytes."""
 
 
 class MemoryNetwork:
