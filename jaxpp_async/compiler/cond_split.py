@@ -23,7 +23,12 @@ SCALAR_BYTES = 16
 
 
 def is_repeatable(op: Op, types: Types) -> bool:
-    """Return whether computing an operation again in each cond costs less than sharing its result."""
+    """Return whether each part of a split cond should compute an operation again instead of sharing its
+    result.
+
+    This is so if all operands are at most `SCALAR_BYTES` large, and either all results are too or the
+    operation only makes a large array from a small one, such as a broadcast.
+    """
     if any(types.sizes[r] > SCALAR_BYTES for r in op.reads):
         return False
     return op.name in ENLARGING or all(types.sizes[o] <= SCALAR_BYTES for o in op.outputs if o >= 0)
@@ -35,13 +40,13 @@ def is_repeatable(op: Op, types: Types) -> bool:
 def split_cond(op: Op, used: set[int], types: Types) -> list[Op]:
     """Split a cond into several, so that results in different conds share no computed array.
 
-    If two results are computed from the same array in some branch, one cond makes both. Scalars, and arrays
-    made from scalars by layout operations such as broadcasts, do not count: each cond computes its own
-    copies.
+    If two results are computed from the same array in some branch, one cond makes both. This rule does not
+    apply to scalars, nor to arrays made from scalars by layout operations such as broadcasts, since each cond
+    computes these again.
 
     Args:
         op: a cond, that is an operation with `branches`.
-        used: the value ids that any operation needs; results with other ids are dropped.
+        used: the value ids that later operations need; results with other ids are dropped.
         types: the type of every value id.
 
     Returns:
@@ -65,7 +70,7 @@ def merge_parts(parts: Sequence[Op]) -> Op:
 
 
 def _merge_inside(body: Flat) -> Flat:
-    """Return a body in which conds that `split_cond` made of one cond are merged into one again."""
+    """Return a copy of a body in which the parts of each cond that `split_cond` split are merged again."""
     groups: dict[int, list[Op]] = {}
     for op in body.ops:
         if isinstance(op, Op) and op.branches is not None and op.branches.whole is not None:
@@ -84,7 +89,7 @@ def _split_inside(body: Flat, wanted: Sequence[int], types: Types) -> Flat:
 
     Args:
         body: the branch's body.
-        wanted: the positions of the cond's results that are used.
+        wanted: the positions of the branch's results that are used.
         types: the type of every value id.
     """
     ops: list[Op | Loop] = []
@@ -98,7 +103,8 @@ def _split_inside(body: Flat, wanted: Sequence[int], types: Types) -> Flat:
 
 
 def _groups(bodies: Sequence[Flat], wanted: Sequence[int], types: Types) -> list[list[int]]:
-    """Group a cond's results: two results that share a computed array in some branch are in one group.
+    """Group a cond's results, so that two results that share a computed array in some branch are in one
+    group.
 
     Args:
         bodies: one body per branch.
@@ -170,8 +176,9 @@ class _WholeCond:
             results: positions among the whole cond's results.
 
         Returns:
-            A cond with only the operands that it needs. If there is a single result and no branch computes
-            anything for it, an operation `copy` or `select_n` instead.
+            A cond with only the operands that its branches use. If a single result is asked for, and every
+            branch returns an operand or a constant for this result, an operation `copy` or `select_n`
+            instead.
         """
         op, bodies = self.op, [self._reduced(b, results) for b in range(len(self.branches.bodies))]
         used = [used_ids(b.ops, b.outputs) for b in bodies]
@@ -189,13 +196,13 @@ class _WholeCond:
         )
 
     def _reduced(self, branch: int, results: Sequence[int]) -> Flat:
-        """Return a branch's body reduced to the operations that some results need.
+        """Return a branch's body with only the operations that the given results need.
 
         If conds in the body are parts of one split cond, they are merged into one.
 
         Args:
             branch: the branch's index.
-            results: positions of the results to keep.
+            results: the positions of the results to keep among the cond's results.
         """
         body, makers = self.branches.bodies[branch], self.makers[branch]
         outputs = tuple(body.outputs[k] for k in results)
@@ -241,10 +248,11 @@ def has_constant_choice(op: Op) -> bool:
 
 
 def expand_op(op: Op, types: Types) -> list[Op]:
-    """Return operations that replace a call or a cond and compute its results with the same ids.
+    """Return operations that replace a call or a cond and compute its results under the same value ids.
 
-    A call is replaced by the operations inside it. For a cond every branch is computed and its results are
-    selected; for a cond with a constant choice only the chosen branch is computed.
+    A call is replaced by the operations inside it. A cond is replaced by the operations of all its branches,
+    and by operations that select the results of the chosen branch. If a constant chooses the branch, only the
+    operations of that branch are used.
     """
     made: list[Op] = []
     if op.expand is not None:
@@ -290,14 +298,16 @@ def _append_copies(ops: Iterable[Op], mapping: dict[int, Ref], made: list[Op], t
 
 
 def _with_whole_renamed(op: Op, mapping: dict[int, Ref], wholes: dict[int, Op]) -> Op:
-    """Return `op` with new value ids in `op.branches.whole`, the cond that `op` is a part of.
+    """Replace the value ids in the whole cond that a part of a split cond refers to, and return the part.
+
+    The whole cond is `op.branches.whole`.
 
     Args:
-        op: an operation whose own inputs and outputs are renamed already. If it is not a part of a split
-            cond, it is returned unchanged.
+        op: an operation whose inputs and outputs are replaced already. If the operation is not a part of a
+            split cond, it is returned unchanged.
         mapping: a dictionary. Its keys are old value ids; its values are the values that replace them.
-        wholes: a cache of the renamed whole conds, by the `id()` of the original, so that all parts of a cond
-            refer to the same one.
+        wholes: a cache of the whole conds with replaced ids, so that all parts of a cond refer to the same
+            one. Its keys are the `id()`s of the original conds.
     """
     if op.branches is None or (whole := op.branches.whole) is None:
         return op
@@ -314,15 +324,17 @@ def _with_whole_renamed(op: Op, mapping: dict[int, Ref], wholes: dict[int, Op]) 
 def _rebased_expand(
     op: Op, mapping: dict[int, Ref], types: Types
 ) -> Callable[[], tuple[tuple[Op, ...], tuple[Ref, ...]]]:
-    """Return a version of `op.expand` whose operations read other values than the original call's operands.
-
-    `op.expand` is the function that returns the operations inside a call.
+    """Return the function `expand` for a copy of a call that reads other operands than the original call.
 
     Args:
-        op: the call.
-        mapping: a dictionary. Its keys are ids of the call's operands; its values are the values to read
+        op: the original call. Its `op.expand` is the function that returns the operations inside the call.
+        mapping: a dictionary. Its keys are ids of the original operands; its values are the values to read
             instead.
         types: the type of every value id; types of new values are added to it.
+
+    Returns:
+        A function that returns the operations inside the copied call, with new value ids, and the values that
+        are the call's results.
     """
     here = {r: mapping[r] for r in op.reads if r in mapping}
 

@@ -1,8 +1,8 @@
-"""Pair each result of a step with the argument that it continues: the argument whose next value it is.
+"""Find which result of a step is the next value of which argument; the result then continues the argument.
 
-A training step's new state continues its state argument, for example. Placement keeps such a pair on the same
-actors, donation reuses the argument's memory, and after an interrupted `run` a donated argument refers to the
-result that continues it.
+For example, the new state that a training step returns continues its state argument. Placement puts the
+result on the same actors as the argument, and donation reuses the argument's memory for the result. After an
+interrupted `run`, a donated argument refers to the result that continues the argument.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ def result_positions(traced: Traced) -> Any:
 
 
 def continued_arguments(traced: Traced) -> dict[int, int]:
-    """Find the results that continue an argument, leaf by leaf.
+    """Find the result leaves that are the next value of an argument leaf.
 
     A result continues an argument if it is the argument's next value, such as the new state of a training
     step. An argument is continued by a subtree of the results that has the argument's tree structure and
-    types. Where several arguments are alike, each is continued by the result that is computed from it in the
-    fewest operations: `p - 0.1 * m` continues `p` and not `m`. If that leaves several choices, the order of
-    arguments and results decides. If most leaves of an argument keep their types, but not all (for example
-    parameters with a cache that grows), only the leaves that keep their types are continued. A result that
-    consists entirely of another argument, returned unchanged, continues that argument alone.
+    types. If several arguments have the same structure and types, each is continued by the result that is
+    computed from this argument in the fewest operations. For example, `p - 0.1 * m` continues `p` and not
+    `m`. If that leaves several choices, the order of arguments and results decides. If most leaves of an
+    argument keep their types, but not all (for example parameters with a cache that grows), only the leaves
+    that keep their types are continued. A result that is an argument returned unchanged continues only this
+    argument.
 
     Returns:
         A dictionary. Its keys are positions of result leaves; its values are the positions of the argument
@@ -50,13 +51,15 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
     taken: set[int] = set()
 
     def handed_back_arguments(candidate: list[int]) -> set[int]:
-        """Return the numbers of the arguments whose unchanged leaves are the leaves of a candidate.
+        """Return the arguments whose leaves a result consists of, if the result has only unchanged argument
+        leaves.
 
         Args:
-            candidate: positions of result leaves that might be the next value of an argument.
+            candidate: the positions of the result's leaves.
 
         Returns:
-            Argument numbers. The set is empty if some leaf of the candidate is not an unchanged argument.
+            The numbers of these arguments. The set is empty if some leaf of the result is not an unchanged
+            argument leaf.
         """
         refs = (traced.flat.outputs[k] for k in candidate)
         came = {came_as.get(ref) if isinstance(ref, int) else None for ref in refs}
@@ -95,9 +98,10 @@ _NUM_MEASURED_LEAVES = 3
 def _nearest_first(
     traced: Traced, pairs: Sequence[tuple[list[int], list[int]]]
 ) -> Sequence[tuple[list[int], list[int]]]:
-    """Sort pairs of an argument and a result that may be its next value by their distance, the closest first.
+    """Sort pairs (an argument, a result that may be its next value) by distance, the closest pair first.
 
-    The distance is the number of operations from the argument to the result.
+    The distance is the number of operations on the shortest path from the argument to the result, summed over
+    their first few leaves.
 
     Args:
         traced: the step.
@@ -116,7 +120,8 @@ def _nearest_first(
 
 
 def _operations_from(traced: Traced, value: int) -> dict[Any, int]:
-    """Return, for each value computed from `value`, the number of operations on the shortest path to it."""
+    """Return, for each value computed from `value`, the number of operations on the shortest path from
+    `value`."""
     steps: dict[Any, int] = {value: 0}
     for op in traced.flat.ops:
         if reached := [steps[r] for r in op.reads if r in steps]:
@@ -128,9 +133,10 @@ def _operations_from(traced: Traced, value: int) -> dict[Any, int]:
 def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping[int, int]) -> list[str]:
     """Describe donated arguments whose memory cannot be reused because their new value has another type.
 
-    The new value of an argument leaf is the result at the same place in the result tree. Two kinds of
-    arguments are left out: arguments that are returned unchanged as some other result, and arrays whose new
-    value would be a scalar, since this is probably the loss, returned where a batch was passed.
+    Only arguments that no result continues are examined. The new value of such an argument is taken to be the
+    result at the same position or, for a pytree, another result with the same tree structure. Two kinds of
+    argument leaves are left out: leaves that are also returned unchanged, and arrays whose new value would be
+    a scalar, since this scalar is probably the loss, returned at the position of a batch.
 
     Args:
         traced: the step.
@@ -138,7 +144,7 @@ def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping
         continues: the dictionary that `continued_arguments` returned.
 
     Returns:
-        One text per leaf, with the name and type of the argument and of the result.
+        One text per changed leaf, with the name and type of the argument leaf and of its new value.
     """
     out = result_positions(traced)
     several = type(out) is tuple
@@ -188,7 +194,7 @@ def _find_subtree(tree: Any, treedef: Any, fits: Callable[[list[int]], bool]) ->
 
 
 def _subtrees(tree: Any, treedef: Any) -> Iterator[list[int]]:
-    """Yield the leaves of each subtree of `tree` that has the structure `treedef`."""
+    """Yield, for each subtree of `tree` that has the structure `treedef`, the list of its leaves."""
     leaves, found = tree_util.tree_flatten(tree)
     if found == treedef:
         yield leaves

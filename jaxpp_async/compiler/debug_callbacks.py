@@ -20,7 +20,8 @@ from jaxpp_async.jax_bridge import private_api, tracebacks
 
 
 def make_print(eqn: Any, operands: Sequence[Ref], line: str) -> Print:
-    """Make the `Print`, a call that the controller makes after the step, for one equation that prints.
+    """Describe an equation that prints as a `Print`, so that the controller can call the print after the
+    step.
 
     Args:
         eqn: the equation of a `jax.debug.print` or `jax.debug.callback`.
@@ -38,9 +39,9 @@ def refuse_host_code(eqn: Any, line: str, stage: Callable[[], int] | None) -> No
     Args:
         eqn: the equation to check.
         line: `file:line` of the equation in the user's code.
-        stage: a function that finds the stage of an equation in a loop's body, for the error message. The
-            function is slow, since it walks over the body, so it is called only for an error. None for
-            equations outside loops.
+        stage: a function that returns the equation's stage, for the error message; None for an equation
+            outside the loops. The function walks over a loop's whole body, so it is called only if there is
+            an error.
 
     Raises:
         UnsupportedError: the equation runs host code or has side effects.
@@ -158,8 +159,8 @@ def move_prints_out(
 
     Args:
         prints: the prints in the body; their operands are value ids of the body.
-        inside: a dictionary. Its keys are the ids of the body's inputs; its values are the operands outside
-            the loop that these inputs get.
+        inside: a dictionary. Its keys are the ids of the body's inputs; its values are print operands that
+            stand for these inputs outside the loop.
         types: the type of every value id; the stacked values are added to it.
         num_microbatches: the number of microbatches of the loop.
 

@@ -1,4 +1,5 @@
-"""Describe a compiled step to people: a text dump of each pass, and the reasons for each place and transfer.
+"""Describe a compiled step as text: a dump of each compiler pass, and the reasons for placements and
+transfers.
 
 Dumps are long and seldom read, so `PassTexts` keeps functions and makes a dump only when it is asked for.
 `Explainer` derives the reasons from the task graph, for the step's `report`.
@@ -191,8 +192,8 @@ class CrossActorArray:
         value: the id in the task graph of the value that the array holds.
         from_actor, to_actor: the sender and the receiver.
         what: the array's type, and the task or operation that makes it, as text.
-        when: `"in the loop"`, or the part of the step outside the loop.
-        why: the tasks, operations or results that need it on the receiver, as text.
+        when: the part of the step in which the array is sent, such as `"in the loop"` or `"after the loop"`.
+        why: the receiver's tasks, operations or results that need the array, as text.
     """
 
     value: ValueId
@@ -204,7 +205,7 @@ class CrossActorArray:
 
 
 class Explainer:
-    """An explainer of where the values of one compiled step are placed and why they are sent.
+    """An object that explains why the values of one compiled step are placed on their actors and sent.
 
     Args:
         traced: the traced step, for the names of arguments and results.
@@ -245,7 +246,8 @@ class Explainer:
 
     @cached_property
     def _continued(self) -> dict[ValueId, list[int]]:
-        """The results that are each argument's next value, by the argument's id in the task graph."""
+        """A dictionary from an argument's id in the task graph to the positions of the results that replace
+        it."""
         values = {i.arg: i.value for i in self.graph.inputs}
         found: dict[ValueId, list[int]] = defaultdict(list)
         for result, arg in self.continues.items():
@@ -308,7 +310,8 @@ class Explainer:
     # ---- parts of the step
 
     def is_in_loop(self, when: str) -> bool:
-        """Return whether transfers with this value of `CrossActorArray.when` happen once per microbatch."""
+        """Return whether a text from `CrossActorArray.when` says that the transfer happens once per
+        microbatch."""
         return when == IN_LOOP
 
     @property
@@ -374,7 +377,8 @@ class Explainer:
         return "not used: stays where it is"
 
     def _used_through(self, value: ValueId, actor: ActorId) -> list[str]:
-        """List an actor's tasks that use an argument through an operation outside the loops, such as a cast.
+        """List an actor's tasks that read the result of an operation outside the loops, such as a cast, on an
+        argument.
 
         Args:
             value: the id of the argument in the task graph.
@@ -390,7 +394,7 @@ class Explainer:
         )
 
     def why_result(self, result: int, value: ValueId) -> str:
-        """Return the reason why a result is placed where it is, as text.
+        """Return the reason why a result is placed on its actors, as text.
 
         Args:
             result: the position of the result leaf.

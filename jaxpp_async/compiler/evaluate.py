@@ -35,11 +35,11 @@ def checked_function(recipe: Recipe, types: Types) -> Callable[..., tuple[list[A
     """Return a function that runs a recipe (an executable's operations) and reports NaNs and infinities.
 
     Returns:
-        A function that returns the recipe's results and a dictionary with one entry. The values that are
-        checked are first each input (for a batch, its microbatch), then the result of each operation. The
-        entry's key lists descriptions of these values, joined by newlines. The entry's value is an integer
-        vector that says, for each of these values, whether it contains a NaN, an infinity or neither. See
-        `nonfinite.NonfiniteChecker`.
+        A function of the recipe's inputs. This function returns the recipe's results and a dictionary with
+        one entry. The checked values are each input (for a batch leaf, the microbatch that is read), then the
+        result of each operation. The entry's key is one description per checked value, joined by newlines.
+        The entry's value is an integer vector with one code per checked value, which stands for a NaN, an
+        infinity or neither; see `nonfinite.NonfiniteChecker.found`.
     """
 
     def run(*args: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -111,7 +111,8 @@ def read_operand(env: Mapping[int, Any], ref: Ref) -> Any:
 def wrap_input(value_type: ValueType, x: Any) -> Any:
     """Convert an argument of an executable into the array that the executable's operations use.
 
-    Key data is wrapped as PRNG keys, and the array gets the sharding of its type.
+    Key data is wrapped as PRNG keys, and the array is resharded to the sharding in `value_type`, if there is
+    one.
     """
     keyed = jax.random.wrap_key_data(x, impl=value_type.key_impl) if value_type.key_impl else x
     return logical_axes.reshard_to(keyed, value_type.sharding)

@@ -5,8 +5,8 @@ PRNG keys are passed between executables as their uint32 data. Under `jax_debug_
 executable returns a second result: see `evaluate.checked_function`.
 
 Errors for steps that cannot be lowered, or whose arrays actors cannot keep, are `UnsupportedError`s that name
-the operation, its task and the user's line. This operation is searched for only after lowering has failed:
-each operation is then lowered alone.
+the operation, its task and the user's line. To find this operation, each operation is lowered alone, but only
+after lowering the step has failed.
 """
 
 from __future__ import annotations
@@ -125,13 +125,13 @@ def lowering_context(target: Target) -> Any:
 
 
 def _sharding(mesh: AbstractMesh, spec: Sequence[SpecEntry], value_type: ValueType | None) -> NamedSharding:
-    """Return the sharding with which a value is passed from one executable to another.
+    """Return the sharding of an argument or a result of an executable.
 
     Args:
         mesh: the actors' abstract mesh.
         spec: the mesh axes that split each dimension.
-        value_type: the value's type, whose sharding names the mesh axes over which the value is still to be
-            summed. None if there are no such axes.
+        value_type: the value's type. The returned sharding is unreduced over the same mesh axes as the
+            sharding in this type. None for a constant, which is unreduced over no axis.
     """
     pending = logical_axes.unreduced_axes(value_type.sharding) if value_type is not None else ()
     return NamedSharding(mesh, PartitionSpec(*spec, unreduced=frozenset(pending)))

@@ -1,10 +1,10 @@
 """Export equal recipes (the operations of executables) only once.
 
-Two recipes are equal if they differ only in the numbers of their value ids. Everything else that `emit` reads
-must be equal: names, types, shardings, constants' bytes, the parameters of every operation including nested
-jaxprs, and the source lines that become part of an executable's bytes. An object that cannot be compared
-counts as equal only to itself. A shared executable therefore has the same bytes as a second export would
-give, and any number of identical stages cost one export.
+Two recipes are equal if they differ only in their value ids. Everything else that `emit` reads must be equal:
+names, types, shardings, constants' bytes, the parameters of every operation including nested jaxprs, and the
+source lines that become part of an executable's bytes. An object that cannot be compared counts as equal only
+to itself. A shared executable therefore has the same bytes as a second export would give, and any number of
+identical stages cost one export.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Specs = Mapping[int, tuple[SpecEntry, ...]]
 class ExportCache:
     """A cache of exported executables, keyed by their computations.
 
-    One cache serves a step and the same step under other schedules. The object that owns the compiled steps
-    owns the cache. Entries are only added, never removed.
+    All compiled forms of one step function, such as forms with different schedules, share one cache. Entries
+    are only added, never removed.
 
     Attributes:
         count: the number of recipes (computations of executables) that were exported.
@@ -86,7 +86,7 @@ class ExportCache:
 def _outline(recipe: Recipe) -> Hashable:
     """Return a key of a recipe (the operations of one executable) that is cheap to compute.
 
-    Only recipes with equal outlines can be equal, so that all other recipes need no full key.
+    Recipes with different outlines are never equal, so only recipes with equal outlines need a full key.
     """
     lists = recipe.inputs, recipe.outputs, recipe.slices, recipe.starts, recipe.accumulates
     return recipe.stem, tuple(map(len, lists)), tuple(op.name for op in recipe.ops)
@@ -130,7 +130,7 @@ executable."""
 class _RecipeKey:
     """A maker of the cache key of one recipe (the operations of one executable).
 
-    The key has no value ids: values are numbered in the order in which they are made.
+    In the key, value ids are replaced by numbers that count values in the order in which they are made.
     """
 
     def __init__(self, context: _ExportContext) -> None:
@@ -158,7 +158,14 @@ class _RecipeKey:
         return r.stem, inputs, index, slices, starts, ops, accumulates, outputs
 
     def make(self, value: int) -> int:
-        """Return the number that replaces the id of a newly made value in the key; -1 for an unused value."""
+        """Return the number that stands for a value in the key, and assign the next number to a new value.
+
+        Args:
+            value: the value id; -1 for a result that is not used.
+
+        Returns:
+            The number; -1 for a result that is not used.
+        """
         return self.numbers.setdefault(value, len(self.numbers)) if value >= 0 else -1
 
     def read(self, ref: Ref) -> Hashable:
@@ -195,8 +202,9 @@ class _Identity:
 class _ContentKeys:
     """A maker of keys for the functions and parameters of one recipe's operations.
 
-    A recipe lists the operations of one executable. If a jaxpr object occurs several times in a recipe, JAX
-    lowers it once. So each jaxpr object has a number, and the key says where each number occurs.
+    A recipe lists the operations of one executable. JAX lowers a jaxpr object that occurs several times in a
+    recipe only once, so the bytes depend on which jaxprs are the same object. The keys therefore number the
+    jaxpr objects.
     """
 
     def __init__(self) -> None:

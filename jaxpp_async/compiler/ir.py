@@ -4,8 +4,8 @@ A recipe describes the computation of one executable: `task_graph` writes it and
 StableHLO. A node of the task graph has the same inputs as its recipe, in the same order. The function that
 runs an operation (`Op.run`) is opaque to the passes, so partition and placement see only an operation's data,
 such as its name, inputs and outputs. Value ids count from zero over the whole step, loop bodies included. An
-`OuterStep` is the part of a step outside its microbatch loops, whose operations placement replaces and
-removes.
+`OuterStep` is the part of a step outside its microbatch loops; placement replaces and removes operations of
+this part.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Op:
         run: a function that takes the operands' arrays and returns the results, called under a JAX trace.
         line: `file:line` of the user's code.
         transposed: whether reverse-mode differentiation made the operation.
-        params: properties that partitioning reads, such as the name and side of a stage marker.
+        params: properties that partitioning reads, such as whether a stage marker marks tangents or
+            cotangents.
         expand: for an operation that wraps others (such as a checkpoint), a function that returns the wrapped
             operations, with new value ids, and the values that are their results.
         split: for an operation that can be split in two (a scan), a function that takes the operation and the
@@ -113,8 +114,9 @@ class Branches:
             `Op.run` of a cond with these branches.
         select: the `Op.run` of an operation that takes the index and one value per branch, and returns the
             value of the chosen branch.
-        terminates: whether every branch is certain to end. A branch with a `while` is not: it might run
-            forever if it is computed although the cond chooses another branch.
+        terminates: whether every branch is certain to end, so that all branches may be computed before one is
+            selected. False if a branch has a `while`, which might run forever when the cond chooses another
+            branch.
         whole: the cond that this cond is a part of (see `cond_split`). Parts of one cond that are placed on
             the same actor are merged again. None for a cond that is not a part.
     """
@@ -231,11 +233,12 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class PrintOperand:
-    """The origin of an operand of a debug print.
+    """A description of where the controller finds an operand of a debug print.
 
     Args:
         ref: a value of the step outside its loops, or a constant; None for the microbatch's index.
-        per_microbatch: whether `ref` has one entry per microbatch along its leading axis.
+        per_microbatch: whether `ref` has one entry per microbatch along its leading axis; if so, each call of
+            the print gets the entry of its microbatch.
     """
 
     ref: Ref | None
@@ -248,7 +251,7 @@ class Print:
 
     Args:
         call: the host code; it takes the operands and returns nothing.
-        operands: the origins of the values to pass to `call`, in order.
+        operands: descriptions of the values to pass to `call`, in order.
         line: `file:line` of the user's code.
     """
 
@@ -311,7 +314,7 @@ def used_ids(ops: Iterable[Op | Loop], outputs: Iterable[Ref]) -> set[int]:
 
 
 def renamed(op: Op, ids: KeysView[int], replacement: Callable[[Ref], Ref]) -> Op:
-    """Copy an operation, including the operations inside it, with other operands.
+    """Return a copy of an operation with some operands replaced, also in the operations inside it.
 
     Args:
         op: the operation; its results keep their ids.
@@ -370,10 +373,15 @@ class OuterStep:
 
 
 def source_actor(actors: Collection[ActorId], wanted: ActorId) -> ActorId:
-    """Return the actor from which `wanted` gets a value that each of `actors` makes.
+    """Return the actor from which `wanted` gets a value.
 
-    If `wanted` itself makes the value, return `wanted`. Otherwise return the lowest of `actors`, from which
-    `lowering.plan_transfers` sends the value.
+    Args:
+        actors: the actors that make the value.
+        wanted: the actor that needs the value.
+
+    Returns:
+        `wanted` if this actor makes the value. Otherwise the lowest of `actors`, from which
+        `lowering.plan_transfers` sends the value.
     """
     return wanted if wanted in actors else min(actors)
 
@@ -404,7 +412,7 @@ def replaced(step: OuterStep, others: Mapping[int, Sequence[Op]], removed: Colle
 
 
 def without_dead(step: OuterStep) -> OuterStep:
-    """Return a step without the operations outside its loops whose results nothing needs."""
+    """Return a copy of a step without the operations outside its loops whose results are not needed."""
     needed = {r for r in step.outputs if isinstance(r, int)}
     dead: set[int] = set()
     for i in reversed(range(len(step.items))):
@@ -436,7 +444,7 @@ class Accumulate:
 class AccumulatorStart:
     """The creation of an accumulator of a loop, as a part of a recipe (the operations of one executable).
 
-    The new accumulator has its value before the first microbatch.
+    The accumulator gets the value that it has before the first microbatch, such as zeros for a sum.
 
     Args:
         aval: shape and dtype of one microbatch's value.
@@ -489,7 +497,8 @@ class Recipe:
 
 
 def outside_reads(ops: Sequence[Op], returned: Sequence[Ref]) -> list[int]:
-    """List the values that `ops` and `returned` read but `ops` do not make, in order of first use."""
+    """List the values that `ops` read or that are in `returned`, but that `ops` do not make, in order of
+    first use."""
     made = {o for op in ops for o in op.outputs if o >= 0}
     reads = [r for op in ops for r in op.reads] + [r for r in returned if isinstance(r, int)]
     return [r for r in dict.fromkeys(reads) if r not in made]

@@ -1,8 +1,8 @@
 """From a list of operations, select the ones that given values depend on.
 
-`split_needed` separates the operations that some values need from all others. `LightOps` finds operations
-that cost less to run again than to keep their results. `eliminate_dead` drops the operations that nothing
-needs.
+`split_needed` separates the operations that some values need from all others. `LightOps` finds cheap
+operations, which cost less to run again than their results cost to keep. `eliminate_dead` drops the
+operations that nothing needs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def split_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], 
 
 
 def select_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[Op, ...]:
-    """Return the operations that `wanted` depends on; unlike `split_needed`, never expand or split them."""
+    """Return the operations that `wanted` depends on; unlike `split_needed`, this never expands or splits
+    any."""
     needed, found = set(wanted), list[Op]()
     for op in reversed(ops):
         if not needed.isdisjoint(op.outputs):
@@ -59,9 +60,10 @@ def select_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[Op, ...]:
 
 
 def _expand(op: Op) -> list[Op]:
-    """Return the operations inside an operation such as a checkpoint, to replace it.
+    """Return operations that replace an operation such as a checkpoint by the operations inside it.
 
-    Copy operations at the end give the results the ids that they have outside.
+    At the end are `copy` operations, which give the results the ids that the replaced operation's results
+    have.
     """
     assert op.expand is not None
     inner, results = op.expand()
@@ -70,10 +72,10 @@ def _expand(op: Op) -> list[Op]:
 
 
 class LightOps:
-    """The light operations of a program: running one again costs less than keeping its results.
+    """The cheap operations of a program: running one again costs less than keeping its results.
 
     Args:
-        ops: a dictionary from position in the program to light operation.
+        ops: a dictionary. Its keys are positions in the program; its values are the cheap operations there.
     """
 
     def __init__(self, ops: Mapping[int, Op]) -> None:
@@ -81,7 +83,7 @@ class LightOps:
 
     @classmethod
     def among(cls, ops: Sequence[Op], free: Iterable[int]) -> LightOps:
-        """Find the operations that are cheap to run again and depend on no values but `free` ones.
+        """Find the cheap operations that can be computed from `free` values with cheap operations alone.
 
         Args:
             ops: the operations to choose from, in program order.
@@ -96,11 +98,11 @@ class LightOps:
         return cls(found)
 
     def needed(self, values: Iterable[int]) -> dict[int, Op]:
-        """Return the light operations that have to run again to compute `values`.
+        """Return the cheap operations that have to run again to compute `values`.
 
         Returns:
-            A dictionary from position in the program to operation, in program order. Values that no light
-            operation makes are ignored.
+            A dictionary in program order. Its keys are positions in the program; its values are the
+            operations. Values that no cheap operation makes are ignored.
         """
         found: dict[int, Op] = {}
         stack = list(values)

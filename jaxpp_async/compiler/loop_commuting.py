@@ -1,4 +1,4 @@
-"""Move the linear operations that join several stages' parts of a summed result to after the loop.
+"""Move linear operations out of the loop: those that join the parts of a summed result from several stages.
 
 A sum over microbatches commutes with linear operations. The last operations of a summed result may join
 values of several stages. For example, the gradient of a weight that two stages share is the sum of two
@@ -7,8 +7,8 @@ after the loop as an `Epilogue`, and each stage accumulates its own part, so tha
 is sent inside the loop. Widening casts and scalings between the stages' values and the joining operations are
 instead computed in each stage before accumulating, since a sum in a narrower type would round.
 
-Only gradients are accumulated in parts. A metric is small, and its terms may cancel, but they would not
-cancel if they were summed separately.
+Only gradients are accumulated in parts. Other results, such as metrics, are small, so this would save little.
+Their terms may also cancel in each microbatch, and would not cancel if each term were summed separately.
 
 Source: the JaxPP paper, section "Weight Sharing" (loop commuting).
 """
@@ -37,11 +37,12 @@ class OutputPart:
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """The operations after the loop that compute one of its results from the totals that stages accumulated.
+    """The operations after a loop that compute one result of the loop from the totals that stages
+    accumulated.
 
     Args:
-        ops: the operations, in program order. Where an operation reads the id of a part's value, it gets the
-            total of that part.
+        ops: the operations, in program order. An operation that reads the id of a part's value gets the total
+            of that part.
         value: the id of the result.
     """
 
@@ -51,7 +52,8 @@ class Epilogue:
 
 @dataclass(frozen=True, eq=False)
 class LoopResults:
-    """A plan for each result of a loop: tasks accumulate its parts, which are joined after the loop.
+    """A plan of how tasks accumulate each result of a loop in parts, and how the parts are joined after the
+    loop.
 
     Args:
         parts: for each result, the values that are accumulated separately.
@@ -160,11 +162,12 @@ class _Commuter:
         return tuple(parts), Epilogue(tuple(ops), made)
 
     def _split_of(self, value: Ref) -> int | None:
-        """Find the `split` operation that makes a value, if its operand can be accumulated in parts.
+        """Find the `split` operation that makes a value, if the operand of the `split` can be accumulated in
+        parts.
 
-        This is so if all results of the `split` are summed results of the loop and its operand joins values
-        of several stages. The operand is then added to `split_operands`, so that its parts are accumulated
-        once for all of these results.
+        This is possible if all results of the `split` are summed results of the loop and the operand joins
+        values of several stages. The operand is then added to `split_operands`, so that its parts are
+        accumulated once for all of these results.
 
         Returns:
             The position in the loop's body. None if no `split` makes the value, or if its operand cannot be
@@ -197,10 +200,12 @@ class _Commuter:
         return _Leaf(value, task)
 
     def _stages_that_hold(self, value: int) -> set[int]:
-        """Return the stages whose forward makes or uses a body input from which `value` is computed.
+        """Return the stages whose forwards make or use an input of the loop's body from which `value` is
+        computed.
 
-        Body inputs are the inputs of the loop's body. `value` is made by cheap operations, which each task
-        that needs it repeats.
+        Args:
+            value: the id of a value that is made by cheap operations alone, which each task that needs the
+                value repeats.
         """
         found: set[int] = set()
         stack = [value]
@@ -216,9 +221,9 @@ class _Commuter:
     # ---- a result as an expression of the tasks' values
 
     def _expression(self, value: Ref) -> _Expr:
-        """Return an expression for a value in terms of values that single tasks make.
+        """Return a value as an expression whose leaves are values that single tasks make.
 
-        Its operations are the linear operations that join values of several tasks.
+        The operations of the expression are the linear operations that join values of several tasks.
         """
         if not isinstance(value, int):
             return self._leaf(value)
@@ -253,8 +258,8 @@ class _Commuter:
     def _combine(self, position: int, op: Op, operands: Sequence[_Expr]) -> _Expr:
         """Return the expression of an operation's result, made from the expressions of its operands.
 
-        If the operation cannot move to after the loop, the expression is a leaf: the value that the
-        operation's own task computes.
+        If the operation cannot move to after the loop, the expression is a leaf, which stands for the result
+        that the operation's task computes.
 
         Args:
             position: the operation's position in the loop's body.
@@ -285,8 +290,8 @@ class _Commuter:
         return whole
 
     def _movable(self, op: Op, operands: Sequence[_Expr]) -> tuple[_Expr, ...] | None:
-        """Return the operands of a layout operation that may be values of several tasks if it moves to after
-        the loop.
+        """Return the operands of a layout operation that may come from several tasks if it runs after the
+        loop.
 
         Returns:
             For a `pad` with zeros, only the padded array. None for a `pad` with any other value, which is not
@@ -308,8 +313,8 @@ class _Commuter:
             dropped: the positions of the operations that the new expression replaces.
 
         Returns:
-            The expression. None if the operation is not linear in exactly one operand, or if it could round
-            or overflow.
+            The expression. None if applying the operation to each stage's value could give another result,
+            for example by rounding or overflow, or if another operand is not available to every stage.
         """
         several = [k for k, e in enumerate(operands) if not isinstance(e, _Leaf)]
         if len(several) != 1 or (op.name == "div" and several != [0]):
@@ -363,7 +368,10 @@ class _Commuter:
     # ---- the epilogue's operations
 
     def _merge_terms(self, expr: _Expr) -> _Expr:
-        """Return a copy of `expr` in which each sum has one term per task: every task adds up its own."""
+        """Return a copy of `expr` in which each sum has at most one term per task.
+
+        If a sum has several values of one task, operations that add these values are added to the task.
+        """
         if isinstance(expr, _Leaf):
             return expr
         if isinstance(expr, _Layout):

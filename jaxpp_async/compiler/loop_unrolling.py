@@ -161,9 +161,10 @@ class _VariantData:
 
     Args:
         recipe: the index of the executable.
-        inputs: for each input except the accumulators, a pair. First the value id in the loop's body; then
-            the graph value that all microbatches read, or None if each microbatch has its own.
-        index: the position of the microbatch's index among `inputs`; None if it is not read.
+        inputs: one pair (value id in the loop's body, graph value that all microbatches read) per input,
+            without the accumulators. The graph value is None if each microbatch reads a different one.
+        index: the position of the microbatch's index among `inputs`; None if the task does not read the
+            index.
         finals: the accumulators that the task adds to, as ids of final accumulators.
         makes: the value ids that the task makes for other tasks.
         ir_ids, avals, kinds: the value id, type and kind of each value that the task makes: first those of

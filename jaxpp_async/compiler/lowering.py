@@ -95,7 +95,7 @@ class PlannedTransfer:
         tag: the transfer's number in the step.
         node: the index of the node after which the value is sent; -1 for a step argument.
         needed: the index of the receiver's first node that reads the value. If only a result of the step
-            needs the value, the number of nodes.
+            needs the value, the number of nodes in the graph.
     """
 
     value: ValueId
@@ -171,9 +171,9 @@ def _receive_positions(
         position_of: a dictionary. Its keys are indices of nodes in the graph; its values are positions in
             this actor's sequence of `Run` instructions.
         num_runs: the number of this actor's `Run` instructions.
-        ahead: the number of runs between posting a receive and the first run that reads the received value. A
-            receive is posted earlier if a later receive from the same sender is, since receives keep the
-            order of the sends.
+        ahead: the number of runs between posting a receive and the first run that reads the received value.
+            If a later receive from the same sender is posted earlier than this, the receive is posted just
+            before that one, since receives keep the order of the sends.
 
     Returns:
         A dictionary. Its keys are positions in the sequence of runs; its values are the receives to post
@@ -278,7 +278,7 @@ class _ProgramBuilder:
 
 
 def insert_transfers(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs:
-    """Write programs with all `Run` instructions and transfers, but without donations and deletions.
+    """Make programs that have all `Run` instructions and transfers, but no donations and deletions yet.
 
     Args:
         graph: a graph that is valid in the sense of `verify.verify_graph`.
@@ -333,7 +333,7 @@ def _choose_donations(nodes: Sequence[Node], program: ActorProgram) -> dict[Exec
         program: the actor's program.
 
     Returns:
-        A dictionary from executable to the positions of the inputs.
+        A dictionary. Its keys are executables; its values are the positions of the inputs to donate.
     """
     # The walk goes back from the end of the program; slots that later instructions read are added here.
     taken = _find_never_donated(program.instructions)
@@ -356,10 +356,10 @@ def _choose_donations(nodes: Sequence[Node], program: ActorProgram) -> dict[Exec
 def donate_buffers(graph: TaskGraph, programs: Programs) -> Programs:
     """Let `Run` instructions donate the inputs that no later instruction needs.
 
-    Each actor decides once per executable about each input position listed in `Node.donatable`. The position
-    is donated if at every run the buffer there is read for the last time and appears only once among the
-    inputs. A buffer that is received, sent or returned, or an argument that the caller keeps, cannot be
-    donated.
+    The choice is made once per actor and executable, for each input position listed in `Node.donatable`. A
+    position is donated if, in every run of the executable, the buffer at this position is read for the last
+    time and appears only once among the inputs. A buffer that is received, sent or returned, or an argument
+    that the caller keeps, cannot be donated.
 
     Args:
         graph: the graph that `programs` were made from.
@@ -403,7 +403,7 @@ def _find_not_deleted(program: ActorProgram) -> set[BufferId]:
 
 
 def _find_last_uses(program: ActorProgram) -> list[Sequence[BufferId]]:
-    """Return for each instruction the slots (buffer numbers) that are to be deleted after it.
+    """Return, for each instruction, the slots (buffer numbers) to delete after the instruction.
 
     These are slots that no later instruction uses, in the order in which the instruction names them.
     """
