@@ -287,7 +287,8 @@ def _plain_spec(
 
 
 def _check_mesh(mesh: Any, given: Any, name: str, axes: Mapping[str, int], where: str) -> None:
-    """Raise a `ShardingError` for a sharding over devices or in a kind of memory that actors do not use.
+    """Raise a `ShardingError` if a user's sharding has mesh axis sizes or a memory kind that actors do not
+    have.
 
     Args:
         mesh: the mesh of the user's sharding.
@@ -317,7 +318,8 @@ AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def has_explicit_axes(mesh: Any) -> bool:
-    """Return whether a mesh has an axis of type Explicit, so that types contain shardings; False for None."""
+    """Return whether a mesh has an axis of type Explicit, so that types contain shardings; False if `mesh` is
+    None."""
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
@@ -371,7 +373,8 @@ def struct_with_spec(leaf: Any, mesh: Any, spec: Sequence[Any]) -> jax.ShapeDtyp
 
 
 def unreduced_axes(sharding: NamedSharding | None) -> tuple[str, ...]:
-    """Return the mesh axes over which a value is unreduced: each device has one summand of the value.
+    """Return the mesh axes over which a value is unreduced, that is, each device has one summand of the
+    value.
 
     Returns:
         The names of the axes, in the mesh's order; () if `sharding` is None.

@@ -166,10 +166,11 @@ def reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...]
 
 
 def _has_several_parts(shapes: Any) -> bool:
-    """Return whether a function's result is a nonempty tuple, whose first part is gradients by default.
+    """Return whether a function's result is a nonempty tuple, whose elements have different default
+    reductions.
 
-    By default the gradients are summed and the other parts are stacked. A NamedTuple does not count as a
-    tuple: all of it may be gradients.
+    By default the first element (the gradients) is summed, and the other elements are stacked. A NamedTuple
+    does not count as a tuple, since all of it may be gradients.
     """
     return type(shapes) is tuple and len(shapes) > 0
 
@@ -230,14 +231,15 @@ _CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated"))
 def _find_gradients(jaxpr: Any, known: Sequence[bool], origins: tracebacks.Origins) -> list[bool]:
     """Return for each result of a jaxpr whether it is a gradient.
 
-    A gradient is made by a backward pass, or from gradients by casting, scaling, clipping or summing, which
-    make no array larger. Logits that a forward pass computes from adapted parameters depend on gradients
-    without being gradients: between the two there is a matrix product.
+    A value is a gradient if a backward pass makes it, or if operations that make no array larger, such as
+    casting, scaling, clipping or summing, make it from gradients. The results of matrix products do not
+    count. For example, logits that a forward pass computes from updated parameters depend on gradients, but
+    are not gradients.
 
     Args:
         jaxpr: the jaxpr.
         known: for each operand of the jaxpr, whether it is a gradient.
-        origins: a lookup of which equations were made by reverse-mode differentiation.
+        origins: tells which equations were made by reverse-mode differentiation.
     """
     found = {v for v, is_gradient in zip(jaxpr.invars, known, strict=True) if is_gradient}
     for eqn in jaxpr.eqns:

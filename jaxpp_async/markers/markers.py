@@ -321,9 +321,9 @@ def accumulate_grads(
             default the first element of a result tuple is summed and the others are stacked; a result that is
             not a tuple is summed.
         pass_index: whether to pass the microbatch's index to `fn`.
-        num_microbatches: the number of microbatches the batch must have. With it, a batch that was not split
-            into microbatches, or whose axes are in another order, is an error. None allows any number, which
-            is then the size of the leading axis.
+        num_microbatches: the number of microbatches that the batch must have. This finds batches that were
+            not split into microbatches or whose axes are in another order. If None, the size of the batch's
+            leading axis is the number of microbatches.
 
     Returns:
         A function that takes a batch, a pytree of arrays `(num_microbatches, microbatch_size, ...)`, and
@@ -347,7 +347,7 @@ def accumulate_grads(
 
 
 class UncalledLoop:
-    """The function of a batch that `accumulate_grads` returns.
+    """The function that `accumulate_grads` returns. Calling it with a batch runs the loop.
 
     Code that unpacks or indexes this function, as if it were the results, gets an error that says to call it
     first.

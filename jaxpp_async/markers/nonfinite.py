@@ -3,8 +3,8 @@
 A `NonfiniteChecker` evaluates a computation under a JAX trace and adds a second result, which tells for each
 floating value whether it has a NaN or an infinity. `describe_origin` turns that result into a message. The
 accumulate loop uses the checker in plain JAX, and `compiler.evaluate` uses it for the tasks that run on
-actors. The checker looks only for what JAX's options (`jax_debug_nans`, `jax_debug_infs`) forbid at trace
-time.
+actors. The checker looks for NaNs, infinities or both, as JAX's options (`jax_debug_nans`, `jax_debug_infs`)
+say at trace time.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class NonfiniteChecker:
         Args:
             closed: the closed jaxpr.
             args: the arguments of the jaxpr.
-            around: the user's line to report for equations without a line of the user.
+            around: the source line to report for an equation that has no line in the user's code.
         """
         env: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(closed.jaxpr.invars, args, strict=True))
@@ -100,7 +100,7 @@ class NonfiniteChecker:
         Args:
             eqn: the equation.
             operands: the values of the equation's operands.
-            around: the user's line to report if the equation has no line of the user.
+            around: the source line to report if the equation has no line in the user's code.
         """
         line = tracebacks.source_line(eqn)
         line = around if line == "unknown line" else line
@@ -164,7 +164,7 @@ def describe_origin(
         where: text to put after the operation, such as `", microbatch 2"`.
 
     Returns:
-        A message in the style of JAX's own; None if there is neither a NaN nor an infinity.
+        A message in the style of JAX's own messages; None if there is neither a NaN nor an infinity.
     """
     seen = list(zip(places, np.asarray(found).tolist(), strict=True))
     given = [(name, kind) for name, (_, kind) in zip(names, seen, strict=False) if kind]
@@ -193,7 +193,7 @@ def describe_origin_in_loop(
         names: the user's name of each leaf of the batch.
 
     Returns:
-        A message; None if no microbatch has a NaN or an infinity when run by itself.
+        A message; None if no microbatch has a NaN or an infinity when the microbatches are run one at a time.
     """
     checker = NonfiniteChecker()
 

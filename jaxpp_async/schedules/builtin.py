@@ -1,11 +1,11 @@
-"""Define the built-in schedules: with whole backwards, with split backwards, and with stages placed in a V.
+"""Define the built-in schedules. Some have whole backwards, some split backwards, and some are V-shaped.
 
-Schedules of whole backwards, except for GPipe and LoopedBFS, follow one pattern: an actor runs some warm-up
+Schedules with whole backwards, except for GPipe and LoopedBFS, follow one pattern: an actor runs some warm-up
 forwards, then alternates between one forward and one backward, then runs the remaining backwards. These
 schedules differ in the number of warm-up forwards of each actor and in the order of an actor's stages.
 
 A schedule with split backwards runs `bwd_input` (the gradient of a stage's input) and `bwd_weight` (the
-gradient of its weights) as separate tasks. The stage before waits for `bwd_input`; no task waits for
+gradient of its weights) as separate tasks. The previous stage waits for `bwd_input`; no task waits for
 `bwd_weight`, so it fills times in which the actor would be idle.
 
 Microbatches run backward in the order 0, 1, 2, ... in every stage, also where a paper reverses the order
@@ -144,13 +144,13 @@ class Interleaved1F1B(BuiltIn):
 
     The microbatches are divided into groups: an actor runs a whole group through one of its stages, then
     through the next of its stages. Where A divides the number M of microbatches, a group has A microbatches
-    and the order is that of Megatron. Otherwise:
+    and the order is that of Megatron. Other cases:
 
     - M > A: there are M//A groups of nearly equal size, none smaller than A. No bubble is added; larger
       groups need more activations.
     - M < A: all M microbatches are one group.
-    - S not a multiple of A: the order is that of the next larger multiple, without the stages that do
-      not exist.
+    - S not a multiple of A: the order is that of the next larger multiple, without the stages that do not
+      exist.
     - S <= A: the order is that of `Std1F1B`.
 
     Bubble fraction (A divides S, M >= A): (A-1)/(v*M+A-1). Peak activations, in (stage, microbatch) pairs, on
@@ -176,8 +176,8 @@ class Interleaved1F1B(BuiltIn):
         """Return one actor's tasks in order.
 
         The order is first made for groups of equal size and for a multiple of `num_actors` stages. Tasks
-        whose stage or microbatch does not exist are then left out. The rest of a valid order is valid:
-        dependencies are between tasks of one microbatch, and the stages that are left out are the last ones.
+        whose stage or microbatch does not exist are then left out. The order is still valid, since
+        dependencies are between tasks of one microbatch and the stages that are left out are the last ones.
 
         Args:
             actor: the id of the actor.
@@ -215,7 +215,8 @@ def _groups(num_microbatches: int, num_actors: int) -> tuple[int, list[range]]:
 
 
 class LoopedBFS(BuiltIn):
-    """A breadth-first schedule: an actor runs all microbatches through one stage, then through its next.
+    """A breadth-first schedule: an actor runs all microbatches through one of its stages, then through the
+    next.
 
     Stage s is on actor s % A (S stages, A actors). All uses of a stage's weights follow one another, and the
     stage's gradient is finished early, which suits sharded data parallelism.
@@ -242,11 +243,13 @@ class LoopedBFS(BuiltIn):
 
 
 class ZeroBubbleH1(BuiltIn):
-    """A schedule like `Std1F1B` with split backwards, whose weight gradients fill idle time (also ZB1P).
+    """A schedule like `Std1F1B` with split backwards, whose weight gradients fill idle time (called ZB1P
+    too).
 
     Each weight gradient is delayed by one microbatch for each actor with earlier stages. Input gradients
     arrive at the first actor sooner, and weight gradients fill the idle time at the end of the step. Stage s
-    is on actor s*A//S (S stages, A actors); several on one actor run as one longer stage (see `GPipe`).
+    is on actor s*A//S (S stages, A actors); several stages on one actor run as one longer stage (see
+    `GPipe`).
 
     Bubble fraction (A divides S, M microbatches, M >= A): (A-1)/(3M+A-1), a third of 1F1B's. Peak
     activations, in (stage, microbatch) pairs, on every actor with k stages: k*min(M, A), as on 1F1B's first
@@ -266,11 +269,11 @@ class ZeroBubbleH2(BuiltIn):
     With at least 2A-1 microbatches (A actors) no actor idles between its first and its last task. Stages are
     placed as in `ZeroBubbleH1`.
 
-    Actor a begins and ends its tasks a units of time (of one forward each) after actor 0. So the bubble
-    fraction of one step by itself is (A-1)/(3M+A-1) for M microbatches, as H1's. This bubble vanishes where
-    steps follow each other without all actors waiting for one another; a global gradient norm makes them
-    wait. For M from A to 2A-1 an actor idles up to 2A-1-M units between its tasks; with M <= A the schedule
-    is never faster than H1.
+    Actor a begins and ends its tasks a units of time after actor 0; a unit is the time of one forward. So a
+    single step of M microbatches has the bubble fraction (A-1)/(3M+A-1), the same as with `ZeroBubbleH1`.
+    This bubble vanishes if steps follow each other and the actors do not all wait for one another between
+    steps. A global gradient norm makes the actors wait. For M from A to 2A-1 an actor idles up to 2A-1-M
+    units between its tasks; with M <= A the schedule is never faster than H1.
 
     Peak activations, in (stage, microbatch) pairs, on every actor with k stages: k*min(M, 2A-1).
 
@@ -372,7 +375,8 @@ class ZeroBubbleV(_VShaped):
     Bubble fraction (S = 2A stages on A actors, M >= 2A-1 microbatches): (A-1)/(6M+A-1), all of it before an
     actor's first task and after its last. Peak activations, in (part of the model, microbatch) pairs, on
     every actor: min(2M, 2A), as much memory as A stages of 1F1B. With fewer microbatches the order is that of
-    2A-1 microbatches without those that do not exist; the schedule is never slower than `ZeroBubbleH1`.
+    2A-1 microbatches, without the tasks of microbatches that do not exist; the schedule is never slower than
+    `ZeroBubbleH1`.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241, section 6 and figure 8; Qi et
     al., Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362 (V-ZB); the same order as
@@ -395,7 +399,7 @@ class ZeroBubbleV(_VShaped):
 
 
 class DualPipeV(_VShaped):
-    """A V-shaped schedule that pairs a forward of one direction of the V with a whole backward of the other.
+    """A V-shaped schedule that pairs a forward in one half of the V with a whole backward in the other half.
 
     The communication of one task of a pair can overlap the computation of the other. This is DeepSeek's
     DualPipe "cut in half", as the second source calls it. Each actor has an early and a late part of the
@@ -442,9 +446,10 @@ def _spell(phases: _Phases, down: range, up: range, num_microbatches: int) -> li
     Tasks of microbatches that do not exist are left out.
 
     Args:
-        phases: pairs of a text and the number of its repetitions. Each letter of the text is one task: `f` a
-            forward, `b` a whole backward, `i` and `w` its halves, in capitals for the late part of the model.
-            `*` is the oldest `w` or `W` that may run, since its `i` or `I` has run.
+        phases: pairs of a text and the number of its repetitions. Each letter of the text is one task. `f` is
+            a forward, `b` a whole backward, `i` the input gradient and `w` the weight gradient of a split
+            backward. Lower case is the early part of the model, upper case the late part. `*` is the oldest
+            `w` or `W` that has not run although its `i` or `I` has.
         down: the stages of the actor's early part of the model.
         up: the stages of the actor's late part of the model.
         num_microbatches: the number of microbatches.

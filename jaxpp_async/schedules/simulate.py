@@ -1,4 +1,4 @@
-"""Simulate schedules without computing anything: dependencies, times, deadlocks, and one order of all tasks.
+"""Simulate schedules to find task times, idle times, deadlocks and one order of all tasks.
 
 The type `Rows` below is one sequence of tasks per actor, as `resolve` returns it. Transfers take no time in
 the simulation.
@@ -78,7 +78,7 @@ class ScheduleTiming:
 
     @property
     def makespan(self) -> float:
-        """The simulated time at which the last task ends; 0 without tasks."""
+        """The simulated time at which the last task ends; 0 if there are no tasks."""
         return max((row[-1] for row in self.ends if row), default=0)
 
 
@@ -144,7 +144,7 @@ _CODES: Mapping[TaskType, int] = MappingProxyType({ty: code for code, ty in enum
 
 
 def _number_tasks(tasks: Rows) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """Return, for each task of each actor, a number that stands for it and the numbers of its `dependencies`.
+    """Number all tasks, and return for each task its number and the numbers of the tasks that it depends on.
 
     Numbers make the simulation fast: large schedules have ten thousand tasks, and looking up a number in a
     dict takes a tenth of the time that looking up a `Task` takes.
@@ -208,8 +208,8 @@ def find_deadlock(tasks: Rows, timeline: ScheduleTiming) -> tuple[ScheduleWait, 
         timeline: the result of `simulate_until_deadlock` for `tasks`.
 
     Returns:
-        One entry per actor of the cycle. If a task waits for a task that no list contains, the only entry is
-        for this task. Empty if all tasks run.
+        One entry per actor of the cycle. If a task waits for a task that no list contains, the result has one
+        entry, for the waiting task. Empty if all tasks run.
     """
     heads = {actor: len(ends) for actor, ends in enumerate(timeline.ends) if len(ends) < len(tasks[actor])}
     if not heads:
@@ -252,7 +252,7 @@ def global_order(tasks: Rows) -> list[tuple[ActorId, Task]]:
 
 
 def bubble_fraction(tasks: Rows, durations: Durations = UNIT) -> float:
-    """Return the share of the actors' time, from the first task to the last, in which they run nothing.
+    """Return the fraction of time that the actors idle between the schedule's first task and its last.
 
     An actor without a task counts as idle for the whole time.
 
@@ -271,10 +271,10 @@ def bubble_fraction(tasks: Rows, durations: Durations = UNIT) -> float:
 
 
 def idle_times(tasks: Rows, durations: Durations = UNIT) -> tuple[float, ...]:
-    """Return for each actor how long it runs nothing between its first task and its last.
+    """Return, for each actor, how long the actor idles between its first task and its last.
 
-    Papers call a schedule without such time zero bubble: where no actor waits for all others at the end of a
-    step, an actor can begin the next step as soon as its last task of this step has ended.
+    Papers call a schedule zero-bubble if all these times are 0. An actor can then begin the next step as soon
+    as its last task of this step has ended, unless the actors all wait for one another at the end of a step.
 
     Args:
         tasks: one sequence of tasks per actor.

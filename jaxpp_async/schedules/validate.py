@@ -97,7 +97,8 @@ def resolve(
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """The context of one check of a schedule: its name, the sizes that it must have, and how to raise errors.
+    """The context of one check of a schedule: the schedule's name and required sizes, and how to raise
+    errors.
 
     Attributes:
         where: the user's source line, which begins each error message; may be empty.
@@ -167,7 +168,8 @@ class _Check:
 def _list_markers(markers: Sequence[str]) -> str:
     """Return lines for an error that list where the stages end, each source line once.
 
-    Every call of `pipeline_yield` in the loop's body ends a stage, whichever forward pass it belongs to.
+    Every call of `pipeline_yield` ends a stage. If the loop's body runs a model twice, the calls of both runs
+    count, so one source line may end several stages.
 
     Args:
         markers: for each stage but the last, the source line where it ends.
@@ -198,13 +200,14 @@ def _describe_schedule(schedule: Any) -> str:
 
 
 def _read_entries(check: _Check, schedule: Any) -> Sequence[Sequence[Any]]:
-    """Return the lists of a schedule, one per actor, whose entries are not checked yet.
+    """Return the lists of a schedule, one per actor, without checking the entries of the lists.
 
     Args:
         schedule: the lists, or an object whose method `tasks` returns them.
 
     Raises:
-        ScheduleError: `schedule` is neither of these, or one of its elements is not a list or tuple.
+        ScheduleError: `schedule` is neither a sequence of lists nor such an object, or one of the lists is
+            not a list or tuple.
     """
     if not isinstance(schedule, list | tuple):
         schedule = _call_schedule(check, schedule)
@@ -266,7 +269,7 @@ def _read_tasks(check: _Check, entries: Sequence[Sequence[Any]]) -> tuple[tuple[
 def _is_plain(entry: Any) -> bool:
     """Return whether `entry` is a `Task` of a known type with plain ints.
 
-    This check is fast, and saves nearly all entries the slower one that also accepts other integer types.
+    This check is fast. Only entries that fail it need the slower check, which also accepts other integers.
     """
     if type(entry) is not Task or type(entry.ty) is not str:
         return False
@@ -489,7 +492,7 @@ def format_grid(tasks: Rows) -> str:
         tasks: one sequence of tasks per actor.
 
     Returns:
-        A line of times, then a line per actor with `.` where it idles.
+        A line of times, then a line per actor with `.` where the actor idles.
 
     Raises:
         ScheduleError: the schedule deadlocks.
