@@ -49,8 +49,8 @@ def split_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], 
 
 
 def select_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[Op, ...]:
-    """Return the operations that `wanted` depends on; unlike `split_needed`, this never expands or splits
-    any."""
+    """Return the operations that `wanted` depends on, all unchanged; `split_needed` may split some of
+    them."""
     needed, found = set(wanted), list[Op]()
     for op in reversed(ops):
         if not needed.isdisjoint(op.outputs):

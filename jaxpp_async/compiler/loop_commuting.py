@@ -37,8 +37,7 @@ class OutputPart:
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """The operations after a loop that compute one result of the loop from the totals that stages
-    accumulated.
+    """The operations after a loop that compute one of its results from the totals accumulated by the stages.
 
     Args:
         ops: the operations, in program order. An operation that reads the id of a part's value gets the total

@@ -287,8 +287,7 @@ def _plain_spec(
 
 
 def _check_mesh(mesh: Any, given: Any, name: str, axes: Mapping[str, int], where: str) -> None:
-    """Raise a `ShardingError` if a user's sharding has mesh axis sizes or a memory kind that actors do not
-    have.
+    """Raise a `ShardingError` if a sharding has mesh axis sizes or a memory kind that actors do not have.
 
     Args:
         mesh: the mesh of the user's sharding.

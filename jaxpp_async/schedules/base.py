@@ -69,8 +69,7 @@ instead."""
 
 
 def _advise_on_options(cls: type[_T]) -> type[_T]:
-    """Make a schedule's constructor reject options that other objects take, with advice on where to give
-    them.
+    """Make a schedule's constructor reject options that other objects take, and say where to give them.
 
     These options are the keys of `_GIVEN_ELSEWHERE`, such as `num_actors`, which is an argument of
     `RemoteMesh`. The constructor raises a `TypeError` for these options, also in subclasses that inherit the

@@ -215,8 +215,7 @@ def _groups(num_microbatches: int, num_actors: int) -> tuple[int, list[range]]:
 
 
 class LoopedBFS(BuiltIn):
-    """A breadth-first schedule: an actor runs all microbatches through one of its stages, then through the
-    next.
+    """A breadth-first schedule: an actor runs all microbatches through one of its stages after another.
 
     Stage s is on actor s % A (S stages, A actors). All uses of a stage's weights follow one another, and the
     stage's gradient is finished early, which suits sharded data parallelism.
@@ -243,8 +242,7 @@ class LoopedBFS(BuiltIn):
 
 
 class ZeroBubbleH1(BuiltIn):
-    """A schedule like `Std1F1B` with split backwards, whose weight gradients fill idle time (called ZB1P
-    too).
+    """A schedule like `Std1F1B` with split backwards, whose weight gradients fill idle time (ZB1P).
 
     Each weight gradient is delayed by one microbatch for each actor with earlier stages. Input gradients
     arrive at the first actor sooner, and weight gradients fill the idle time at the end of the step. Stage s

@@ -97,7 +97,7 @@ def resolve(
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """The context of one check of a schedule: the schedule's name and required sizes, and how to raise
+    """The context of one check of a schedule: its name for errors, the required sizes, and how to raise
     errors.
 
     Attributes:
