@@ -1,8 +1,8 @@
 """Split the flat body of a microbatch loop into one forward and one backward task per pipeline stage.
 
-Every operation is in exactly one task, which `compiler.stage_assignment` chooses, except for cheap operations
-that read only inputs of the loop's body and results of each other. Every task that needs the result of a
-cheap operation repeats the operation.
+`compiler.stage_assignment` chooses the task of each operation. Cheap operations that read only inputs of the
+loop's body and results of other such operations are an exception. Every task that needs the result of such an
+operation repeats the operation.
 
 Source: the JaxPP paper, sections "Stage Marking", "Placement Inference" and "Weight Sharing".
 """
@@ -24,14 +24,14 @@ __all__ = ["OutputPart", "StageTask", "StagedLoop", "TaskKey", "partition"]
 
 @dataclass(frozen=True, eq=False)
 class StageTask:
-    """The computation of one task of the schedule (such as the forward of stage 0), which is the same for
-    every microbatch.
+    """The computation of one task, such as the forward of stage 0, which is the same for all microbatches.
 
     Args:
         key: the task's kind and stage.
         ops: the operations of the task, in program order.
-        adds: the accumulators that the task adds to, each as (position of the loop's result, position of the
-            part in `StagedLoop.outputs` of that result).
+        adds: for each accumulator that the task adds to, a pair of positions (k, j). In every microbatch the
+            task adds the value of `StagedLoop.outputs[k][j]`, part j of result k of the loop, to the
+            accumulator.
     """
 
     key: TaskKey
@@ -52,9 +52,9 @@ class StagedLoop:
         num_stages: the number of stages, one more than the number of stage markers in the loop's body.
         tasks: the tasks that have something to compute, by kind and stage: first the forward tasks from the
             first stage to the last, then the backward tasks from the last stage to the first.
-        outputs: for each result of the loop, the values that its stages accumulate separately.
-        epilogues: for each result of the loop, the operations that combine its accumulated parts after the
-            loop; None for a result with a single part.
+        outputs: for each result of the loop, its parts, that is the values that stages accumulate separately.
+        epilogues: for each result of the loop, the operations that combine the result's accumulated parts
+            after the loop; None for a result with a single part.
         loop: the loop that was split.
         stage_names: for each stage marker, the name that the user gave to it; None for a marker without a
             name.
@@ -69,7 +69,7 @@ class StagedLoop:
 
     @property
     def boundaries(self) -> list[str]:
-        """One text per stage marker, for dumps: the marker's `file:line`, then its name if it has one."""
+        """The `file:line` of each stage marker, followed by the marker's name if it has one, for dumps."""
         lines = [op.line for op in self.loop.body.ops if isinstance(op, Op) and op.name == MARKER]
         named = zip(lines, self.stage_names, strict=True)
         return [line if name is None else f"{line} {name!r}" for line, name in named]
@@ -99,7 +99,7 @@ class StagedLoop:
 
     @cached_value
     def _reads(self) -> dict[StageTask, list[int]]:
-        """A cache of the result of `reads` for each task."""
+        """A cache of the return values of `reads`, by task."""
         return {}
 
     @cached_value
@@ -128,12 +128,12 @@ def partition(loop: Loop, types: Types) -> StagedLoop:
 def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, StageTask]:
     """Return every task of a loop, by kind and stage.
 
-    A task has the operations that stage assignment chose for it, and the cheap operations whose results these
-    need. Cheap operations are not assigned to a stage; each task that needs them repeats them.
+    Stage assignment gives each operation to one task. Cheap operations are an exception: they are repeated in
+    each task that needs their results.
 
     Args:
         stages: the loop's body with a stage for each operation.
-        results: the values that tasks accumulate for each result of the loop.
+        results: for each result of the loop, the values that tasks accumulate.
     """
     members: dict[TaskKey, list[int]] = defaultdict(list)
     light: dict[int, Op] = {}
@@ -166,9 +166,10 @@ def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, Stage
 
 
 def _without_markers(stages: StageAssignment, position: int) -> Op:
-    """Return a copy of an operation that reads each value directly and not as the result of a stage marker.
+    """Return a copy of an operation in which operands that are results of stage markers are replaced.
 
-    A marker returns the values that it is given.
+    A marker returns the values that it is given. Each such operand is replaced by the value that was given to
+    the marker.
 
     Args:
         stages: the loop's body with a stage for each operation.

@@ -66,8 +66,8 @@ class StepRequest:
         args: the arguments of `fn`. Every leaf is a `jax.ShapeDtypeStruct`, except that static arguments are
             the values themselves.
         argument_names: the names of the parameters of `fn`.
-        static_argnums: the numbers of the static arguments.
-        donated: the numbers of the arguments that the step may overwrite.
+        static_argnums: the positions of the static arguments in `args`.
+        donated: the positions in `args` of the arguments that the step may overwrite.
         in_specs: a function that takes the traced step and returns, for each argument leaf, the sharding spec
             that the user gave, or None.
         out_specs: a function that takes the traced step and returns, for each result leaf, the sharding spec
@@ -77,7 +77,8 @@ class StepRequest:
         schedule: the schedule that replaces the schedule of every loop; None keeps those written in the step.
         result_homes: a dictionary. Its keys are positions of result leaves; its values are the actors that
             must hold these leaves when the step ends. Placement chooses the actors of all other leaves.
-        exports: a cache of executables that are lowered already; those of this step are added to it.
+        exports: a cache of executables that were lowered earlier; this step's executables are added to the
+            cache.
     """
 
     fn: Callable
@@ -104,12 +105,13 @@ class CompilePlan:
         specs: the sharding of each value id.
         programs: one program per actor.
         passes: the printed result of each pass, by the name of the pass.
-        continues: a dictionary. Its keys are the positions of result leaves that are new leaves of a state;
-            its values are the positions of the argument leaves that are the old leaves.
-        weak_or_strong: the positions of argument leaves that may be weakly or strongly typed.
-        any_sharding: the positions of unused argument leaves, which may have any sharding. If an unused leaf
-            is returned as a result and the user gave a spec for the leaf or for the result, the leaf is left
-            out.
+        continues: a dictionary for results that are the next values of arguments, such as a training state.
+            Its keys are positions of result leaves; its values are the positions of the argument leaves.
+        weak_or_strong: the positions of argument leaves for which callers may pass weakly or strongly typed
+            arrays.
+        any_sharding: the positions of argument leaves that the step does not use, and for which callers may
+            pass arrays of any sharding. Leaves that the step returns are left out if the user gave a spec for
+            the leaf or for the result.
     """
 
     traced: Traced
@@ -141,9 +143,9 @@ def _ignore_pass(_: str) -> None:
 def gc_paused() -> Iterator[None]:
     """Pause Python's search for reference cycles, in all threads, while the context is open.
 
-    If the context is already open, a second use does nothing. A compilation makes millions of objects that
-    live until it ends. A search finds no cycles among them, but takes a third of the compiler's time, or more
-    if the process has many other objects.
+    Opening the context again while it is open does nothing. A compilation makes millions of objects that live
+    until it ends. A search finds no cycles among them, but takes a third of the compiler's time, or more if
+    the process has many other objects.
     """
     if not gc.isenabled():
         yield
@@ -236,7 +238,7 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
 def _find_any_sharding(
     traced: Traced, placed: PlacedStep, in_specs: Sequence[Spec | None], out_specs: Sequence[Spec | None]
 ) -> frozenset[int]:
-    """Return the positions of unused argument leaves that may have any sharding (see `CompilePlan`)."""
+    """Return the positions of unused argument leaves that may have any sharding; see `CompilePlan`."""
     leaf_of = {v: arg for arg, v in enumerate(traced.flat.inputs)}
     back = {leaf_of[v]: result for result, v in placed.placement.handed_back.items()}
     asked = {
@@ -248,8 +250,8 @@ def _find_any_sharding(
 def _lower_and_verify(graph: TaskGraph, passed: Passed) -> lowering.Programs:
     """Lower a task graph to one program per actor by the passes transfer, donate and delete, and check them.
 
-    The checks of each program by itself run only once, after `delete`. An error that `transfer` or `donate`
-    made is still found then.
+    Each program is checked on its own only once, after `delete`. This still finds an error that `transfer` or
+    `donate` made.
     """
     programs = lowering.insert_transfers(graph)
     verify.verify_together(programs)

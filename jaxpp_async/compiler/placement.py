@@ -1,13 +1,14 @@
 """Choose the actors that run the operations outside the microbatch loops and store the arguments and results.
 
-`place` takes a step in which each loop is a single item, with the actors on which the loop reads and makes
-values. The result says on which actors and in which level each operation runs. The result also gives the
-homes of each input and each result, that is the actors that store it. `docs/placement.md` has the rules and
-DESIGN 4 their reasons. If several actors are equally good, the lowest is chosen.
+`place` takes a step in which each loop is a single item. The actors on which a loop reads and makes values
+are given. For each operation, `place` chooses the actors that run the operation, and its level (see below).
+For each input and each result of the step, `place` chooses the homes, that is the actors that store the
+array. `docs/placement.md` has the rules and DESIGN 4 their reasons. If several actors are equally good, the
+one with the lowest number is chosen.
 
-Operations outside the loops run in levels. On each actor one level is one task, and a new level begins where
-data has to be sent to another actor. Levels are found in one forward and one backward pass over the
-operations, in time linear in the number of operands.
+Operations outside the loops are grouped into levels, which run one after the other. On each actor one level
+is one task, and a new level begins where data has to be sent to another actor. Levels are found in one
+forward and one backward pass over the operations, in time linear in the number of operands.
 """
 
 from __future__ import annotations
@@ -39,20 +40,23 @@ class Placement:
     """The result of `place`: the actors of a step's inputs, results and operations outside the loops.
 
     Args:
-        items: the operations outside the loops, and the loops; conds are split and sums regrouped.
-        op_actors: the actors that run each operation, by its position in `items`.
-        levels: the level of each operation on each of its actors, by (position in `items`, actor). One level
-            is one task on each actor; levels count from 0.
-        loop_levels: the level of each loop, by its position in `items`.
+        items: the loops, and the operations outside them after conds were split and sums regrouped.
+        op_actors: a dictionary. Its keys are positions of operations in `items`; its values are the actors
+            that run the operation.
+        levels: a dictionary. Its keys are pairs (position of an operation in `items`, actor); its values are
+            the levels in which the operation runs on the actor. Levels count from 0. On each actor, the
+            operations of one level are one task.
+        loop_levels: a dictionary. Its keys are positions of loops in `items`; its values are the loops'
+            levels.
         input_homes: a dictionary. Its keys are the ids of inputs; its values are the actors that store the
             input when the step starts, or no actors if the step does not use the input.
         output_homes: for each result, the actors that store the result when the step ends; no actors if the
             result is in `handed_back`.
         num_levels: the number of levels.
         caller_placed_results: the positions of the results for which the caller chose the actors.
-        handed_back: the results that are inputs which the step only returns. The keys are positions of
-            results; the values are ids of inputs. The caller gets the input's array as the result, on the
-            actors that already store it.
+        handed_back: a dictionary for the results that are unchanged inputs and that no actor has to store
+            anew. Its keys are positions of results; its values are ids of inputs. The caller gets the array
+            that was passed as the input back as the result, on the actors that already store it.
     """
 
     items: tuple[Op | Loop, ...]
@@ -103,8 +107,8 @@ def place(step: OuterStep, types: Types) -> Placement:
 def _split_conds(step: OuterStep, types: Types) -> OuterStep:
     """Return a step in which each cond is split, so that conds share no computed arrays (see `split_cond`).
 
-    A cond whose choice is a constant is replaced by the operations of the chosen branch. In a step with a
-    loop, a `jit` with its own shardings is replaced by the operations inside it.
+    If the choice of a cond's branch is a constant, the cond is replaced by the operations of that branch. If
+    the step has a loop, each `jit` that has its own shardings is replaced by the operations inside it.
     """
     while ops := {
         i: cond_split.expand_op(op, types)
@@ -124,10 +128,13 @@ def _split_conds(step: OuterStep, types: Types) -> OuterStep:
 
 
 def _merge_conds(draft: _Placer) -> OuterStep | None:
-    """Return the step with parts of one cond merged again if they run on the same actors.
+    """Merge parts of a split cond into one cond again if they run on the same actors.
+
+    Args:
+        draft: a placement of the step whose conds were split.
 
     Returns:
-        The step; None if no parts can be merged.
+        The step with merged conds; None if no parts can be merged.
     """
     parts: dict[tuple[int, Actors], list[int]] = defaultdict(list)
     actors = draft.actors()
@@ -147,7 +154,7 @@ class _Placer:
     - Bound operations (`bound`) depend on a loop's results. Each runs on one actor.
     - Anchored operations (`anchored`) depend on no loop, and compute a small value from large inputs (the
       norm of a parameter) or are conds over large inputs. Each runs on one actor that stores these inputs, so
-      that the inputs are not stored on other actors for it.
+      that no other actor has to store a copy of them.
     - All others are free (`free`). Free operations run on every actor that needs their results, and the
       inputs that they read are put on these actors too.
     """
@@ -214,8 +221,9 @@ class _Placer:
     def _owned_ops(self) -> set[int]:
         """Return the positions of the free operations that make a floating-point result of the step.
 
-        Free operations run on every actor that needs their results. But these run on one actor, which sends
-        the result to the others, so that all copies of the result are equal.
+        Free operations normally run on every actor that needs their results. The operations returned are an
+        exception: each runs on one actor, which sends the result to the others, so that all copies of the
+        result are equal.
         """
         results = self.step.outputs[: self.step.num_results]  # printing a value does not change who makes it
         made = {self.producer[r] for r in results if isinstance(r, int) and r in self.producer}
@@ -290,8 +298,8 @@ class _Placer:
         """Guess the actors of the free operations whose results no actor needs yet.
 
         Free operations run on every actor that needs their results. The guess is the actors that have the
-        most bytes of an operation's operands. `at` records the guess for the operation's results, which helps
-        to place the operations that read these.
+        most bytes of an operation's operands. The guess is stored in `at` for the operation's results, and
+        helps to place the operations that read these results.
         """
         for i in sorted(self.free):
             if not self.free[i]:
@@ -302,7 +310,7 @@ class _Placer:
                     self.at.update(dict.fromkeys(self.ops[i].outputs, likely))
 
     def _weights(self, values: Sequence[int]) -> dict[ActorId, int]:
-        """Return the number of bytes of `values` that each actor has; an actor that has none is left out."""
+        """Return how many bytes of `values` each actor has, for the actors that have any of `values`."""
         at, size = self.at, self.size
         held: dict[ActorId, int] = {}
         for v in values:
@@ -378,11 +386,12 @@ class _Placer:
     # ---- results
 
     def _place_results(self) -> None:
-        """Choose the actors of each result.
+        """Choose the actors that store each result.
 
-        These are the actors that the caller asked for, otherwise the actors of the input that the result
-        continues (the old leaf of a state), otherwise the actors that make the result. If a result is an
-        input that the step only returns, it stays on the actors that already store it and is recorded in
+        If the caller asked for certain actors, these are chosen. Otherwise, if the result is the next value
+        of an input (such as a training state), the actors of this input are chosen. Otherwise, the actors
+        that make the result are chosen. If a result is an unchanged input for which no actors are known yet,
+        none are chosen: the result stays on the actors that already store the input, and is recorded in
         `handed_back`.
         """
         results = [r for r in self.step.outputs if isinstance(r, int)]
@@ -415,9 +424,9 @@ class _Placer:
         self.output_homes = [frozenset(home) for home in homes]
 
     def _actors_having(self, ref: int) -> Set[ActorId]:
-        """Return the actors that have a result.
+        """Return the actors that have a result of the step.
 
-        If no actor has needed the result so far, return one actor that is likely to make it.
+        If no actor has needed the result so far, return one actor that is likely to make it, if any is known.
         """
         i = self.producer.get(ref)
         where = self._where(ref)
@@ -442,8 +451,8 @@ def _find_levels(
         users: a dictionary from the id of a value to the positions of the operations that read it.
 
     Returns:
-        The level of each operation by (position, actor), the level of each loop by position, and the number
-        of levels.
+        A tuple of three: a dictionary from (position of an operation, actor) to the operation's level on the
+        actor; a dictionary from the position of a loop to the loop's level; and the number of levels.
     """
     early, loops = _earliest(step, actors, producer)
     last = max([*early.values(), *(n + 1 for n in loops.values())], default=0)

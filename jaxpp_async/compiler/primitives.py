@@ -49,6 +49,11 @@ LAID_OUT_BY_USER = _names("sharding_constraint device_put shard_map")
 def inlines(name: str, *, marked: bool, prints: bool, pinned: bool, in_loop: bool) -> bool:
     """Return whether to inline an equation, that is to replace it by the equations that it wraps.
 
+    This applies to calls, functions with custom derivative rules, and checkpoints; others are never inlined.
+    All three are inlined if there are stage markers or loops inside, and all but checkpoints if there are
+    prints inside. Further, calls are inlined unless they are pinned, and functions with custom derivative
+    rules are inlined outside microbatch loops.
+
     Args:
         name: the name of the equation's primitive.
         marked: whether there are stage markers or microbatch loops inside the equation.

@@ -69,7 +69,9 @@ def regroup_reductions(inputs: GroupingInputs) -> OuterStep | None:
 
 
 def _find_trees(inputs: GroupingInputs, kept: set[int]) -> dict[int, tuple[set[int], list[int]]]:
-    """Find the maximal trees of one associative operation over small values of several actors.
+    """Find trees of operations, such as `a + b + c`, that reduce small values of several actors.
+
+    All operations of a tree are the same associative primitive, and each tree is as large as possible.
 
     Args:
         inputs: the placed step.
@@ -140,7 +142,7 @@ def _join_by_actor(inputs: GroupingInputs, root: int, leaves: list[int]) -> list
 
 
 def _find_stacked(inputs: GroupingInputs, kept: set[int]) -> dict[int, int]:
-    """Find reductions of small values that several actors make and that are concatenated only to be reduced.
+    """Find reductions of arrays that are concatenated from small values of several actors for the reduction.
 
     Args:
         inputs: the placed step.

@@ -2,9 +2,10 @@
 
 A backward needs values of its forward, the residuals. Within one executable XLA recomputes cheap residuals
 where they are read. Between two executables XLA cannot: each residual is written, kept in memory until the
-backward of its microbatch has run, and read. So the fewest bytes are kept from which cheap operations can
-make the other residuals. The choice is a minimum cut through the cheap operations of the forward. In this
-cut, keeping a value costs its size in bytes, and recomputing it costs a fraction of its size.
+backward of its microbatch has run, and read. So only some residuals are kept, and cheap operations make the
+others from these again; the pass keeps the fewest bytes that are enough for this. The choice is a minimum cut
+through the cheap operations of the forward. In this cut, keeping a value costs its size in bytes, and
+recomputing it costs a fraction of its size.
 
 `minimize_residuals` is the pass over a loop's stages. `task_variants` calls `choose_recomputation` for the
 values that the second half of a split backward needs from the first half.
@@ -37,7 +38,7 @@ _INFINITE = 2**30  # more than any sum of costs
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """Operations of an earlier executable that a later one runs again, so that fewer bytes are kept.
+    """A plan to repeat operations of one executable in a later one, so that fewer bytes are kept between.
 
     Args:
         ops: copies of operations of the earlier executable, in program order; their results have new ids.
@@ -92,7 +93,7 @@ def minimize_residuals(staged: StagedLoop, types: Types) -> StagedLoop:
 def choose_recomputation(
     ops: Sequence[Op], taken: Collection[int], free: Collection[int], types: Types
 ) -> RecomputePlan:
-    """Choose the values that a later executable recomputes, so that the fewest bytes are kept for it.
+    """Choose the values of one executable that a later one recomputes, to keep the fewest bytes in between.
 
     Args:
         ops: the operations of the earlier executable, in program order.

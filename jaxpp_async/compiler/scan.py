@@ -1,4 +1,4 @@
-"""Unroll `scan` equations that contain stage markers, and split those in a backward task into two scans.
+"""Unroll `scan` equations that contain stage markers, and split scans of a backward task into two scans.
 
 A scan with markers is unrolled into flat operations, one iteration after the other. The compiler then knows
 each element of the values that the scan stacks over layers. So the backward of a layer reads the elements of
@@ -29,7 +29,7 @@ from jaxpp_async.jax_bridge import private_api
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The origin of an equation: the user's source line, and the parts of the program that contain it.
+    """The origin of an equation: the user's source line, and the kinds of code that contain it.
 
     Args:
         line: the `file:line` in the user's code.
@@ -61,9 +61,9 @@ class Flattener(Protocol):
 
 
 def reads_stacks(flattener: Flattener, eqn: Any, inputs: Sequence[Ref]) -> bool:
-    """Return whether a scan iterates over a stack whose elements are known.
+    """Return whether a scan iterates over a stack that an unrolled scan made.
 
-    These are the stacks that unrolled scans made.
+    The elements of such a stack are known as separate values, and need not be read from the stack.
     """
     stacked = inputs[private_api.scan_parts(eqn).first_x :]
     return any(r in flattener.stacks for r in stacked if isinstance(r, int))
@@ -133,10 +133,10 @@ def _index(i: int, xs: Sequence[Any]) -> list[Any]:
 
 
 def split(flattener: Flattener, scan: Any, op: Op, wanted: frozenset[int]) -> tuple[Op, Op] | None:
-    """Split a scan into one that makes the wanted results and one that makes the others, for `Op.split`.
+    """Split a scan into one that makes the wanted results and one that makes the others.
 
-    The values that the second scan needs from the first are stacked over iterations. Only cheap operations
-    are computed in both.
+    This implements `Op.split` for scans. The values that the second scan needs from the first are stacked
+    over iterations. Only cheap operations are computed in both.
 
     Args:
         flattener: the tracer.
@@ -187,7 +187,7 @@ def _split_body(
 
     Args:
         body: the scan's body.
-        starts: the body's ids of the carries at the start of an iteration.
+        starts: the ids of the carries in the body, as they are at the start of an iteration.
         wanted: the positions of the results that the first half has to make.
 
     Returns:
@@ -224,9 +224,9 @@ def _half_scan(
         op: the scan that is split.
         ops: the operations of `body` that this half runs.
         results: the positions of the scan's results that this half makes.
-        takes: the values that this half reads from the other half, as a dictionary. Its keys are the ids of
-            the values in the body; its values are the ids of the stacks of these values over all iterations.
-        gives: the values that this half makes for the other half, as a dictionary of the same form.
+        takes: a dictionary for the values that the other half makes and this half reads. Its keys are the ids
+            of these values in the body; its values are the ids of their stacks over all iterations.
+        gives: a dictionary of the same form, for the values that this half makes and the other half reads.
     """
     carried = [k for k in results if k < scan.num_carry]
     ys = [k for k in results if k >= scan.num_carry]

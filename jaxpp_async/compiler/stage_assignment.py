@@ -78,7 +78,7 @@ class StageAssignment:
             self.forward_stages = self._find_forward_stages()
 
     def _aliases(self) -> dict[int, Ref]:
-        """Return the value that each stage marker was given, by the id of the marker's result."""
+        """Return the value that a stage marker was given for each of its results, by the id of the result."""
         alias: dict[int, Ref] = {}
         for op in self.ops:
             if op.name == MARKER:
@@ -97,19 +97,18 @@ class StageAssignment:
         return Counter([self.root(r) if r in self.alias else r for r in reads])
 
     def resolve(self, ref: Ref) -> Ref:
-        """Follow an operand back through stage markers to the value that the first of them was given.
+        """Return the value that an operand stands for, if stage markers are ignored.
 
-        A marker returns the values that it is given. An operand that no marker returned is returned
-        unchanged.
+        A stage marker returns the values that it is given. So if `ref` is the result of a marker, continue
+        with the value that the marker was given, until the value is no marker's result. If no marker returned
+        `ref`, return `ref`.
         """
         while isinstance(ref, int) and ref in self.alias:
             ref = self.alias[ref]
         return ref
 
     def _boundary_of(self, position: int) -> int:
-        """Return the number of the stage boundary at which a marker of tangents or cotangents is.
-
-        Boundary 0 is between stages 0 and 1.
+        """Return the stage boundary of a marker of tangents or cotangents; 0 is between stages 0 and 1.
 
         Args:
             position: the position of the marker.
@@ -169,10 +168,11 @@ class StageAssignment:
                 computed.update(op.outputs)
 
     def _marker_ancestors(self) -> dict[int, int]:
-        """Return, for each operation that some stage marker depends on, the first stage whose marker does.
+        """Find the operations whose results stage markers need, directly or through other operations.
 
         Returns:
-            A dictionary from the position of an operation to a stage.
+            A dictionary. Its keys are the positions of these operations; its values are the first stage whose
+            marker needs the operation.
         """
         found: dict[int, int] = {}
         for k, position in enumerate(self.markers):
@@ -191,9 +191,10 @@ class StageAssignment:
     def _place_forward(self) -> None:
         """Choose the stage of each forward operation.
 
-        An operation that stage markers need gets the earliest stage whose marker needs it. Any other
-        operation gets the latest stage of its operands. If these have no stage, it gets a stage that uses the
-        same weight (see `_stage_beside_weights`), at the latest the stage of its first user.
+        An operation that stage markers need gets the first stage whose marker needs the operation. Any other
+        operation gets the latest stage of its operands. If its operands have no stage (they are inputs), the
+        operation gets a stage that uses the same weight, but no later stage than the operation's first user;
+        see `_stage_beside_weights`.
         """
         for i, op in enumerate(self.ops):
             if op.name == MARKER:
@@ -226,9 +227,10 @@ class StageAssignment:
     def _stage_beside_weights(
         self, op: Op, forward_stages: dict[int, set[int]], limit: int, otherwise: int
     ) -> int:
-        """Return a stage that uses the weight that an operation reduces to a smaller value (a penalty's sum).
+        """Return a stage that uses the same weight as an operation, such as the sum of squares in a penalty.
 
-        The weight is an invariant of the loop that the operation reads and that is larger than its result.
+        A weight is here an input of the loop's body that is the same for all microbatches and is larger than
+        the operation's result.
 
         Args:
             op: the operation.
@@ -247,9 +249,10 @@ class StageAssignment:
         return max((s for s in held if s <= limit), default=otherwise)
 
     def _roots(self, value: int) -> set[int]:
-        """Return the ids of the body's inputs from which cheap operations alone compute `value`.
+        """Return the ids of the body's inputs that `value` is computed from by cheap operations alone.
 
-        If `value` is itself an input, it is the only one. Inputs that other operations read are left out.
+        If `value` is itself an input, only its id is returned. Inputs that reach `value` only through
+        operations that are not cheap are left out.
         """
         found: set[int] = set()
         stack = [value]
@@ -270,8 +273,7 @@ class StageAssignment:
     def _users(self, value: int) -> list[int]:
         """Return the positions of the operations that use a value.
 
-        If a user is a light operation (a cheap one, which tasks repeat), the users of its results are
-        returned instead.
+        A light operation (a cheap one, which tasks repeat) is replaced by the users of its results.
         """
         found = []
         for u in self.users.get(value, ()):
@@ -286,10 +288,10 @@ class StageAssignment:
     def _place_backward(self) -> None:
         """Choose the stage of each backward operation.
 
-        An operation gets the latest stage whose forward makes or uses all operands that are not cotangents,
-        but no later stage than those of the cotangents that it reads. Backward stages run in descending
-        order. If an operation would run after the operations that use its results, it gets their stage
-        instead.
+        An operation gets the latest stage whose forward makes or uses all of the operation's operands but the
+        cotangents. But the stage is at most the lowest stage of the cotangents that the operation reads,
+        since backward stages run in descending order. If an operation would then run after the operations
+        that use its results, the operation gets the first of their stages to run instead.
         """
         forward_stages = self.forward_stages
         for i, op in enumerate(self.ops):
@@ -320,9 +322,9 @@ class StageAssignment:
                 self.stage[i] = max(stage, wanted)
 
     def _last_forward_stage(self, op: Op, forward_stages: dict[int, set[int]], limit: int) -> int | None:
-        """Return the last stage whose forward has all operands of a backward operation but its cotangents.
+        """Return the last stage whose forward makes or uses all operands of a backward operation.
 
-        A forward has the values that it makes or uses.
+        Operands that are cotangents are ignored.
 
         Args:
             op: the backward operation.
@@ -331,8 +333,8 @@ class StageAssignment:
             limit: the last stage that may be returned.
 
         Returns:
-            The stage. `limit` if no operand restricts the choice. None if no stage up to `limit` has all of
-            these operands.
+            The stage. `limit` if no operand restricts the choice. None if no stage up to `limit` makes or
+            uses all of these operands.
         """
         common: set[int] | None = None
         for r in op.reads:
@@ -349,8 +351,8 @@ class StageAssignment:
     def _stage_taking_from(self, user: int) -> int | None:
         """Return the stage whose backward has to make a value that an operation reads.
 
-        If the operation is the cotangent marker at the end of a stage, this is the next stage, otherwise the
-        stage of the operation.
+        For the cotangent marker at the end of a stage, this is the next stage, from which the marker passes
+        values on. For any other operation, this is the stage of that operation.
 
         Args:
             user: the position of the operation.
@@ -364,8 +366,8 @@ class StageAssignment:
     def _last_stage_allowed(self, op: Op) -> int | None:
         """Return the last stage in whose backward an operation may run.
 
-        If the operation reads cotangents, this is the first of their stages. If it reads none, this is the
-        last of the stages of its operands.
+        If the operation reads cotangents, this is the lowest stage of these cotangents. Otherwise, this is
+        the highest stage of the operation's operands.
 
         Returns:
             The stage; None if no operand has a stage yet.
@@ -384,10 +386,9 @@ class StageAssignment:
         return last if first is None else first
 
     def root(self, value: int) -> int:
-        """Follow a value back through stage markers to the id of the value that the first of them was given.
+        """Return the id of the value that `value` stands for, if stage markers are ignored; see `resolve`.
 
-        A marker returns the values that it is given. If no marker returned `value`, or if the first marker
-        was given a constant, return `value` itself.
+        If `value` stands for a constant, which has no id, or if no marker returned `value`, return `value`.
         """
         resolved = self.resolve(value)
         return resolved if isinstance(resolved, int) else value
@@ -421,11 +422,12 @@ class StageAssignment:
     # ---- operations that a checkpoint need not repeat
 
     def _find_skipped(self) -> set[int]:
-        """Return the positions of operations that need not run, since an earlier stage made their results.
+        """Return the positions of operations that need not run, since an earlier stage made the same results.
 
-        A checkpoint repeats operations of the forward in the backward. If the original is in an earlier stage
-        than its repetition, a skip connection has already sent the original's results to the stage of the
-        repetition. An entry in `alias` then replaces each result of the repetition by that of the original.
+        A checkpoint repeats operations of the forward in the backward. If the original operation is in an
+        earlier stage than its repetition, a skip connection has already sent the original's results to the
+        stage of the repetition. This method adds entries to `alias` so that the results of the original are
+        read instead of those of the repetition.
         """
         if not any("repeats" in op.params for op in self.ops):
             return set()

@@ -57,9 +57,9 @@ class PlacedStep:
         recipes: one recipe (list of operations) per executable.
         placement: the actors of everything outside the loops.
         loops: the scheduled loops, by position in the traced operations.
-        parts: a dictionary. Its keys are the positions of the loops in the traced operations; its values
-            have, for each result of the loop, the IR ids of the final accumulators from which the result is
-            made.
+        parts: a dictionary. Its keys are the positions of the loops in the traced operations. Each value is a
+            list with one entry per result of the loop: the IR ids of the final accumulators from which the
+            result is computed.
         value_ids: the IR id of every value of the graph; values of the same id have the same sharding.
         same_sharding: a dictionary. Its keys are IR ids of accumulators inside recipes; its values are the IR
             ids of the final accumulators, which must have the same shardings.
@@ -97,8 +97,8 @@ def build_task_graph(
         traced: the traced step.
         loops: the scheduled loops, by position in `traced.flat.ops`.
         num_actors: the number of actors in the mesh.
-        continues: a dictionary. Its keys are the positions of result leaves that are new leaves of a state;
-            its values are the positions of the argument leaves that are the old leaves.
+        continues: a dictionary for results that are the next values of arguments, such as a training state.
+            Its keys are positions of result leaves; its values are the positions of the argument leaves.
         donated: for each argument leaf, whether the step may overwrite it.
         result_homes: a dictionary. Its keys are positions of result leaves; its values are the actors that
             must hold these leaves when the step ends. Placement chooses the actors of all other leaves.
@@ -214,7 +214,11 @@ class _StepBuilder:
         }
 
     def _loop_needs(self, scheduled: ScheduledLoop) -> dict[int, Actors]:
-        """Return the actors that read each value that a loop needs from outside, by the value's id."""
+        """Find the actors that read each value that a loop needs from outside.
+
+        Returns:
+            A dictionary. Its keys are the ids of these values; its values are the actors.
+        """
         staged = scheduled.staged
         loop = staged.loop
         invariants, batch, _ = loop.body_inputs()
@@ -227,14 +231,14 @@ class _StepBuilder:
         return {v: frozenset(a) for v, a in needs.items()}
 
     def _loop_results(self, position: int) -> tuple[dict[int, ActorId], list[Op]]:
-        """Make ids for a loop's final accumulators, and the operations that compute its results from them.
+        """Make ids for a loop's final accumulators, and the operations that compute the results from these.
 
         Args:
             position: the position of the loop in the traced operations.
 
         Returns:
-            A dictionary from the id of a final accumulator to the actor that has it, and the operations to
-            run after the loop.
+            A pair: a dictionary from the id of each final accumulator to the actor that stores the
+            accumulator, and the operations to run after the loop.
         """
         scheduled = self.loops[position]
         loop = scheduled.staged.loop
@@ -346,7 +350,7 @@ class _StepBuilder:
         return groups
 
     def _exported(self, placement: Placement) -> set[tuple[int, ActorId]]:
-        """Return the values that are read outside the task that makes them.
+        """Return the results of operations outside the loops that are read outside the task that makes them.
 
         Returns:
             Pairs of a value id and the actor that makes the value.
@@ -399,8 +403,8 @@ class _StepBuilder:
     def _outer_donations(self, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[int, ...]:
         """Choose the inputs of an executable outside the loops that are worth donating.
 
-        A chosen input gives its buffer to a result of equal type. If a result continues the input (is its
-        next value), this is the result, otherwise any other.
+        The executable can reuse the buffer of each chosen input for a result of equal type. If a result is
+        the next value of an input (such as a training state), this result reuses the input's buffer.
 
         Args:
             inputs: the ids of the executable's inputs.
@@ -435,8 +439,9 @@ class _StepBuilder:
 
     @cached_property
     def continued(self) -> dict[int, int]:
-        """A dictionary. Its keys are the ids of results that are new leaves of a state; its values are the
-        ids of the arguments that are the old leaves.
+        """The ids of the arguments of which results are the next values, as with a training state.
+
+        Keys are the ids of the results; values are the ids of the arguments.
         """
         refs = self.outer.outputs
         return {
@@ -448,7 +453,10 @@ class _StepBuilder:
 
 @dataclass(frozen=True, eq=False)
 class _ReductionEnd:
-    """A callable for `Op.run` that ends a reduction after the last microbatch (a mean divides)."""
+    """A callable for `Op.run` that does the last part of a reduction, after the last microbatch.
+
+    For a mean this divides the sum by the number of microbatches.
+    """
 
     reduction: Any
     num_microbatches: int

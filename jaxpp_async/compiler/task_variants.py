@@ -163,7 +163,8 @@ class _Variants:
         """Return the key under which to store a variant (version of a task); equal variants share a key.
 
         If one half of a split backward has nothing to compute, the other half gets the key of the whole
-        backward. All other keys are returned unchanged.
+        backward, or if it is fused with the forward, that of the fused whole backward. All other keys are
+        returned unchanged.
 
         Args:
             key: the kind and stage of the variant.
@@ -202,7 +203,8 @@ class _Variants:
     def _makes(self, task: StageTask) -> list[int]:
         """Return the ids of the values that a variant (version of a task) makes for other tasks.
 
-        The ids are in the order in which the tasks, when neither split nor fused, read the values.
+        The ids are in the order in which the other tasks, neither split nor fused, first read the values. If
+        the variant is the first half of a split backward, the ids that only the second half needs come last.
         """
         ty, stage = task.key
         own = {(kind, stage) for kind in _WHOLE_TASKS[ty]}
@@ -215,7 +217,9 @@ class _Variants:
 
 
 def _join(key: TaskKey, first: StageTask, second: StageTask) -> StageTask:
-    """Return a task that runs one task and then another, but runs the operations that both have only once.
+    """Return a task that runs two tasks, one after the other.
+
+    Operations that both tasks contain run only once.
 
     Args:
         key: the kind and stage of the new task.

@@ -75,7 +75,7 @@ def trace(
         fn: the step function.
         args: the arguments of `fn`. Every leaf is a `jax.ShapeDtypeStruct`, except that static arguments are
             the values themselves.
-        static_argnums: the numbers of the static arguments.
+        static_argnums: the positions of the static arguments in `args`.
         argument_names: the names of the parameters of `fn`, for error messages.
 
     Raises:
@@ -129,18 +129,20 @@ def trace_ignoring_weak_types(
 ) -> tuple[Traced, frozenset[int]]:
     """Trace a step function so that its first and its later calls share one compilation where possible.
 
-    An argument may be weakly typed in the first call only, since the result that replaces it in later calls
-    is strongly typed. If this does not change the computation, the argument is traced as strongly typed.
+    An argument such as a training state may be weakly typed in the first call only: later calls get a result
+    of the step in its place, which is strongly typed. If strong types in the first call do not change the
+    computation, the argument is traced as strongly typed.
 
     Args:
         fn: the step function.
         args: the arguments of `fn`. Every leaf is a `jax.ShapeDtypeStruct`, except that static arguments are
             the values themselves.
-        static_argnums: the numbers of the static arguments.
+        static_argnums: the positions of the static arguments in `args`.
         argument_names: the names of the parameters of `fn`, for error messages.
 
     Returns:
-        The traced step, and the positions of the argument leaves that may be weakly or strongly typed.
+        The traced step, and the positions of the argument leaves for which callers may pass weakly or
+        strongly typed arrays.
 
     Raises:
         UnsupportedError: the step has a construct that cannot be pipelined.
@@ -198,7 +200,7 @@ def _hide_float0(results: Any) -> Any:
 
 
 def _make_jaxpr(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Call `jax.make_jaxpr`, and replace errors of JAX that would not help the user by errors with advice.
+    """Call `jax.make_jaxpr`; if JAX raises an unhelpful error, raise one with advice for the user instead.
 
     Other errors, such as those of the user's own code, are raised unchanged.
 
@@ -296,7 +298,7 @@ class _Flattener:
         return [constant(a.val) if type(a) is literal else env[a] for a in jaxpr.outvars]
 
     def where(self, eqn: Any, around: Where) -> Where:
-        """Return the origin of an equation: the user's source line, and the parts of the program around it.
+        """Return the origin of an equation: the user's source line, and the kinds of code that contain it.
 
         Args:
             eqn: the equation.
@@ -319,9 +321,9 @@ class _Flattener:
         return tuple([-1 if type(v) is drop else new(type_of(v.aval)) for v in eqn.outvars])
 
     def add_simple(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
-        """Append an equation that contains no others to `ops` as one operation, and return its results.
+        """Append an equation without inner jaxprs to `ops` as one operation, and return its results.
 
-        This is the fast path of `add_equation`, since a step consists of thousands of such equations.
+        This is the fast path of `add_equation`, which exists because a step has thousands of such equations.
         """
         variables = eqn.outvars
         if len(variables) == 1 and type(v := variables[0]) is not private_api.DropVar:
@@ -391,14 +393,18 @@ class _Flattener:
         debug_callbacks.refuse_host_code(eqn, where.line, stage)
 
     def make_expandable_in_stage(self, op: Op, eqn: Any) -> Op:
-        """Return a copy of an operation of a stage that can be expanded (a checkpoint) or split (a scan).
+        """Make an operation inside a loop divisible: a checkpoint can then be expanded, and a scan split.
 
-        When the backward of a stage is split, the two halves can then share the work of the operation. An
-        operation of another kind, or with a large constant inside, is returned unchanged.
+        When the backward of a stage is split in two, both halves may need results of the operation. Each half
+        can then run only the inner operations that it needs.
 
         Args:
             op: the operation.
             eqn: the equation from which the operation was made.
+
+        Returns:
+            A copy of the operation with `Op.expand` or `Op.split`. If the operation is neither a checkpoint
+            nor a scan, or contains a large constant, the operation itself.
         """
         # A large constant inside would have to become an operand, but at the time of the split no operand can
         # be added to the loop.
@@ -417,14 +423,18 @@ class _Flattener:
         return dataclasses.replace(op, expand=expand)
 
     def make_expandable(self, op: Op, eqn: Any) -> Op:
-        """Return a copy of an operation outside the loops that can be replaced by the operations inside it.
+        """Make a cond, a call or a checkpoint outside the microbatch loops divisible.
 
-        Placement replaces the operation if its operands are on several actors. An operation that is not a
-        cond, a call or a checkpoint is returned unchanged.
+        If the operands of the operation are on several actors, placement can then replace the operation by
+        the operations inside it.
 
         Args:
             op: the operation.
             eqn: the equation from which the operation was made.
+
+        Returns:
+            A copy of the operation with `Op.branches` (for a cond) or `Op.expand`. If the operation is of
+            another kind, the operation itself.
         """
         if op.name == "cond":
             bodies = [self.flatten_body(b, Where(op.line)) for b in eqn.params["branches"]]
@@ -464,10 +474,18 @@ class _Flattener:
         return out
 
     def add_with_lifted_prints(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> list[Ref]:
-        """Append a checkpoint that contains debug prints, and record the prints.
+        """Append a checkpoint that contains debug prints to `ops` without the prints, and record the prints.
 
-        The prints are removed from the checkpoint, and the printed values become further results of the
-        checkpoint. Only the results of the original checkpoint are returned.
+        The printed values become further results of the checkpoint.
+
+        Args:
+            eqn: the equation of the checkpoint.
+            inputs: the operands of the equation.
+            ops: the list of operations to append to.
+            where: the origin of the equation.
+
+        Returns:
+            The results of the original checkpoint, without the printed values.
         """
         alone, consts, inside = debug_callbacks.lift_prints(eqn)
         self.refuse_host_code(alone, ops, where)  # a scan inside may still print
@@ -521,7 +539,7 @@ class _Flattener:
         Args:
             inside: the prints of the body.
             body_inputs: the ids of the body's inputs, the microbatch's index last.
-            inputs: the operands of the loop outside, in the order of `body_inputs`.
+            inputs: the loop's operands, which are values outside the loop, in the order of `body_inputs`.
             spec: the specification of the loop.
 
         Returns:
@@ -572,10 +590,10 @@ def _refuse_other_meshes(eqn: Any, line: str) -> None:
 
 
 def _refuse_other_meshes_inside(eqn: Any, around: Where) -> None:
-    """Raise a `ShardingError` if an equation inside another refers to a mesh other than that of the actors.
+    """Raise a `ShardingError` if an inner equation of `eqn` refers to a mesh other than that of the actors.
 
     Args:
-        eqn: the outer equation, whose inner equations are checked at any depth.
+        eqn: the equation whose inner equations are checked, at any depth; `eqn` itself is not checked.
         around: the origin of the outer equation, for the error message.
     """
     for inner in private_api.sub_jaxprs(eqn):
@@ -590,9 +608,9 @@ def _line(eqn: Any, around: Where) -> str:
 
 
 def _count_markers(ops: Sequence[Op | Loop]) -> int:
-    """Return the number of stage markers in `ops`.
+    """Return the number of stage markers in `ops`, which are the operations of a loop's body so far.
 
-    This is also the number of the stage that the next operation is in.
+    The number is also the index of the stage that the next operation is in.
     """
     return sum(isinstance(op, Op) and op.name == MARKER for op in ops)
 
@@ -602,7 +620,7 @@ def _constrain(sharding: Any, xs: Sequence[Any]) -> list[Any]:
 
 
 def _repeats(eqn: Any, other: Op) -> bool:
-    """Return whether an operation runs the same computation as an equation, on the same or other operands."""
+    """Return whether an operation runs the same computation as an equation; operands are not compared."""
     args = getattr(other.run, "args", ())
     return len(args) == 1 and private_api.same_computation(eqn, args[0])
 
@@ -611,9 +629,9 @@ def _repeats(eqn: Any, other: Op) -> bool:
 
 
 def _losing_weak_type(traced: Traced) -> set[int]:
-    """Return the positions of weakly typed argument leaves that are replaced by strongly typed results.
+    """Return the positions of weakly typed argument leaves that are strongly typed in the next call.
 
-    A result replaces an argument if the next call gets the result as this argument, as with a state.
+    These are leaves whose next value, such as that of a training state, is a strongly typed result.
     """
 
     def is_weak(ref: Ref) -> bool:

@@ -68,7 +68,8 @@ def verify_programs(programs: Sequence[ActorProgram], *, complete: bool = True) 
 
     Args:
         programs: one program per actor.
-        complete: whether the programs already delete their buffers; see `verify_program`.
+        complete: whether to check also that every buffer is deleted, donated or returned by the end; see
+            `verify_program`.
 
     Raises:
         InternalError: a program is invalid, or the programs do not fit together.
@@ -83,7 +84,8 @@ def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> 
 
     Args:
         programs: one program per actor.
-        complete: whether the programs already delete their buffers; see `verify_program`.
+        complete: whether to check also that every buffer is deleted, donated or returned by the end; see
+            `verify_program`.
 
     Raises:
         InternalError: a program is invalid; the message names the actor and the instruction.
@@ -115,7 +117,7 @@ def verify_together(programs: Sequence[ActorProgram]) -> None:
 def verify_only_deletes(before: Sequence[ActorProgram], after: Sequence[ActorProgram]) -> None:
     """Check that a compiler pass changed programs only by inserting `Delete` instructions.
 
-    The result of `verify_together` for the programs before the pass is then still true.
+    If this is so, `verify_together` need not check the programs again after the pass.
 
     Args:
         before: one program per actor, before the pass.
@@ -253,8 +255,8 @@ def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
     """Check one actor's program by itself.
 
     The rules are: each buffer slot is assigned once; a buffer is read only after it was made and before it is
-    deleted, donated or returned; only buffers that belong to the program are donated or deleted; all runs of
-    an executable donate the same positions.
+    deleted, donated or returned; only buffers that belong to the program are donated or deleted; all `Run`
+    instructions of an executable donate the same positions.
 
     Args:
         program: the program of one actor.
@@ -305,7 +307,7 @@ class _ProgramCheck:
         _CHECKS[type(self.instruction)](self, self.instruction)
 
     def delete_all(self, indices: range) -> None:
-        """Check consecutive `Delete` instructions: first all together, and if this fails one by one.
+        """Check consecutive `Delete` instructions: all together, and if that fails one by one.
 
         Args:
             indices: the positions of the instructions in the program.
@@ -340,7 +342,7 @@ class _ProgramCheck:
             self.fail(f"b{buffer} {self.explain_dead(buffer)}")
 
     def explain_dead(self, buffer: BufferId) -> str:
-        """Return the reason, for an error message, why a buffer may not be read at this instruction."""
+        """Return the reason, for an error message, why the current instruction may not read a buffer."""
         if buffer in self.given:
             return "has left the program"
         for i in self.program.instructions[: self.index]:
@@ -431,7 +433,7 @@ _CHECKS = {
 
 @frozen()
 class _TransferEnd:
-    """One end of a transfer, the `Send` or the `Recv`: its actor, the other actor, and the array's type."""
+    """One end of a transfer: the actor that sends or receives, its peer, and the aval of the array."""
 
     actor: ActorId
     peer: ActorId
@@ -445,7 +447,9 @@ def _record_end(ends: dict[Tag, _TransferEnd], tag: Tag, end: _TransferEnd, verb
 
 
 def verify_transfers(programs: Sequence[ActorProgram]) -> None:
-    """Check that every send has exactly one matching receive, in the same order between each pair of actors.
+    """Check that every send has exactly one matching receive.
+
+    The sends from one actor to another must also be in the same order as their receives.
 
     Args:
         programs: one program per actor.
@@ -489,7 +493,7 @@ def verify_signatures(programs: Sequence[ActorProgram]) -> None:
         programs: one program per actor.
 
     Raises:
-        InternalError: two runs of an executable differ.
+        InternalError: two `Run` instructions of an executable have different shapes or dtypes.
     """
     first: dict[ExecutableId, tuple[Run, tuple, tuple]] = {}
     for p in programs:
@@ -553,8 +557,8 @@ class _DeadlockSimulation:
 
     Args:
         programs: one program per actor.
-        rendezvous: whether a transfer completes only when its receive is posted and every earlier one between
-            the same actors has completed.
+        rendezvous: whether a transfer completes only when its receive is posted and every earlier transfer
+            from the same sender to the same receiver has completed.
     """
 
     def __init__(self, programs: Sequence[ActorProgram], rendezvous: bool):
@@ -597,15 +601,19 @@ class _DeadlockSimulation:
         self.counter[actor] = index
 
     def link(self, sender: ActorId, receiver: ActorId, tag: Tag) -> _Link:
-        """Return the key of the queue in which a transfer waits for both its send and its receive.
+        """Return the key of the link of a transfer, on which the transfer waits for its send and its receive.
 
-        In the strict simulation (`rendezvous`), all transfers from one actor to another share a queue, so
-        that they complete in order. Otherwise each transfer has a queue of its own.
+        In the strict simulation (`rendezvous`), all transfers from one actor to another share a link, and
+        complete in order. Otherwise each transfer has a link of its own.
         """
         return (sender, receiver, None if self.rendezvous else tag)
 
     def match(self, link: _Link) -> None:
-        """Complete, in order, the transfers of a queue whose send and receive were both issued."""
+        """Complete, in order, the transfers of a link whose send and receive were both issued.
+
+        Args:
+            link: the key of the link, as the method `link` returned it.
+        """
         sent, posted = self.sent[link], self.posted[link]
         while sent and posted and sent[0] == posted[0][0]:
             sent.popleft()
@@ -639,9 +647,9 @@ def simulate(programs: Sequence[ActorProgram], *, rendezvous: bool = True) -> li
 
     Args:
         programs: one program per actor.
-        rendezvous: whether a transfer completes only when its receive is posted and every earlier one between
-            the same actors has completed. If False, a send completes without its receive, and a receive
-            completes as soon as the send of its tag was issued.
+        rendezvous: whether a transfer completes only when its receive is posted and every earlier transfer
+            from the same sender to the same receiver has completed. If False, a send completes without its
+            receive, and a receive completes as soon as the send of its tag was issued.
 
     Returns:
         The actors that cannot continue; empty if all programs end.
@@ -654,8 +662,11 @@ def simulate(programs: Sequence[ActorProgram], *, rendezvous: bool = True) -> li
 def _find_cycle(waits: list[BlockedActor]) -> list[BlockedActor]:
     """Return a cycle of actors that wait for each other.
 
-    The search begins at the first blocked actor and follows the actor that each one waits for. If it finds no
-    cycle, return the chain of actors that it followed.
+    The search begins at the first blocked actor, and goes from each actor to the actor that it waits for. If
+    there is no cycle, return the actors that the search visited, in order.
+
+    Args:
+        waits: the blocked actors, at least one.
     """
     by_actor = {w.actor: w for w in waits}
     chain: list[BlockedActor] = []

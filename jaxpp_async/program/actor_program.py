@@ -48,8 +48,8 @@ class ActorProgram:
         actor: the actor that runs the program.
         instructions: the instructions in order of issue.
         avals: the shape, dtype and sharding of the array in each buffer slot; slots count from 0.
-        uncounted: the slots that the reported peak bytes leave out: inputs of the step, and stacked and
-            concatenated results.
+        uncounted: the slots that do not count in the reported peak of memory. These hold inputs of the step,
+            and stacked and concatenated results.
     """
 
     actor: ActorId
@@ -62,7 +62,7 @@ class ActorProgram:
 
 
 def format_program(program: ActorProgram) -> str:
-    """Write a program as text; the module's first lines describe the text.
+    """Return a program as text, in the format that the module's docstring describes.
 
     Args:
         program: the program, which need not be valid.
@@ -163,7 +163,7 @@ def format_aval(aval: Aval) -> str:
 
 
 class _AvalTexts(dict[Aval, str]):
-    """A cache of the text of each aval, since the text of a program repeats the same few avals many times."""
+    """A cache of avals' texts, since a program's text repeats the same few avals many times."""
 
     def __missing__(self, aval: Aval) -> str:
         return self.setdefault(aval, format_aval(aval))
@@ -209,8 +209,8 @@ def format_instructions(program: ActorProgram) -> list[str]:
 def _find_undefined_slots(program: ActorProgram) -> Iterable[BufferId]:
     """Return the buffer slots that need a `slot` line in a program's text, which tells their aval.
 
-    For each of these slots, either no instruction defines the slot, or the first instruction that defines it
-    has another aval than `program.avals`.
+    These are the slots that no instruction defines, and the slots whose first defining instruction has
+    another aval than `program.avals`.
     """
     known: dict[BufferId, Aval] = {}
     for instruction in program.instructions:

@@ -89,7 +89,7 @@ class Aval:
 
     @property
     def size_bytes(self) -> int:
-        """The size in bytes of one whole copy of the array, even if the devices of an actor store several."""
+        """The size in bytes of the array, counted once even if several devices of an actor store copies."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
@@ -148,9 +148,10 @@ class Node:
         executable: the index of the executable among those of the step.
         inputs: the ids of the arrays that the node reads, in the order of the executable's arguments.
         outputs: the ids of the arrays that the node makes, in the order of the executable's results.
-        donatable: the positions in `inputs` that the executable may alias with a result if nothing else needs
-            the array afterwards. Lowering decides per executable and position; see `compiler.lowering`.
-        task: the schedule's entry, for a node of a microbatch loop; None for any other node.
+        donatable: the positions in `inputs` of arrays whose buffers the executable may reuse for a result if
+            nothing else needs the array afterwards. Lowering decides per executable and position; see
+            `compiler.lowering`.
+        task: the entry of the schedule that the node runs; None for a node outside the microbatch loops.
     """
 
     label: str
@@ -266,7 +267,7 @@ class Recv:
 
 @frozen()
 class Delete:
-    """An instruction that frees a buffer, immediately or when sends of it that are in progress have ended."""
+    """An instruction that frees a buffer as soon as no send of the buffer is in progress."""
 
     buffer: BufferId
 
@@ -305,7 +306,9 @@ def runs(instructions: Iterable[Instruction]) -> list[Run]:
 
 
 class ValueTable(Sequence[Value]):
-    """A sequence of `Value`s (arrays of a task graph) stored as columns, which makes each object on reading.
+    """A sequence of `Value`s (arrays of a task graph), stored as columns to save memory and time.
+
+    A `Value` object is made only when it is read.
 
     Args:
         avals: the aval of each value.
@@ -341,7 +344,7 @@ class ValueTable(Sequence[Value]):
         return hash(tuple(self.avals))
 
     def with_avals(self, avals: Sequence[Aval]) -> ValueTable:
-        """Return a table of the same labels and kinds with other avals."""
+        """Return a table with the same labels and kinds as this one, but with other avals."""
         return ValueTable(avals, self.kinds, self.label)
 
 
