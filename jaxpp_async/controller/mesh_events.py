@@ -1,7 +1,7 @@
 """Report what happens to the actors of a mesh, in the log and as events that its user can read.
 
-An error while reporting never makes the reported operation fail. `staged` finds the peers to which arrays in
-device memory are copied through host memory.
+If reporting fails, the reported operation continues all the same. `staged` finds the peers to which arrays in
+device memory can only be sent through host memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class MeshEvents:
         self._emit = (log or EventLog()).emit
 
     def started(self, info: ActorInfo) -> None:
-        """Report that an actor process, or the one that replaces it, is ready."""
+        """Report that an actor process is ready, when the mesh starts or when the process replaces another
+        one.
+        """
         text = f"{info} is ready: {', '.join(info.devices)}"
         self._emit("started", text, **location(info), devices=info.devices)
 
@@ -68,11 +70,12 @@ class MeshEvents:
         self._emit("compiled", text, name=name, seconds=seconds, num_tasks=num_tasks)
 
     def waiting(self, name: str, ahead: StepId) -> None:
-        """Report that a step has been waiting for a while for an earlier one whose caller was cancelled.
+        """Report that a step has waited for some time for an earlier step, which still runs although its
+        caller was cancelled.
 
         Args:
             name: the name of the function of the waiting step.
-            ahead: the id of the earlier step, which runs to its end although nobody awaits it.
+            ahead: the id of the earlier step.
         """
         what = f"waits for {step_text(ahead)}, cancelled by its caller, to end: a step that was sent runs on"
         text = f"step {name!r} {what}"
