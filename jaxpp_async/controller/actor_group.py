@@ -443,7 +443,7 @@ class ActorGroup:
 
     async def shut_down(self) -> None:
         """Ask every actor process to end, terminate and then kill the processes that do not end in time, and
-        close all connections, the listener, the data plane and the launcher.
+        close all connections, the listener, the controller's transport and the launcher.
         """
         for link in self.links.values():
             link.detach()
@@ -476,7 +476,9 @@ class ActorGroup:
             handle.kill()
 
     async def kill_all(self) -> None:
-        """Kill every process and close all connections, the listener, the data plane and the launcher."""
+        """Kill every process and close all connections, the listener, the controller's transport and the
+        launcher.
+        """
         self.kill()
         if not await wait_all_dead(self.handles, KILL_S):
             _LOG.warning("an actor's process could not be reaped")

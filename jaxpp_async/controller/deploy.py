@@ -155,11 +155,13 @@ def links_of(parts: Mapping[ActorId, ActorProgram], scattering: Scattering) -> l
 def _messages(
     part: ActorProgram, process_rank: ProcessRank, scattering: Scattering
 ) -> Iterator[tuple[NcclLink, MessageEnd]]:
-    """Yield each NCCL message of one process (sent, received or relayed) with its link, in the program's
-    order.
+    """Yield each NCCL message that one process sends, receives or relays, together with the link that carries
+    the message.
+
+    The messages are in the order of the program's instructions.
 
     Args:
-        part: the program of the process's actor.
+        part: the part of the program that the process's actor runs.
         process_rank: the process, with its rank among the processes of its actor.
         scattering: how arrays are split over the processes of one actor.
     """
@@ -247,12 +249,12 @@ class LinkSetup:
             await self._make(sorted(wanted))
 
     def cancel(self) -> None:
-        """Cancel the making of NCCL links that is in progress, if any, so that no more requests are sent."""
+        """Stop making NCCL links, if that is in progress, so that no more requests are sent."""
         if self._task is not None:
             self._task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel the making of NCCL links that is in progress, if any, and wait until it has stopped.
+        """Stop making NCCL links, if that is in progress, and wait until it has stopped.
 
         `link` may be called again afterwards.
         """

@@ -149,7 +149,7 @@ def silent_error(
 
     Args:
         actor: the actor.
-        silence_s: for how many seconds no heartbeat has arrived.
+        silence_s: the number of seconds for which no heartbeat has arrived.
         step: the id of the step that the actor was running, or None.
         at: the text of the actor's last known position in its program, or None.
     """
@@ -159,11 +159,12 @@ def silent_error(
 
 
 def describe_silence(actor: ActorInfo, silence_s: float, at: str | None) -> str:
-    """Return a sentence that says for how long no heartbeat of an actor arrived, and what may be the reason.
+    """Return a sentence that says for how long no heartbeat of an actor has arrived, and lists possible
+    reasons.
 
     Args:
         actor: the actor.
-        silence_s: for how many seconds no heartbeat has arrived.
+        silence_s: the number of seconds for which no heartbeat has arrived.
         at: the text of the actor's last known position in its program, or None.
     """
     was = f"it was last at {at}; " if at is not None else ""
@@ -174,12 +175,12 @@ def describe_silence(actor: ActorInfo, silence_s: float, at: str | None) -> str:
 
 
 def stuck_error(diagnosis: StallDiagnosis, still_s: float, actors: Mapping[int, ActorInfo]) -> ActorError:
-    """Return the error for a step that makes no progress: `TransferError` if a transfer was lost, else
-    `ActorUnresponsiveError`.
+    """Return the error for a step that makes no progress. The result is a `TransferError` if a transfer was
+    lost; otherwise it is an `ActorUnresponsiveError`.
 
     Args:
         diagnosis: the reason that was found.
-        still_s: for how many seconds the step has made no progress.
+        still_s: the number of seconds for which the step has made no progress.
         actors: the description of each actor that has not finished the step, by actor id.
     """
     text = diagnosis.text({a: str(info) for a, info in actors.items()})
@@ -253,7 +254,7 @@ def _short(instruction: str) -> str:
 
 
 def abandoned(error: ActorError, message: str, cls: type[ActorError], **where: Any) -> ActorError:
-    """Return a new error of class `cls` with this message, whose `__cause__` is `error`.
+    """Return a new error of class `cls` with the text `message`. The `__cause__` of the new error is `error`.
 
     Args:
         error: the cause.

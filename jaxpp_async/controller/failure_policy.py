@@ -196,7 +196,8 @@ class FailurePolicy:
     def _instruction_of(self, link: ActorLink, step: int | None) -> str | None:
         """Return the text of the instruction at which a process died in `step`, or None if that is not known.
 
-        The position comes from `ActorHandle.progress`, which can still be read after the death.
+        The process's position in its program is read with `ActorHandle.progress`, which also works after the
+        death.
         """
         at = link.handle.progress()
         return self._programs.instruction_at(link.info.id, at) if at is not None and at.step == step else None

@@ -39,9 +39,8 @@ class MeshEvents:
         self._emit("started", text, **location(info), devices=info.devices)
 
     def connected(self, info: ActorInfo, routes: Mapping[ProcessId, tuple[str, ...]]) -> None:
-        """Warn the user if arrays on a process's GPUs can only be sent to some peers by way of host memory.
-
-        Otherwise nothing is reported.
+        """Warn the user if a process can send arrays on its GPUs to some peers only through host memory.
+        Otherwise do nothing.
 
         Args:
             info: the process, which has just been connected with its peers.
@@ -133,7 +132,7 @@ whether the driver is there.
 
 
 def staged(routes: Mapping[ProcessId, tuple[str, ...]]) -> dict[ProcessId, tuple[str, ...]]:
-    """Return the peers to which arrays in device memory can only be sent by way of host memory.
+    """Return the peers to which arrays in device memory can only be sent through host memory.
 
     Args:
         routes: for each peer, the names of the transports that UCX uses towards it; empty if not known.

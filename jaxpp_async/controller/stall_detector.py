@@ -28,12 +28,11 @@ SLOW_BYTES_PER_S = 50e6
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A group of actors that may be waiting for each other, none of which has made progress for `still_s`
-    seconds.
+    """A group of actors that may be waiting for each other and that have made no progress for some time.
 
     Args:
         actors: one actor, then all actors that it may be waiting for, directly or through other actors.
-        still_s: for how many seconds none of the actors has made progress.
+        still_s: the number of seconds for which none of the actors has made progress.
     """
 
     actors: tuple[ActorId, ...]
@@ -253,7 +252,7 @@ _MOST_WAITS, _MOST_LINES = 4, 32  # the most lines about one actor, and in one l
 
 @dataclass(frozen=True, slots=True)
 class ActorWait:
-    """A wait of an actor: the transfer without which it cannot continue a step.
+    """A transfer that an actor waits for, because it cannot continue a step without this transfer.
 
     Args:
         actor: the actor that waits.

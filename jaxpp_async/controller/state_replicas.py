@@ -138,14 +138,15 @@ class StateReplication:
                 return
 
     def cancel(self) -> None:
-        """Cancel the making of a replica (copy of the actors' arrays), if any, so that no more requests are
-        sent.
+        """Stop making a replica (copy of the actors' arrays), if that is in progress, so that no more
+        requests are sent.
         """
         if self._task is not None:
             self._task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel the making of a replica (copy of the actors' arrays), if any, and wait until it has stopped.
+        """Stop making a replica (copy of the actors' arrays), if that is in progress, and wait until it has
+        stopped.
 
         Another replica may be started later.
         """
