@@ -122,9 +122,10 @@ class FailureDetector:
         )
 
     def judge(self, now: float) -> list[Verdict]:
-        """Return a verdict for each process that became suspect, recovered or died since the last call.
+        """Return a verdict for each process that became suspect, recovered or was declared dead since the
+        last call.
 
-        Processes that died are no longer watched.
+        Processes that are declared dead are no longer watched.
         """
         found: list[Verdict] = []
         for process in self.watched:

@@ -312,7 +312,10 @@ class ClockWatch:
         answer.add_done_callback(lambda future: self._note_answer(process, now, future))
 
     def clock_of(self, process: ProcessId) -> Clock:
-        """Return the estimate of a process's clock, an object that later answers of the process update."""
+        """Return the estimate of a process's clock.
+
+        Later answers of the process update the returned object.
+        """
         return self._clocks.clock_of(process)
 
     def _note_answer(self, process: ProcessId, sent_s: float, answer: asyncio.Future[Reported]) -> None:

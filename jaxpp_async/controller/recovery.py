@@ -324,7 +324,7 @@ class Recovery:
 
 @dataclass(slots=True)
 class Budget:
-    """A limit on the number of restarts within a time window.
+    """A counter of restarts, which limits their number within a time window.
 
     Args:
         limit: the number of restarts that are allowed within `window_s` seconds.

@@ -449,8 +449,8 @@ class SentRequest:
 
     Args:
         process: the process.
-        message: the request. When it is sent again it gets another request number, and a step also gets
-            another epoch.
+        message: the request. When the request is sent again, it gets a new request number, and a step also
+            gets the current epoch (a number that counts aborts of the whole mesh).
         reply_handler: receives the reply.
         transfers: starts the data transfers of the request; called each time that the request has been sent.
             None: there are no transfers.
