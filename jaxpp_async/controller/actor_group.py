@@ -125,8 +125,8 @@ class ActorGroup:
 
     @property
     def handles(self) -> dict[ProcessId, ActorHandle]:
-        """The handle of each process by process number; for a replaced process, the handle of its latest
-        successor.
+        """The handle of each process, by process number. If a process was replaced, this is the handle of the
+        process that replaced it last.
         """
         return self._startup.handles
 
@@ -174,8 +174,8 @@ class ActorGroup:
     # ------------------------------------------------------------ starting
 
     async def start(self) -> None:
-        """Start the processes of every actor and check their devices; `connect` then connects their data
-        plane.
+        """Start the processes of every actor and check their devices. The caller then calls `connect`, which
+        connects their data plane.
 
         Raises:
             LaunchError: an actor did not start; the error has the end of the actor's output.
@@ -202,8 +202,9 @@ class ActorGroup:
         )
 
     def check_devices(self) -> None:
-        """Check that the devices of all actors can be used together; needed after the start and after a
-        replacement.
+        """Check that the devices of all actors can be used together.
+
+        This is called when the mesh has started, and when a restart has replaced actors.
 
         Raises:
             MeshError: the devices cannot be used together.
@@ -259,8 +260,8 @@ class ActorGroup:
         """Return, for each process of one actor, the data with which it joins the others in JAX's distributed
         runtime.
 
-        The list has one `Cluster` per link, in the same order. An actor of one process needs none: its entry
-        is None.
+        The list has one `Cluster` per link, in the same order. If the actor has only one process, there is
+        nothing to join, and the entry is None.
         """
         if len(links) == 1:
             return [None]
@@ -279,7 +280,7 @@ class ActorGroup:
         """Return the address at which other processes can connect to the host of one process, or None if it
         is not known.
 
-        If the whole mesh runs on this machine, that is the loopback address.
+        If the whole mesh runs on this machine, the result is the loopback address.
 
         Args:
             link: the link of the process.
@@ -291,10 +292,10 @@ class ActorGroup:
         return theirs if is_loopback(self._address[0]) or not is_loopback(theirs) else None
 
     async def connect(self) -> None:
-        """Connect the data plane (the transport for arrays) of every process with all peers and the
-        controller.
+        """Connect the data plane (the transport for arrays) of every process with those of its peers and of
+        the controller.
 
-        The connections are for the current epoch, a number that counts aborts of the whole mesh.
+        The connections belong to the current epoch, a number that counts aborts of the whole mesh.
 
         Raises:
             RemoteError: an actor could not make a connection.
@@ -315,7 +316,7 @@ class ActorGroup:
             self._on_routes(self.links[process].info, connected.routes)
 
     async def _admit(self, addresses: Mapping[ProcessId, bytes]) -> None:
-        """Have every process admit connections from all others, before any of them connects.
+        """Tell every process to admit connections from all other processes, before any process connects.
 
         Transports that listen on a network do not answer peers that they have not been told to admit. If all
         processes are on this machine, this does nothing.
@@ -337,10 +338,12 @@ class ActorGroup:
         return transport
 
     def _network(self) -> Network:
-        """Choose the local addresses at which the controller's transport listens, so that actors can connect
+        """Return the local addresses at which the controller's transport listens, so that actors can connect
         to it.
 
-        These are the addresses of the interfaces through which the actors' listening addresses are routed.
+        These are the addresses of the network interfaces over which this machine reaches the actors. If one
+        of them cannot be determined, the result has None instead of addresses, and the transport chooses
+        where to listen.
         """
         hosts = {host for link in self.links.values() for host in hosts_of(link.address)}
         if not hosts and self._address is not None:
@@ -354,7 +357,7 @@ class ActorGroup:
     # ------------------------------------------------------------ going on after a failure
 
     def begin_epoch(self) -> None:
-        """Begin another epoch, so that all messages from before are ignored.
+        """Begin a new epoch, so that messages from earlier epochs are ignored.
 
         An epoch is the time between two aborts of the whole mesh; messages carry its number.
         """
@@ -378,7 +381,7 @@ class ActorGroup:
     def request_report(self, process: ProcessId) -> asyncio.Future[Reported]:
         """Ask a process for its position in its program and for its open transfers; return the future reply.
 
-        A restart does not repeat this request.
+        If a restart (the replacement of lost actors) begins before the reply, the request is not sent again.
         """
         return self.links[process].ask(Report(self._number()), Reported).future
 
@@ -405,7 +408,8 @@ class ActorGroup:
     ) -> dict[ProcessId, Any]:
         """Send one request to each given process, and return their replies by process once all have arrived.
 
-        The first failure is raised. A restart does not repeat these requests.
+        The first failure is raised. If a restart (the replacement of lost actors) begins, the requests are
+        not sent again.
 
         Args:
             requests: the request for each process.
@@ -438,8 +442,8 @@ class ActorGroup:
     # ------------------------------------------------------------ ending
 
     async def shut_down(self) -> None:
-        """Ask every actor to end; terminate and then kill those that do not end in time, and close
-        everything.
+        """Ask every actor process to end, terminate and then kill the processes that do not end in time, and
+        close all connections, the listener, the controller's transport and the launcher.
         """
         for link in self.links.values():
             link.detach()
@@ -454,7 +458,9 @@ class ActorGroup:
         await self.kill_all()
 
     async def _ask_to_end(self, processes: Sequence[ProcessId]) -> bool:
-        """Ask some processes to end, and return whether all of them ended within the time limit."""
+        """Ask some processes to end, and return whether all of them ended within the time limit. A process
+        without a control connection cannot be asked and is killed.
+        """
         handles = {process: self.handles[process] for process in processes}
         for process, handle in handles.items():
             link = self.links.get(process)
@@ -470,7 +476,9 @@ class ActorGroup:
             handle.kill()
 
     async def kill_all(self) -> None:
-        """Kill every process and close all connections, the listener, the data plane and the launcher."""
+        """Kill every process and close all connections, the listener, the controller's transport and the
+        launcher.
+        """
         self.kill()
         if not await wait_all_dead(self.handles, KILL_S):
             _LOG.warning("an actor's process could not be reaped")

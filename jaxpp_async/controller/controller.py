@@ -1,10 +1,11 @@
-"""Do what a mesh asks of its actors: load programs, run steps, put and fetch values, and close all of it.
+"""Carry out the operations of a mesh on its actors: load programs, run steps, put and fetch values, and close
+the mesh.
 
 `Controller` takes programs and numpy arrays, and returns step statistics and numpy arrays. Requests are sent
 through the `RequestLog`; the `ActorGroup` owns the processes. After a failure, the `FailurePolicy` decides
-which error describes it. Then either `Recovery` replaces the lost actors (with `max_restarts`), or the first
-cause ends the mesh: every pending request fails, and the other actors are told to abort. Everything runs on
-one event loop; only `free` may be called from other threads.
+which error describes the failure. If restarts are allowed (`max_restarts`) and may help, `Recovery` then
+replaces the lost actors. Otherwise the failure ends the mesh: every pending request fails, and the other
+actors are told to abort. Everything runs on one event loop; only `free` may be called from other threads.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ class Controller:
 
     Attributes:
         cause: the failure that ended the mesh, or None.
-        ended: a future that is done once the mesh has failed or has been closed.
-        request_log: sends the requests of callers that need nothing else of the controller.
+        ended: a future that is done as soon as the mesh has failed or its closing has begun.
+        request_log: the log through which all requests are sent. Code outside this package may also use it to
+            send a request directly.
         mesh_events: publishes what happens to the mesh as events that the user can read.
     """
 
@@ -228,9 +230,9 @@ class Controller:
         return self.cause is not None or self._closing is not None
 
     def clock(self, actor: ActorId) -> Clock:
-        """Return the clock of an actor's current process, relative to this process's clock.
+        """Return an estimate of how an actor's clock differs from this process's clock.
 
-        For an actor of several processes, that is the clock of the first one.
+        If the actor has several processes, the result is for the clock of its first process.
         """
         if not self._actor_group.has_processes:
             return OWN_CLOCK
@@ -256,11 +258,11 @@ class Controller:
     ) -> dict[ActorId, Loaded]:
         """Compile one program on every actor that runs a part of it.
 
-        There is no deadline for this, but the death of an actor ends it.
+        Loading has no time limit. If an actor dies and is not replaced, loading fails.
 
         Args:
             program_id: a number from `new_program_id`.
-            programs: the part of each actor.
+            programs: each actor's part of the program.
             executables: for each actor a dictionary. Its keys are the indices of the executables that the
                 actor's part uses; its values are the content keys of these executables.
             blobs: serialized executables by content key. Each is sent to each actor at most once.
@@ -289,7 +291,8 @@ class Controller:
     ) -> StepHandle:
         """Start a step of a loaded program, and return a handle that can be awaited for its statistics.
 
-        This sends one control frame to each process that takes part. Steps run in the order of these calls.
+        This sends one control message to each process that takes part. Steps run in the order in which this
+        method is called.
 
         Args:
             program_id: the program to run.
@@ -303,8 +306,7 @@ class Controller:
             frees_before: arrays to free on each actor before the step begins. If the step cannot be sent,
                 they are not freed.
             frees_after: arrays to free on each actor when the step has finished.
-            kind: the kind of the step; only a `"step"` increases the user's count of steps, a `"move"` or
-                `"init"` does not.
+            kind: the kind of the step. Only steps of the kind `"step"` count in `num_steps`.
 
         Raises:
             MeshClosedError: the mesh is closed or has failed.
@@ -405,7 +407,8 @@ class Controller:
         return gathering.arrays(await all_of(fetches, "fetch"))
 
     def free(self, actor: ActorId, array_id: ArrayId) -> None:
-        """Have an array freed along with the next request to its actor.
+        """Free an array of an actor. The array's id is sent along with the next step or other request that
+        frees arrays.
 
         This may be called from any thread, also during garbage collection.
         """
@@ -434,7 +437,8 @@ class Controller:
         large: Sequence[Sending],
         sends: list[asyncio.Future[None]],
     ) -> SentRequest:
-        """Return a request that also starts the transfers of its large host values each time that it is sent.
+        """Make a request that starts the transfers of its large host values each time that the request is
+        sent.
 
         Args:
             process: the process to send to.
@@ -442,8 +446,7 @@ class Controller:
             reply_handler: receives the reply.
             large: the sequence number and bytes of each large host value (numpy array), which is sent over
                 the data plane.
-            sends: a list to which the futures of these transfers are added, each time that the request is
-                sent.
+            sends: a list to which one future per transfer is added each time that the request is sent.
         """
         if not large:
             return SentRequest(process, message, reply_handler)
@@ -462,8 +465,8 @@ class Controller:
         """Send a request for arrays of one process immediately, and return a coroutine that returns the
         arrays.
 
-        Since the request has been sent when this method returns, a later step that donates the arrays cannot
-        run before the request.
+        The request is sent before this method returns. Therefore a step that is started later cannot donate
+        the arrays before they have been read.
         """
         message, fetch = self._actor_group.host_transfers.fetch(self.request_log.number(), process, wanted)
         self.request_log.post(SentRequest(process, message, fetch, fetch.start))
@@ -482,10 +485,11 @@ class Controller:
     # ------------------------------------------------------------ saves
 
     async def secure(self) -> None:
-        """Wait until restarts no longer need the files from which arrays were read, so that the files may be
+        """Wait until a restart would no longer read arrays from files again, so that the files may be
         deleted.
 
-        Without `max_restarts` there are no restarts, so this returns immediately.
+        A restart replaces lost actors and restores the actors' arrays. Without `max_restarts` there are no
+        restarts, and this returns immediately.
 
         Raises:
             MeshClosedError: the mesh is closed or has failed.
@@ -519,7 +523,8 @@ class Controller:
         self.mesh_events.restarted([self._actor_group.info(actor) for actor in actors], steps)
 
     def _on_failure(self, error: ActorError, dead: ProcessId | None) -> None:
-        """Recover from a failure that the failure policy reports, or end the mesh because of it.
+        """Begin a restart because of a failure that the failure policy reports. If a restart is not allowed
+        or cannot help, end the mesh.
 
         Args:
             error: the failure.
@@ -534,7 +539,8 @@ class Controller:
             self._end(error, dead)
 
     def _end(self, error: ActorError, dead: ProcessId | None = None) -> None:
-        """End the mesh because of `error`, unless it has ended already: the first cause wins.
+        """End the mesh because of `error`. If the mesh has already ended, do nothing, so that the first cause
+        is kept.
 
         Args:
             error: the cause.
@@ -562,7 +568,7 @@ class Controller:
         self._tasks.start("abort after a failure", self._abort_others(error, dead))
 
     async def _abort_others(self, error: ActorError, dead: ProcessId | None) -> None:
-        """Tell the actors that still live to drop all their work, and ignore their replies from now on.
+        """Tell all actors that still run to drop all their work, and ignore their replies from now on.
 
         Args:
             error: the failure that ended the mesh.
@@ -585,8 +591,9 @@ class Controller:
         """Check that the mesh can take requests.
 
         Raises:
-            MeshClosedError: the mesh is closed or has failed. If no caller has seen the failure yet, the
-                failure itself is raised instead, once.
+            ActorError: the mesh has failed, and no caller has seen that failure yet. This error is the
+                failure itself, and is raised only once.
+            MeshClosedError: the mesh is closed, or has failed with an error that a caller has already seen.
         """
         if self.cause is not None:
             if not self._cause_raised:
@@ -623,7 +630,7 @@ class Controller:
         self.mesh_events.closed(self.cause)
 
     async def _kill_everything(self) -> None:
-        """End everything that was started, after a launch that failed."""
+        """After a failed launch, kill all actor processes and release everything."""
         await self._failure_policy.aclose()
         await self._actor_group.kill_all()
         await self._tasks.aclose()

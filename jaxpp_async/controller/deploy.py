@@ -1,10 +1,11 @@
 """Load compiled programs onto actors, and connect the NCCL links that their transfers need.
 
-A link is one NCCL communicator, for transfers from a device of one process to a device of another.
-`Deployment` loads one program's parts. `LinkSetup` makes the links before a program's first step, and makes
-them again in every epoch (a number that counts aborts of the whole mesh), since an abort ends them; for other
-transports it does nothing. `LoadedPrograms` remembers which part of which program each actor has, and makes
-the `Load` messages.
+A link is one NCCL communicator, for transfers from a device of one process to a device of another process.
+
+`Deployment` loads the parts of a program onto its actors. `LinkSetup` makes the links of a program before its
+first step. An abort of the whole mesh ends all links, so `LinkSetup` makes them again afterwards. With
+transports other than NCCL, `LinkSetup` does nothing. `LoadedPrograms` remembers which part of which program
+each actor has, and makes the `Load` messages.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class Deployment:
         actor_group: the actors' processes.
         request_log: sends the requests.
         programs: the record of loaded programs, to which each new program is added.
-        linking: makes the NCCL links that a program needs.
-        paused: returns a context manager, used while actors compile, during which no step counts as stuck.
+        linking: makes the NCCL links (communicators) that a program needs.
+        paused: returns a context manager, which is open while actors compile; no step counts as stuck during
+            that time.
         on_progress: called with a line of text when the compilation of a program begins.
     """
 
@@ -110,8 +112,9 @@ class MessageEnd(NamedTuple):
     """A message on an NCCL link, as the sender or the receiver describes it; both descriptions must be equal.
 
     Args:
-        sequence: the sequence number in the message's wire tag.
-        tag: the tag of the transfer (a `Send` and its `Recv`) that the message is a part of.
+        sequence: the sequence number of the message. The tag with which the transport sends the message
+            contains it.
+        tag: the tag of the `Send` and `Recv` instructions whose data the message carries, wholly or in part.
         aval: the aval of the whole array that is transferred.
     """
 
@@ -152,11 +155,13 @@ def links_of(parts: Mapping[ActorId, ActorProgram], scattering: Scattering) -> l
 def _messages(
     part: ActorProgram, process_rank: ProcessRank, scattering: Scattering
 ) -> Iterator[tuple[NcclLink, MessageEnd]]:
-    """Yield each NCCL message of one process (sent, received or relayed) with its link, in the program's
-    order.
+    """Yield each NCCL message that one process sends, receives or relays, together with the link that carries
+    the message.
+
+    The messages are in the order of the program's instructions.
 
     Args:
-        part: the program of the process's actor.
+        part: the part of the program that the process's actor runs.
         process_rank: the process, with its rank among the processes of its actor.
         scattering: how arrays are split over the processes of one actor.
     """
@@ -207,8 +212,8 @@ class LinkSetup:
     async def link(self, program_id: int) -> None:
         """Make the NCCL links that a program needs and that do not exist yet.
 
-        If a restart is in progress, this waits until the restart has made them. For transports other than
-        NCCL it does nothing.
+        If a restart is in progress, this waits until the restart has made the links. With a transport other
+        than NCCL, this does nothing.
 
         Args:
             program_id: the program, which `LoadedPrograms` already has.
@@ -231,8 +236,8 @@ class LinkSetup:
                 task.result()
 
     async def link_again(self) -> None:
-        """Make the NCCL links of all loaded programs again, in a restart, before the restart repeats any
-        request.
+        """Make the NCCL links (communicators) of all loaded programs again. A restart does this before it
+        sends any earlier request again.
 
         Raises:
             ProtocolError: two processes would not transfer the same messages; see `links_of`.
@@ -244,12 +249,12 @@ class LinkSetup:
             await self._make(sorted(wanted))
 
     def cancel(self) -> None:
-        """Cancel the making of NCCL links that is in progress, if any, so that no more requests are sent."""
+        """Stop making NCCL links, if that is in progress, so that no more requests are sent."""
         if self._task is not None:
             self._task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel the making of NCCL links that is in progress, if any, and wait until it has stopped.
+        """Stop making NCCL links, if that is in progress, and wait until it has stopped.
 
         `link` may be called again afterwards.
         """
@@ -265,12 +270,12 @@ class LinkSetup:
         return self._made.issuperset(links)
 
     async def _make(self, links: Sequence[NcclLink]) -> None:
-        """Make the NCCL links that do not exist yet: exchange their ids once, then connect the links in
-        rounds.
+        """Make the NCCL links that do not exist yet. First exchange the ids of all of them, then connect the
+        links in rounds.
 
-        In each round a process connects at most one of its links, and a round begins when the one before has
-        ended. Otherwise, if a process's peer first had many other links to connect, the time for these would
-        count against the process's own link, and the process would give up.
+        In each round a process connects at most one of its links, and a round begins when the previous round
+        has ended. Without rounds, a process might wait for a peer that first connects many other links, and
+        give up because its time limit passes.
 
         Args:
             links: the links that are needed.
@@ -319,7 +324,7 @@ class _Program:
     Args:
         processes_by_actor: each actor that runs a part of the program, with its processes.
         parts: the part of each actor.
-        texts: the text of each actor's part, for the `Load` message.
+        texts: the part of each actor as text, for the `Load` message.
         keys: for each actor a dictionary. Its keys are the indices of the executables that the actor's part
             uses; its values are the content keys of these executables.
         blobs: serialized executables by content key.
@@ -339,8 +344,8 @@ class LoadedPrograms:
 
     Args:
         processes: the numbering of the mesh's processes.
-        options: tells whether lost actors are replaced, so that programs have to be kept for loading them
-            again.
+        options: tells whether lost actors are replaced. If so, this object keeps everything that is needed to
+            load a program again.
     """
 
     def __init__(self, processes: Topology, options: ControllerOptions) -> None:
@@ -383,7 +388,8 @@ class LoadedPrograms:
     def note_loaded(self, program_id: int) -> None:
         """Note that all actors have loaded a program.
 
-        This drops the program's texts and executables, unless a replaced actor may have to load them again.
+        If lost actors are not replaced, this drops the program's texts and executables, which are no longer
+        needed.
         """
         if not self._for_successors:
             program = self._programs[program_id]
@@ -420,7 +426,7 @@ class LoadedPrograms:
         return self._programs[program_id].processes_by_actor
 
     def parts(self, program_id: int) -> dict[ActorId, ActorProgram]:
-        """Return each actor's part of a program, by actor; return no parts if the program is not known."""
+        """Return each actor's part of a program, by actor; empty if the program is not known."""
         program = self._programs.get(program_id)
         return program.parts if program is not None else {}
 
@@ -435,11 +441,15 @@ class LoadedPrograms:
         return self.parts(program_id).get(actor)
 
     def instruction_at(self, actor: ActorId, at: Position) -> str | None:
-        """Return the text of the instruction at an actor's position, or None if the program is not known.
+        """Return the text of the instruction at an actor's position in a program.
 
         Args:
             actor: the actor.
-            at: the position: a program and the index of an instruction in it.
+            at: the position, which consists of a program id and an instruction index.
+
+        Returns:
+            The text, or None if the program is not known, if the actor has no part in it, or if the position
+            is the program's end.
         """
         part = self.part(at.program_id, actor)
         if part is None or not 0 <= at.instruction < len(part.instructions):

@@ -1,8 +1,8 @@
 """Check that the processes of a mesh can work together: their versions of JAX, their GPUs, their NCCL.
 
-The checks here need the answers of all processes, so they run once all actors have come up, before anything
-is compiled. Each host alone has checked by then that no GPU is missing, and that actors which were started
-together do not set aside the same GPU memory twice.
+These checks need facts from all processes, so they run when all actors have started, and before anything is
+compiled. Checks that concern one host only were made earlier: that no GPU is missing, and that actors which
+were started together on the host do not reserve the same GPU memory twice.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ def check_agreement(members: Sequence[ProcessDevices]) -> None:
 
 
 def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> None:
-    """Check that an actor has the same versions of jax and jaxlib as the controller, which exports programs.
+    """Check that an actor has the same versions of jax and jaxlib as the controller.
 
     Args:
-        actor: the process.
+        actor: the actor process to check.
         versions: the version of each library that the process reported.
 
     Raises:
-        HandshakeError: the actor has another version.
+        HandshakeError: a version differs.
     """
     for name in SAME_VERSIONS:
         theirs = versions.get(name)
@@ -152,8 +152,8 @@ def _gpu_of_neighbours(members: Sequence[ProcessDevices]) -> str | None:
     """Return an error text if actors with consecutive ids share a GPU though NCCL forbids it, and None
     otherwise.
 
-    Such neighbours send to each other. Whether other actors send to each other depends on the program, so for
-    those actors the error is raised when their link is made.
+    Actors with consecutive ids usually send arrays to each other. Whether other actors do so depends on the
+    program. For those, the error is raised later, when the NCCL link between them is made.
     """
     by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus if member.nccl)
     for gpu, sharing in by_gpu.items():
@@ -191,6 +191,6 @@ def _grouped(pairs: Iterable[tuple]) -> Mapping:
 
 
 def _names(who: Sequence[str]) -> str:
-    """Return a text with the first four names and the number of further names."""
+    """Return the first four names as text; if there are more, the text also says how many."""
     shown = ", ".join(who[:4])
     return shown if len(who) <= 4 else f"{shown} and {len(who) - 4} more"

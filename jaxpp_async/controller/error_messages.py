@@ -60,8 +60,8 @@ def is_consequence(failed: Failed, *, of_several: bool = False) -> bool:
 
     Args:
         failed: the failure that a process reported.
-        of_several: whether the process is one of several that compute together for one actor. XLA then fails
-            in a process when another one is gone.
+        of_several: whether the process is one of several that compute together for one actor. If so, an XLA
+            error that says that another process is gone also counts as a consequence.
     """
     kind = failed.exception_type.rpartition(".")[2]
     of_another = kind in _OF_OTHER_PROCESSES or _COLLECTIVE.search(failed.message) is not None
@@ -69,7 +69,7 @@ def is_consequence(failed: Failed, *, of_several: bool = False) -> bool:
 
 
 def follows_first_process(process: ActorInfo, death: Death) -> bool:
-    """Return whether a process probably ended only because the first process of its actor did.
+    """Return whether a process probably ended only because the first process of its actor had ended.
 
     JAX aborts the other processes of an actor when the first one is gone.
     """
@@ -79,14 +79,14 @@ def follows_first_process(process: ActorInfo, death: Death) -> bool:
 def remote_error(actor: ActorInfo, failed: Failed, *, ends_mesh: bool = False) -> ActorError:
     """Return the error for a request that failed on an actor.
 
-    The class of the error is `RemoteError`, with one exception: if a step failed because the actor raised a
-    `ProtocolError` or `TransferError`, the error has the same class.
+    If a step failed because the actor raised a `ProtocolError` or a `TransferError`, the result has that
+    class. Otherwise the result is a `RemoteError`, with the exception that `ends_mesh` describes.
 
     Args:
-        actor: the actor, or the one of its processes that failed.
+        actor: the actor process that reported the failure.
         failed: the failure that the process reported.
-        ends_mesh: whether the failure ends the mesh and not only that request. If so, a failed transfer is a
-            `TransferError` even if it was not part of a step.
+        ends_mesh: whether the failure ends the whole mesh and not only one request. If so, a `TransferError`
+            of the actor results in a `TransferError` even if it did not happen in a step.
     """
     where = str(actor)
     if failed.step is not None:
@@ -111,10 +111,10 @@ def remote_error(actor: ActorInfo, failed: Failed, *, ends_mesh: bool = False) -
 def died_error(
     actor: ActorInfo, death: Death, step: StepId | None, instruction: str | None = None
 ) -> ActorDiedError:
-    """Return the error for an actor one of whose processes ended.
+    """Return the error for an actor process that ended unexpectedly.
 
     Args:
-        actor: the process.
+        actor: the actor process.
         death: how the process ended, with the end of its output.
         step: the id of the step that the process was running, or None.
         instruction: the text of the instruction that the process was at in that step, or None if unknown.
@@ -129,11 +129,11 @@ def died_error(
 def lost_error(
     actor: ActorInfo, error: Exception | None, tail: Sequence[str], step: StepId | None
 ) -> ActorDiedError:
-    """Return the error for an actor whose control connection ended although its process still runs.
+    """Return the error for an actor process that still runs but whose control connection has closed.
 
     Args:
-        actor: the actor.
-        error: the error with which the connection ended, or None.
+        actor: the actor process.
+        error: the error that closed the connection, or None.
         tail: the last lines of the process's output.
         step: the id of the step that the process was running, or None.
     """
@@ -149,7 +149,7 @@ def silent_error(
 
     Args:
         actor: the actor.
-        silence_s: for how many seconds no heartbeat has arrived.
+        silence_s: the number of seconds for which no heartbeat has arrived.
         step: the id of the step that the actor was running, or None.
         at: the text of the actor's last known position in its program, or None.
     """
@@ -159,11 +159,12 @@ def silent_error(
 
 
 def describe_silence(actor: ActorInfo, silence_s: float, at: str | None) -> str:
-    """Return a sentence that says for how long no heartbeat of an actor arrived, and what may be the reason.
+    """Return a sentence that says for how long no heartbeat of an actor has arrived, and lists possible
+    reasons.
 
     Args:
         actor: the actor.
-        silence_s: for how many seconds no heartbeat has arrived.
+        silence_s: the number of seconds for which no heartbeat has arrived.
         at: the text of the actor's last known position in its program, or None.
     """
     was = f"it was last at {at}; " if at is not None else ""
@@ -174,13 +175,13 @@ def describe_silence(actor: ActorInfo, silence_s: float, at: str | None) -> str:
 
 
 def stuck_error(diagnosis: StallDiagnosis, still_s: float, actors: Mapping[int, ActorInfo]) -> ActorError:
-    """Return the error for a step that makes no progress: `TransferError` if a transfer was lost, else
-    `ActorUnresponsiveError`.
+    """Return the error for a step that makes no progress. The result is a `TransferError` if a transfer was
+    lost; otherwise it is an `ActorUnresponsiveError`.
 
     Args:
         diagnosis: the reason that was found.
-        still_s: for how many seconds the step has made no progress.
-        actors: all actors that have not finished the step, by id.
+        still_s: the number of seconds for which the step has made no progress.
+        actors: the description of each actor that has not finished the step, by actor id.
     """
     text = diagnosis.text({a: str(info) for a, info in actors.items()})
     cls = ActorUnresponsiveError if diagnosis.lost is None else TransferError
@@ -191,7 +192,7 @@ def stuck_error(diagnosis: StallDiagnosis, still_s: float, actors: Mapping[int, 
 
 
 def launch_error(process_rank: ProcessRank, what: str, tail: Sequence[str] = ()) -> LaunchError:
-    """Return the error for an actor one of whose processes did not start.
+    """Return the error for an actor process that could not be started.
 
     Args:
         process_rank: the process.
@@ -208,7 +209,7 @@ def describe_end(returncode: int, tail: Sequence[str] = ()) -> str:
 
     Args:
         returncode: the exit code, or the negated number of the signal that killed the process.
-        tail: the last lines of the process's output, which may tell that memory ran out.
+        tail: the last lines of the process's output. If they say that memory ran out, the result says so too.
     """
     hint = " (possibly out of memory)" if any(map(_OUT_OF_MEMORY.search, tail)) else ""
     if returncode < 0:
@@ -243,7 +244,9 @@ def _last_error(tail: Sequence[str]) -> str:
 
 
 def _short(instruction: str) -> str:
-    """Shorten the text of an instruction: a `Run` to its task's name, any other to its first characters."""
+    """Return a short form of an instruction's text: the name of the task for a `Run` instruction; for any
+    other instruction, at most the first `_MOST_CHARS` characters.
+    """
     run = _RUN.match(instruction)
     if run:
         return run[1] + (run[2] or "")
@@ -251,7 +254,7 @@ def _short(instruction: str) -> str:
 
 
 def abandoned(error: ActorError, message: str, cls: type[ActorError], **where: Any) -> ActorError:
-    """Return a new error of class `cls` with this message, whose `__cause__` is `error`.
+    """Return a new error of class `cls` with the text `message`. The `__cause__` of the new error is `error`.
 
     Args:
         error: the cause.

@@ -1,8 +1,8 @@
 """Decide from heartbeats and a clock which processes are suspect, which have recovered, and which are dead.
 
-Only time in which this process could have received a heartbeat counts as silence: time in which this process
-was stopped, or its event loop was blocked, does not (see `SuspendAwareClock`). Wall clocks are not used. The
-time is a parameter of each method, so that tests can choose it.
+Time in which this process was stopped, or in which its event loop was blocked, does not count as silence,
+because this process could not have received a heartbeat then (see `SuspendAwareClock`). Wall clocks are not
+used. The time is a parameter of each method, so that tests can choose it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Recovered:
 
     Args:
         process: the process.
-        silence_s: how many seconds the process had been silent.
+        silence_s: the longest time in seconds between two of its heartbeats while it was suspect.
     """
 
     process: ProcessId
@@ -74,7 +74,7 @@ class _ProcessHealth:
 class FailureDetector:
     """A detector of silent processes, which remembers when each watched process sent its last heartbeat.
 
-    All times are in seconds, of one `SuspendAwareClock`.
+    All times are in seconds and are read from one `SuspendAwareClock`.
 
     Args:
         suspect_s, dead_s: the seconds of silence after which a process is suspect, and after which it is
@@ -109,7 +109,9 @@ class FailureDetector:
             health.heard_at, health.position = now, position
 
     def position(self, process: ProcessId) -> Position | None:
-        """Return the position in its program that a process reported last, or None if there is none."""
+        """Return the position in its program that a process reported last. Return None if the process has
+        reported no position or is not watched.
+        """
         health = self._watched.get(process)
         return health.position if health is not None else None
 
@@ -120,7 +122,11 @@ class FailureDetector:
         )
 
     def judge(self, now: float) -> list[Verdict]:
-        """Return the processes that have become suspect, have recovered or have died since the last call."""
+        """Return a verdict for each process that became suspect, recovered or was declared dead since the
+        last call.
+
+        Processes that are declared dead are no longer watched.
+        """
         found: list[Verdict] = []
         for process in self.watched:
             health = self._watched[process]

@@ -1,8 +1,9 @@
 """Decide which error describes an actor's failure, and which of several failures caused the others.
 
-A death, a lost connection and a failed transfer are often one event that the controller notices three times,
-in any order. Therefore a failure that looks like a consequence of another one is reported only if its cause
-is not noticed within a moment. `controller` decides what to do about the error that is reported.
+When an actor dies, the controller often notices three failures, in any order: the death, a lost connection
+and a failed transfer. Therefore a failure that looks like a consequence of another failure is reported only
+if no cause is noticed within `GRACE_S` seconds. The module `controller` decides what to do about a reported
+error.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ can be noticed.
 
 
 class FailurePolicy:
-    """The collector of all failures of one mesh's actors, which reports those that are causes.
+    """A filter for the failures of one mesh's actors, which reports causes and drops their consequences.
 
-    A failure that looks like the consequence of another one is reported only if no other failure is noticed
-    within a moment.
+    A failure that looks like a consequence of another failure is reported only if no other failure is noticed
+    within `GRACE_S` seconds.
 
     Args:
         actor_group: the actors' processes.
         programs: the loaded programs, which give the text of the instruction at which an actor died.
         under_way: the steps that have not ended, by step id.
-        on_failure: called with the error of each failure that counts as a cause, and with the process that
-            died; None: no process died.
+        on_failure: called for each failure that counts as a cause, with the error and with the process that
+            died (None if no process died).
         is_recovering: returns whether actors are being replaced.
         mesh_events: gets the events that users read.
         options: the deadlines of the mesh.
@@ -88,8 +89,8 @@ class FailurePolicy:
         actor_group.listener.on_beat = self._on_beat
 
     def watch(self, link: ActorLink) -> None:
-        """Start to watch a process: from now on report its death, the loss of its connection and its
-        failures.
+        """Start to watch a process, and report its death, the loss of its connection and the failures that it
+        sends.
         """
         link.connection.on_message = partial(self._on_message, link)
         link.connection.on_closed = partial(self._on_connection_lost, link)
@@ -110,7 +111,8 @@ class FailurePolicy:
         """Report `error` in `GRACE_S` seconds as the cause of the failure, unless another error is reported
         before.
 
-        While one error is suspected, further suspected errors are ignored.
+        While one error waits to be reported in this way, further errors that are passed to this method are
+        ignored.
         """
         if self._suspicion is None:
             self._suspicion = asyncio.get_running_loop().call_later(GRACE_S, self.report, error)
@@ -146,7 +148,9 @@ class FailurePolicy:
         self.clocks.record_heartbeat(identity, beat)
 
     def _is_current(self, link: ActorLink) -> bool:
-        """Return whether a process should still be running, that is, was neither replaced nor told to end."""
+        """Return whether a process is expected to run. This is False if the process was replaced or told to
+        end.
+        """
         return self._actor_group.links.get(link.info.process) is link and not link.is_detached
 
     def _on_message(self, link: ActorLink, message: Any) -> None:
@@ -170,10 +174,10 @@ class FailurePolicy:
             self.suspect(error) if follows_first_process(link.info, death) else self.report(error, process)
 
     def _on_connection_lost(self, link: ActorLink, error: Exception | None) -> None:
-        """Report a lost control connection as a failure, unless another failure that explains it is noticed
-        within a moment.
+        """Report a lost control connection as a failure, unless another failure is noticed within `GRACE_S`
+        seconds.
 
-        For example, if the process died as well, the error about its death tells more.
+        For example, if the process died, the error about its death tells more than the lost connection.
 
         Args:
             link: the link of the process.
@@ -184,15 +188,16 @@ class FailurePolicy:
             self.suspect(lost_error(link.info, error, link.handle.output_tail(), step))
 
     def _step_of(self, process: ProcessId) -> int | None:
-        """Return the id of the step that a process is running (the oldest one that it has not finished), or
-        None.
+        """Return the id of the oldest step that a process has not finished, or None if the process has
+        finished all steps.
         """
         return next((s for s, h in self._under_way.items() if h.waits_for(process)), None)
 
     def _instruction_of(self, link: ActorLink, step: int | None) -> str | None:
         """Return the text of the instruction at which a process died in `step`, or None if that is not known.
 
-        The position comes from `ActorHandle.progress`, which can still be read after the death.
+        The process's position in its program is read with `ActorHandle.progress`, which also works after the
+        death.
         """
         at = link.handle.progress()
         return self._programs.instruction_at(link.info.id, at) if at is not None and at.step == step else None

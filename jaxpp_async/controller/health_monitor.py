@@ -44,16 +44,18 @@ class HealthMonitor:
     loop.
 
     Args:
-        program_of: returns an actor's part of a program for (program id, actor), or None.
+        program_of: called with a program id and an actor; returns the actor's part of the program, or None if
+            there is none.
         under_way: the steps that have not ended, by step id.
         info: returns the host, pid and state of a process.
         ask: sends `Report` to a process and returns the future reply; may raise `ActorError`.
         fail: called with the error for a silent actor or a stuck step.
         options: the deadlines, and the number of processes per actor.
-        read_progress: returns a process's position from the page of memory that it shares with this host, or
-            None if the process shares no page. The page is more recent than the last heartbeat.
+        read_progress: returns a process's position in its program, read from a page of memory that the
+            process shares with this host, or None if there is no such page. The page is more recent than the
+            last heartbeat.
         is_busy: returns whether actors do something other than steps, for example because one is being
-            replaced; no step counts as stuck then.
+            replaced. While they do, no step counts as stuck.
         on_verdict: called when a process becomes suspect, and when a suspect process recovers.
     """
 
@@ -98,7 +100,9 @@ class HealthMonitor:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context manager during which no step counts as stuck, because actors compile."""
+        """Return a context manager. While its context is open, no step counts as stuck; callers use it while
+        actors compile.
+        """
         self._pauses += 1
         try:
             yield
@@ -217,8 +221,8 @@ class HealthMonitor:
     async def _ask_for_reports(self, processes: Mapping[ProcessId, int]) -> dict[ProcessId, Reported | None]:
         """Ask processes for their positions and open transfers, and return their replies by process.
 
-        The reply of a process is None if it does not answer in time. If the mesh fails meanwhile, the result
-        is empty.
+        If a process does not answer in time, its value is None. If the mesh fails meanwhile, the result is
+        empty.
 
         Args:
             processes: a dictionary whose keys are the processes to ask; its values are not used.
@@ -235,10 +239,11 @@ class HealthMonitor:
 def _furthest_behind_or_silent(
     processes: Sequence[ProcessId], reports_of: Mapping[ProcessId, Reported | None]
 ) -> ProcessId:
-    """Choose the process whose report counts for its actor in the search for the reason of a stall.
+    """Choose the process whose report stands for its whole actor in the search for the reason of a stall.
 
-    That is a process that did not answer, or else the one whose reported position is furthest behind: the
-    others may be waiting for it, in a task that they compute together.
+    This is a process that did not answer, if there is one. Otherwise it is the process whose reported
+    position is furthest behind, because the other processes may be waiting for that process in a task that
+    they compute together.
 
     Args:
         processes: the processes of one actor.
@@ -268,13 +273,13 @@ FORGET_S = 5.0
 class ClockWatch:
     """Estimates of the clocks of one mesh's actor processes, relative to this process's clock.
 
-    Each heartbeat names the clock of the process that sends it. If that is not this process's clock, the
-    heartbeat makes this object ask the sender for its time, unless the sender has not answered the previous
-    such request yet. This costs two small messages every half second, and needs no timer and no asyncio task.
+    Each heartbeat names the clock that its sender reads. If this process reads another clock, this object
+    asks the sender for its time, unless an earlier question is still unanswered. This costs two small
+    messages every half second, and needs no timer and no asyncio task.
 
     Args:
         ask: sends `Report` to a process and returns the future reply; may raise `ActorError`.
-        own: the name of this process's clock; None: determine it. Tests choose one.
+        own: the name of this process's clock; None: `clock_name()`. Tests pass a name.
     """
 
     def __init__(self, ask: Callable[[ProcessId], asyncio.Future[Reported]], own: str | None = None):
@@ -283,15 +288,15 @@ class ClockWatch:
         self._asked: dict[ProcessId, float] = {}
 
     def begin(self, process: ProcessId) -> None:
-        """Start to estimate the clock of a process that has just started, and forget the clock of its
-        predecessor.
+        """Start to estimate the clock of a process that has just started, and forget the clock of the process
+        that it replaces, if any.
         """
         self._clocks.forget(process)
         self._asked.pop(process, None)
 
     def record_heartbeat(self, identity: Identity, beat: Beat) -> None:
-        """Record the clock that a heartbeat names, and ask the sender for its time if that is not this
-        process's clock.
+        """Record the clock that a heartbeat names. If this is not the clock of this process, ask the sender
+        for its time.
 
         The listener calls this (`ControlListener.on_beat`).
         """
@@ -307,7 +312,10 @@ class ClockWatch:
         answer.add_done_callback(lambda future: self._note_answer(process, now, future))
 
     def clock_of(self, process: ProcessId) -> Clock:
-        """Return the clock of a process; later answers of the process keep it up to date."""
+        """Return the estimate of a process's clock.
+
+        Later answers of the process update the returned object.
+        """
         return self._clocks.clock_of(process)
 
     def _note_answer(self, process: ProcessId, sent_s: float, answer: asyncio.Future[Reported]) -> None:

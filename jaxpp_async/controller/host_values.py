@@ -1,8 +1,9 @@
 """Move numpy arrays between the controller and its actors.
 
-Small arrays are sent in control frames, larger ones over the data plane, on which the controller is a peer
-like any actor. `HostTransfers` is the controller's end of the data plane; `PendingFetch` is a request for
-arrays of an actor, with the transfers of the large ones.
+Small arrays are sent inside control messages. Larger arrays are sent over the data plane (the transport for
+arrays), to which the controller is connected like an actor. `HostTransfers` is the controller's end of the
+data plane. `PendingFetch` is a request for arrays of an actor, together with the transfers of the large
+arrays.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ Transfer: TypeAlias = "asyncio.Future[None]"
 class HostValue:
     """A numpy array of the controller that an actor is to store under the id `array_id`.
 
-    The array must not change until `StepHandle.wait_sent` of its step has returned.
+    If the array is sent with a step, it must not change until the `wait_sent` method of the step's
+    `StepHandle` has returned.
     """
 
     array_id: ArrayId
@@ -49,16 +51,19 @@ class HostValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ExpectedTransfers:
-    """A group of transfers with one process that must end in time, or their link counts as broken.
+    """A group of transfers between the controller and one process. If they do not end in time, the link
+    between the two counts as broken.
 
-    Both ends have begun these transfers or are about to, so nothing else prevents them from ending.
+    Both ends have begun these transfers or will do so immediately, so only a broken or slow link can delay
+    them.
 
     Args:
         process: the process at the other end.
         transfers: the futures of the transfers.
         size_bytes: the number of bytes of all of them.
-        since: when the controller began to expect their end, in seconds of its `SuspendAwareClock`.
-        epoch: the epoch that their tags carry, a number that counts aborts of the whole mesh.
+        since: the time at which the controller began to wait for the transfers, in seconds of its
+            `SuspendAwareClock`.
+        epoch: the epoch in the tags of the transfers, a number that counts aborts of the whole mesh.
     """
 
     process: ProcessId
@@ -74,18 +79,17 @@ class _ExpectedTransfers:
 
 
 class HostTransfers:
-    """The controller's end of the data plane, which sends and receives host values (numpy arrays of this
-    process).
+    """The controller's end of the data plane (the transport for arrays), which sends and receives numpy
+    arrays.
 
-    With `max_restarts`, large values are copied before they are sent, since they may have to be sent again. A
-    transfer may take `progress_s` seconds, and a second more for each 50 MB.
+    With `max_restarts`, large values are copied before they are sent, since they may have to be sent again.
+    The time limit of a transfer is `progress_s` seconds, and a second more for each 50 MB.
 
     Args:
         transport: the controller's own transport, which this object owns.
         epoch: the epoch that tags carry, a number that counts aborts of the whole mesh.
         info: returns the host and pid of a process, for errors.
-        on_error: called with the error of a transfer that failed or is late, which hints that the actor may
-            be dead.
+        on_error: called with an error if a transfer fails or exceeds its time limit; the actor may be dead.
         scattering: how values are split over the processes of one actor.
         options: the deadline of transfers, and whether lost actors are replaced (`max_restarts`).
     """
@@ -138,10 +142,10 @@ class HostTransfers:
     def _scatter(
         self, actor: ActorId, values: Iterable[HostValue]
     ) -> tuple[tuple[Put, ...], dict[ProcessId, list[Sending]]]:
-        """Prepare host values (numpy arrays) for an actor of several processes: split each large value into
-        parts.
+        """Prepare host values (numpy arrays) for an actor of several processes, and split each large value
+        into parts.
 
-        Each part is a separate message to one process and has a separate sequence number. Arguments and
+        Each part is a separate message to one process, with a separate sequence number. The arguments and the
         result are those of `prepare`.
         """
         how, puts = self._scattering, list[Put]()
@@ -158,10 +162,14 @@ class HostTransfers:
         return tuple(puts), sendings
 
     def send(self, process: ProcessId, sendings: Sequence[Sending]) -> list[Transfer]:
-        """Start to send values that `prepare` returned to a process over the data plane; return a future per
-        value.
+        """Start to send large values to a process over the data plane, and return one future per value.
 
         The arrays must not change until the futures are done.
+
+        Args:
+            process: the process to send to.
+            sendings: the sequence number and bytes of each value, as `prepare` returned them for this
+                process.
         """
         sends = [
             self._watched(process, self.transport.send(data, process, self._tag(sequence)))
@@ -200,8 +208,8 @@ class HostTransfers:
         return buffer, self._watched(process, self.transport.recv(buffer, process, self._tag(sequence)))
 
     def expect(self, process: ProcessId, transfers: Iterable[Transfer], size_bytes: int) -> None:
-        """Start to watch transfers with a process: if they do not end in time, their link is reported as
-        broken.
+        """Start to watch transfers with a process. If they do not end in time, report the link to the process
+        as broken.
 
         Args:
             process: the process at the other end.
@@ -274,15 +282,16 @@ class HostTransfers:
 class PendingFetch(PendingRequest):
     """A request for arrays of one process, which ends when the reply and all large arrays have arrived.
 
-    If a transfer fails, the request stays open until the mesh knows the reason, and then ends with that
-    error. If the future is cancelled, the transfers continue: their memory belongs to the transport until
-    they end.
+    If a transfer fails, the request stays open until the mesh has found the reason, and then ends with the
+    error about that reason. If the future is cancelled, the transfers continue, because the transport uses
+    their memory until they end.
 
     Args:
         transfers: the controller's end of the data plane.
         process: the process that has the arrays.
         avals: the aval of each array.
-        sequences: one sequence number per array, under which it is sent if it is large.
+        sequences: one sequence number per array. A large array is sent under its number; for a small array,
+            the number is not used.
     """
 
     def __init__(
@@ -294,8 +303,8 @@ class PendingFetch(PendingRequest):
         self._reply: Fetched | None = None
 
     def start(self) -> None:
-        """Post the receives of the large arrays. This must be called each time that the request has been
-        sent.
+        """Begin to receive the large arrays. The caller must call this each time that it has sent the
+        request.
         """
         for position, aval in enumerate(self._avals):
             if aval.size_bytes > INLINE_BYTES:
@@ -308,7 +317,7 @@ class PendingFetch(PendingRequest):
         self._arriving, self._reply = {}, None
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:
-        """Record the reply, which contains the small arrays; the large ones arrive in separate transfers."""
+        """Record the reply, which contains the small arrays. Large arrays arrive in separate transfers."""
         if not isinstance(reply, Fetched) or len(reply.arrays) != len(self._avals):
             self.fail(
                 ProtocolError(f"{link.info} answered a fetch of {len(self._avals)} arrays with another reply")
@@ -368,7 +377,8 @@ def _prepare_put(host: HostValue, sequence: int) -> tuple[Put, np.ndarray[Any, A
         sequence: the sequence number under which the value is sent over the data plane, if it is large.
 
     Returns:
-        The `Put`, and the bytes to send over the data plane, or None if the value is small and in the `Put`.
+        A pair: the `Put`, and the bytes to send over the data plane. If the value is small, the `Put`
+        contains the bytes, and the second item is None.
 
     Raises:
         ProtocolError: the size of the value is not that of its aval.

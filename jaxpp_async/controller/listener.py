@@ -44,7 +44,8 @@ class ControlListener:
     """A listener that accepts the control and heartbeat connections of one mesh's actor processes.
 
     Args:
-        secret: the 32 bytes that only processes of this mesh know.
+        secret: 32 bytes that only processes of this mesh know, and with which a peer proves that it is one of
+            them.
         version: the version of this package, which peers must have as well.
         max_frame_bytes: the length of the longest frame on each connection.
 
@@ -99,9 +100,13 @@ class ControlListener:
         task.add_done_callback(self._attaching.discard)
 
     def expect(self, identity: Identity) -> Arrival:
-        """Return the future control connection of one incarnation (one life) of an actor process.
+        """Expect a control connection from an actor process, and return a future of the connection.
 
         The future raises `HandshakeError` if the process has another version of this package.
+
+        Args:
+            identity: the process number and its incarnation. When a process is replaced, the new process has
+                the same number and another incarnation.
         """
         arrival: Arrival = asyncio.get_running_loop().create_future()
         self._expected[identity] = arrival
@@ -109,7 +114,8 @@ class ControlListener:
         return arrival
 
     async def aclose(self) -> None:
-        """Stop accepting, and close heartbeat connections and those whose handshake has not ended.
+        """Stop accepting connections. Close all heartbeat connections and all connections whose handshake has
+        not ended.
 
         Control connections that have been accepted stay open.
         """
@@ -196,10 +202,10 @@ class ControlListener:
             del self._beating[process_id]
 
     def _on_message(self, connection: Connection, message: Any) -> None:
-        """Pass a heartbeat to `on_beat`; fail a control connection that sends a message too early.
+        """Pass a heartbeat to `on_beat`. Close a control connection that sends a message too early.
 
-        A control connection may send messages once it has been given to the caller that expects it, who then
-        receives the messages instead of this method.
+        A control connection may send messages only after it has been given to the caller of `expect`. From
+        then on, its messages are passed to that caller and not to this method.
         """
         identity = connection.wire.identity
         assert identity is not None  # no message is decoded before the handshake has set it
@@ -216,7 +222,9 @@ class ControlListener:
             self.on_beat(identity, message)
 
     def _is_connected(self, identity: Identity) -> bool:
-        """Return whether the control connection of this incarnation (one life) of a process is open."""
+        """Return whether a process has an open control connection, in the same incarnation (one life of the
+        process).
+        """
         control = self._accepted.get(identity.process_id)
         return (
             control is not None

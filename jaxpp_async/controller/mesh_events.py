@@ -1,7 +1,7 @@
 """Report what happens to the actors of a mesh, in the log and as events that its user can read.
 
-An error while reporting never makes the reported operation fail. `staged` finds the peers to which arrays in
-device memory are copied through host memory.
+If reporting fails, the reported operation continues all the same. `staged` finds the peers to which arrays in
+device memory can only be sent through host memory.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class MeshEvents:
         self._emit = (log or EventLog()).emit
 
     def started(self, info: ActorInfo) -> None:
-        """Report that an actor process, or the one that replaces it, is ready."""
+        """Report that an actor process is ready, when the mesh starts or when the process replaces another
+        one.
+        """
         text = f"{info} is ready: {', '.join(info.devices)}"
         self._emit("started", text, **location(info), devices=info.devices)
 
     def connected(self, info: ActorInfo, routes: Mapping[ProcessId, tuple[str, ...]]) -> None:
-        """Warn the user if arrays on a process's GPUs can only be sent to some peers by way of host memory.
-
-        Otherwise nothing is reported.
+        """Warn the user if a process can send arrays on its GPUs to some peers only through host memory.
+        Otherwise do nothing.
 
         Args:
             info: the process, which has just been connected with its peers.
@@ -68,11 +69,12 @@ class MeshEvents:
         self._emit("compiled", text, name=name, seconds=seconds, num_tasks=num_tasks)
 
     def waiting(self, name: str, ahead: StepId) -> None:
-        """Report that a step has been waiting for a while for an earlier one whose caller was cancelled.
+        """Report that a step has waited for some time for an earlier step, which still runs although its
+        caller was cancelled.
 
         Args:
             name: the name of the function of the waiting step.
-            ahead: the id of the earlier step, which runs to its end although nobody awaits it.
+            ahead: the id of the earlier step.
         """
         what = f"waits for {step_text(ahead)}, cancelled by its caller, to end: a step that was sent runs on"
         text = f"step {name!r} {what}"
@@ -130,7 +132,7 @@ whether the driver is there.
 
 
 def staged(routes: Mapping[ProcessId, tuple[str, ...]]) -> dict[ProcessId, tuple[str, ...]]:
-    """Return the peers to which arrays in device memory can only be sent by way of host memory.
+    """Return the peers to which arrays in device memory can only be sent through host memory.
 
     Args:
         routes: for each peer, the names of the transports that UCX uses towards it; empty if not known.

@@ -1,7 +1,7 @@
 """Define the options of the controller as plain data: how actors are set up, started, watched and replaced.
 
-The classes of this package share one `ControllerOptions` object, which defines every default.
-`session.mesh_options` checks the options that a user gives.
+All classes of `controller` get the same `ControllerOptions` object. Its class also defines the default of
+every option. `session.mesh_options` checks the options that a user gives.
 """
 
 from __future__ import annotations
@@ -86,12 +86,13 @@ class ControllerOptions:
 
     Args:
         actors: the configuration of each actor.
-        suspect_s, dead_s: the seconds of silence after which an actor is suspect, and after which it is dead.
+        suspect_s, dead_s: the seconds without a heartbeat after which an actor is suspect (a warning is
+            logged), and after which the actor counts as dead.
         progress_s: how many seconds a step or a transfer may make no progress before it counts as stuck.
         max_restarts: how many restarts, which replace lost actors, are allowed within ten minutes; 0: none.
         backup_every: the number of steps between two replicas (copies of the actors' arrays, kept for
             restarts); unused without `max_restarts`.
-        launch_timeout_s: the limit in seconds for each stage of starting the actors, or a replacement of one.
+        launch_timeout_s: the time limit in seconds for each stage of the start of an actor.
         max_frame_bytes: the length of the longest control frame.
         make_transport: makes the controller's own end of the data plane from the transport's name; None: the
             launcher makes it.

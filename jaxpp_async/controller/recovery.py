@@ -1,12 +1,13 @@
-"""Recover from the loss of actors, or of connections between them, by a restart.
+"""Recover from the loss of actors, or of connections between actors, by a restart.
 
 In a restart the lost actors are replaced, all actors return to the last complete replica (copy) of their
 arrays, and the requests that were made since that replica are sent again.
 
-The actors that still live keep their processes, their JAX and their compiled programs. A caller that awaits a
-step only waits longer, and gets the same arrays as without a failure, since the same programs run on the same
-values in the same order. Failures of user code are not recovered from. `failure_policy` decides which error a
-failure is; `requests` and `state_replicas` remember what a restart needs.
+Actors that were not lost keep their processes and their compiled programs. A caller that awaits a step only
+waits longer, and gets the same arrays as without a failure, since the same programs run on the same values in
+the same order. After a failure of user code there is no restart. `failure_policy` decides which error
+describes a failure. `requests` remembers the requests and `state_replicas` keeps the replicas that a restart
+needs.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ the most seconds that all actors may take to connect these ends."""
 
 
 class Recovery:
-    """The component that carries out the restarts of one mesh.
+    """The component that carries out the restarts of one mesh, each of which replaces lost actors.
 
     Args:
         actor_group: the actors' processes.
@@ -75,7 +76,7 @@ class Recovery:
         end: called with an error to end the mesh.
         on_restarted: called when a restart has succeeded, with the replaced actors, and with the number of
             steps that had already finished and are run again.
-        on_replica_error: called with the error of a replica that did not arrive.
+        on_replica_error: called with an error if a replica cannot be transferred between actors.
 
     Attributes:
         replication: makes the replicas.
@@ -109,11 +110,11 @@ class Recovery:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a restart is in progress, during which requests are remembered but not sent."""
+        """Whether a restart is in progress. Until its end, new requests are remembered but not sent."""
         return self._task is not None
 
     def can_recover_from(self, error: ActorError) -> bool:
-        """Return whether a restart may help, because the same requests could succeed with replaced actors.
+        """Return whether replaced actors may succeed with the requests that were made before `error`.
 
         This is False in particular for failures of user code, which would fail again.
         """
@@ -130,8 +131,8 @@ class Recovery:
     def begin(self, error: ActorError) -> None:
         """Begin a restart because of `error`.
 
-        If a restart is already in progress, that restart starts over, unless `error` is explained by the
-        failure that it recovers from.
+        If a restart is already in progress, there are two cases. If `error` only results from a failure that
+        the restart already handles, `error` is ignored. Otherwise the restart starts over.
         """
         is_known = error.actor in self._lost - self._replaced or (
             isinstance(error, TransferError | RemoteError) and not self._is_new_epoch
@@ -223,7 +224,8 @@ class Recovery:
             self._end(abandoned(cause, f"the restart failed: {error!r}; its cause: {cause}", ActorDiedError))
 
     async def _attempt(self, cause: ActorError) -> None:
-        """Replace the lost actors, restore the arrays of all actors, and send requests again.
+        """Replace the lost actors, restore the arrays of all actors, and send again the requests that were
+        made since these arrays were copied.
 
         Args:
             cause: the failure to recover from.
@@ -276,8 +278,8 @@ class Recovery:
         await all_of({**replacing, **resetting, CONTROLLER: host}, "prepare")
 
     async def _abort_and_reset(self, process: ProcessId, cause: str) -> None:
-        """Have a process that still runs drop its work and make a new end of the data plane (the transport
-        for arrays).
+        """Tell a process that still runs to drop its work and to replace its end of the data plane (the
+        transport for arrays), and wait until this is done.
 
         Args:
             process: the process.
@@ -311,7 +313,7 @@ class Recovery:
         self._replaced.add(actor)
 
     async def _load(self, process: ProcessId) -> None:
-        """Load into a new process all programs that its predecessor had loaded or was loading."""
+        """Load all programs of an actor into a new process of the actor."""
         link = self._actor_group.links[process]
         actor = link.info.id
         for program_id in self._programs.programs_of(actor):
@@ -322,7 +324,7 @@ class Recovery:
 
 @dataclass(slots=True)
 class Budget:
-    """A limit on the number of restarts within a time window.
+    """A counter of restarts, which limits their number within a time window.
 
     Args:
         limit: the number of restarts that are allowed within `window_s` seconds.

@@ -1,11 +1,15 @@
-"""Send requests to actors, pair each reply with its request, and remember the requests for a restart.
+"""Send requests to actors, pass each reply to the request that it answers, and remember requests for
+restarts.
 
-Reading order: `PendingRequest` and `StepHandle` receive replies. `ActorLink` is one process's connection with
-its open requests. `RequestLog` sends requests to all processes and sends them again in a restart. `FreeList`
-collects arrays that are to be freed.
+A restart replaces lost actors, restores the arrays of all actors to an earlier state, and sends again the
+requests that were made since then.
 
-A request needs no asyncio task and no additional pass of the event loop: the arrival of a step's last reply
-ends its `StepHandle`.
+Reading order: `PendingRequest` and `StepHandle` receive replies. `ActorLink` is the connection to one
+process, with its open requests. `RequestLog` sends requests to all processes and sends them again in a
+restart. `FreeList` collects arrays that are to be freed.
+
+A request needs no asyncio task, and no additional pass of the event loop: when the last reply of a step
+arrives, its `StepHandle` ends within the same pass.
 """
 
 from __future__ import annotations
@@ -51,12 +55,13 @@ from jaxpp_async.protocol.task_group import retrieve
 
 
 class PendingRequest:
-    """A request to one process that has not been answered yet. Awaiting it returns the reply or raises the
-    error.
+    """A request to one process, from its sending until its reply. Awaiting this object returns the reply or
+    raises the error.
 
     Args:
         expected: the type of the reply.
-        awaited: whether a caller will await this request, and so see an error that ends it.
+        awaited: whether a caller will await this request and so get the error if the mesh fails. If no caller
+            gets that error, the next call on the mesh raises it.
 
     Attributes:
         future: the future reply. If it is cancelled, the request continues on the actor.
@@ -72,8 +77,8 @@ class PendingRequest:
 
     @property
     def error_is_seen(self) -> bool:
-        """Whether an error that ends this request now would be seen: the request is open, and a caller awaits
-        it.
+        """Whether a caller would get an error that ends this request now. This is so if the request is open
+        and a caller awaits it.
         """
         return self._awaited and not self.future.done()
 
@@ -87,7 +92,9 @@ class PendingRequest:
         self.future.add_done_callback(lambda _: callback())
 
     def reset(self) -> None:
-        """Forget what has arrived so far, since a restart is about to send the request again."""
+        """Forget the parts of the reply that have arrived, since a restart is about to send the request
+        again.
+        """
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:
         """End the request with its reply, or with a `ProtocolError` if the reply has the wrong type.
@@ -119,8 +126,9 @@ class StepHandle:
     `StepStats` by actor id, or raises the step's error. If an await is cancelled, the step continues and can
     be awaited again.
 
-    The handle is not a future itself. When the step ends, it calls its callbacks immediately and wakes those
-    who await it in the next pass of the event loop; a shielded future would take two passes.
+    The handle is not a future. When the step ends, the handle calls its callbacks immediately, and callers
+    that await it continue in the next pass of the event loop. With a shielded future that would take two
+    passes.
 
     Args:
         step: the step's id.
@@ -131,8 +139,9 @@ class StepHandle:
     Attributes:
         sends: the future of each transfer of the step's large host values.
         error: the error with which the step failed, or None.
-        sent_s: when the step was sent, in seconds of this process's monotonic clock.
-        heard_s: when each actor's reply arrived, by actor id, in seconds of the same clock.
+        sent_s: the time at which the step was last sent, in seconds of this process's monotonic clock.
+        heard_s: the time at which the reply of each actor's first process arrived, by actor id, in seconds of
+            the same clock.
     """
 
     error: Exception | None = None
@@ -183,9 +192,9 @@ class StepHandle:
     async def wait_sent(self) -> None:
         """Wait until the step's host values (numpy arrays) have been sent, so that the arrays may be changed.
 
-        This also returns when the step has failed. Transfers of a failed step may continue for long, since
-        UCX releases memory only when all transfers that use it have ended. The transfers keep their memory
-        alive, and the receiving actors ignore the data.
+        This also returns when the step has failed. The transfers of a failed step may continue for a long
+        time, since UCX releases memory only when all transfers that use the memory have ended. The transfers
+        keep their memory alive, and the receiving actors ignore the data.
         """
         waiting = sum(not send.done() for send in self.sends)
         if not waiting or self.error is not None:
@@ -211,8 +220,8 @@ class StepHandle:
     def when_done(self, callback: Callable[[], object]) -> None:
         """Call `callback` as soon as the step has ended, or immediately if it already has.
 
-        Callbacks are called in the order of these calls. If one raises, the event loop's exception handler
-        gets the error, and the others are called all the same.
+        Callbacks are called in the order in which they were passed to this method. If a callback raises an
+        error, the event loop's exception handler gets the error, and the other callbacks are still called.
         """
         if self._done:
             self._call(callback)
@@ -232,7 +241,7 @@ class StepHandle:
     def on_reply(self, link: ActorLink, reply: Any) -> None:
         """Record the reply of one process; the step finishes with the last process's reply.
 
-        A reply after the step's end is ignored: it belongs to the same step run again by a restart.
+        A reply after the step's end is ignored. Such replies arrive if a restart runs a finished step again.
 
         Args:
             link: the process that replied.
@@ -297,10 +306,10 @@ class ActorLink:
 
     Attributes:
         info: the host, pid, devices and state of the process.
-        known_blobs: the content keys of the executables that the process has been sent.
+        known_blobs: the content keys of the executables that have been sent to the process.
         address: the process's address on the data plane, in a form that depends on the transport.
         reply_handlers: the handler that receives the reply to each open request, by request number.
-        is_detached: whether `detach` has been called.
+        is_detached: whether `detach` has been called; if so, messages of the process are ignored.
     """
 
     is_detached = False
@@ -327,19 +336,24 @@ class ActorLink:
         self.reply_handlers[message.request] = reply_handler
 
     def ask(self, message: Request, expected: type, *, awaited: bool = False) -> PendingRequest:
-        """Send a request immediately, and return it to be awaited. A restart does not send it again.
+        """Send a request immediately, and return an object that can be awaited for the reply.
+
+        If a restart (the replacement of lost actors) begins before the reply, the request is not sent again.
 
         Args:
             message: the request.
             expected: the type of the reply.
-            awaited: whether a caller will await the request, and so see an error of the mesh that ends it.
+            awaited: whether a caller will await the request and so get the error if the mesh fails. If no
+                caller gets that error, the next call on the mesh raises it.
         """
         pending = PendingRequest(expected, awaited=awaited)
         self.request(message, pending)
         return pending
 
     async def call(self, message: Request, expected: type) -> Any:
-        """Send a request and return its reply. A restart does not send the request again.
+        """Send a request and return its reply.
+
+        If a restart (the replacement of lost actors) begins before the reply, the request is not sent again.
 
         Args:
             message: the request.
@@ -354,13 +368,14 @@ class ActorLink:
         return await pending
 
     def handle_reply(self, reply: Any) -> Failed | None:
-        """Pass a message of the process to the handler of the request that it answers.
+        """Handle a message that the process sent.
 
-        A log record is logged, and a failure that concerns a single request ends that request with an error.
+        A reply is passed to the handler of the request that it answers. A log record is logged. A failure
+        that concerns only one request ends that request with an error.
 
         Returns:
-            The failure that the message reports, if it is that of a step or of the actor itself, which
-            concerns more than one caller; otherwise None.
+            The failure, if the message reports the failure of a step or of the whole actor, which the caller
+            has to handle. None for all other messages.
 
         Raises:
             ProtocolError: the reply answers no request.
@@ -397,14 +412,14 @@ class ActorLink:
         return None
 
     def detach(self) -> None:
-        """Ignore all further messages of this process, and the end of its connection."""
+        """Ignore all further messages of this process, and the closing of its connection."""
         self.is_detached = True
         self.connection.on_message = _ignore_late_reply
         self.connection.on_closed = None
 
     def drop_reply_handlers(self) -> None:
-        """Forget the open requests, because a restart begins, and ignore the replies to them that still
-        arrive.
+        """Forget the open requests, because a restart begins. If replies to them still arrive, ignore these
+        replies.
         """
         self._dropped.update(self.reply_handlers)
         self.reply_handlers.clear()
@@ -434,10 +449,11 @@ class SentRequest:
 
     Args:
         process: the process.
-        message: the request. When it is sent again it gets another request number, and a step also gets
-            another epoch.
+        message: the request. When the request is sent again, it gets a new request number, and a step also
+            gets the current epoch (a number that counts aborts of the whole mesh).
         reply_handler: receives the reply.
         transfers: starts the data transfers of the request; called each time that the request has been sent.
+            None: there are no transfers.
         size_bytes: the size in bytes of the host arrays that this object keeps in memory, since `transfers`
             refers to them.
         serial: the request's position in the order of all requests.
@@ -454,8 +470,8 @@ class SentRequest:
     def is_needed(self) -> bool:
         """Whether a restart has to send the request again.
 
-        This is so if the request is unanswered, or if the request succeeded and changed which arrays its
-        actor has.
+        This is so in two cases: the request is unanswered, or the request succeeded and is of a type that
+        changes which arrays an actor has.
         """
         handler = self.reply_handler
         if not handler.done:
@@ -507,8 +523,8 @@ class RequestLog:
         return next(self._numbers)
 
     def post(self, *posts: SentRequest) -> None:
-        """Send requests in this order, after all earlier ones. During a restart, send them when the restart
-        has ended.
+        """Send requests in the given order, after all earlier requests. During a restart, the requests are
+        sent when the restart ends.
 
         Raises:
             MeshError: one of the requests cannot be encoded. None of them is sent or remembered then.
@@ -531,15 +547,15 @@ class RequestLog:
     def send(
         self, process: ProcessId, make: Callable[[int], Request], expected: type, *, awaited: bool = True
     ) -> asyncio.Future[Any]:
-        """Send one request, for callers that need nothing else of the controller, and return its future
-        reply.
+        """Send one request to a process, and return a future of the reply. A restart sends the request again
+        if necessary.
 
         Args:
             process: the process to send to.
             make: makes the request from its request number.
             expected: the type of the reply.
-            awaited: whether a caller will await the future, and so see an error of the mesh that ends the
-                request.
+            awaited: whether a caller will await the future and so get the error if the mesh fails. If no
+                caller gets that error, the next call on the mesh raises it.
 
         Returns:
             A future of the reply, which raises `RemoteError` if the request failed on the actor, and
@@ -554,9 +570,10 @@ class RequestLog:
     def send_each(
         self, makes: Mapping[ProcessId, Callable[[int], Request]], expected: type, *, awaited: bool = True
     ) -> dict[ProcessId, asyncio.Future[Any]]:
-        """Send one request to each of several processes, and return their future replies by process.
+        """Send one request to each of several processes, and return a future of each reply, by process.
 
-        If one of the requests cannot be encoded, none is sent. Arguments and errors are those of `send`.
+        If one of the requests cannot be encoded, none is sent. The other arguments and the errors are those
+        of `send`.
         """
         self._check_usable()
         calls = {process: PendingRequest(expected, awaited=awaited) for process in makes}
@@ -570,7 +587,9 @@ class RequestLog:
         return self._links[process].info
 
     async def drain(self, process: ProcessId) -> None:
-        """Wait until few bytes are unsent on the connection to a process, or the connection has ended."""
+        """Wait until most of the data for a process has been sent on its connection, or the connection has
+        closed.
+        """
         await self._links[process].connection.drain()
 
     # ------------------------------------------------------------ remembering
@@ -597,13 +616,16 @@ class RequestLog:
     def has_snapshot(self) -> bool:
         """Whether a checkpoint is being saved.
 
-        For a save, actors keep arrays that a replica (copy of the actors' arrays, kept for restarts) lacks.
+        During a save, actors keep additional arrays that a replica (copy of the actors' arrays, kept for
+        restarts) would not contain, so no replica may be started.
         """
         return any(isinstance(sent.message, BeginSnapshot) for sent in self._needed())
 
     @property
     def needs_files(self) -> bool:
-        """Whether a restart would have to read arrays again from files, which may be deleted by then."""
+        """Whether a restart would have to read arrays from files again, so that the files must not be deleted
+        yet.
+        """
         return any(isinstance(sent.message, ReadFile) for sent in self._needed())
 
     @property
@@ -616,8 +638,10 @@ class RequestLog:
         await self._is_open.wait()
 
     def forget_before(self, mark: int) -> None:
-        """Forget the requests from before a mark, because a replica (copy of the actors' arrays) as of that
-        mark is complete.
+        """Forget all requests from before a mark.
+
+        This is called when a replica (copy of the actors' arrays, kept for restarts) as of that mark is
+        complete, since a restart then needs no earlier requests.
         """
         self._keep([sent for sent in self._needed() if sent.serial > mark])
 
@@ -636,7 +660,8 @@ class RequestLog:
     def _needed(self) -> list[SentRequest]:
         """Return the remembered requests that a restart has to send again, in their order.
 
-        The first request of a save (`BeginSnapshot`) is left out once the save has ended with a `Sweep`.
+        The first request of a checkpoint's save (`BeginSnapshot`) is left out if the last one (`Sweep`) has
+        been answered.
         """
         swept: set[tuple[ProcessId, bytes]] = set()
         needed: list[SentRequest] = []
@@ -660,16 +685,17 @@ class RequestLog:
     def replay(self, epoch: int) -> int:
         """Send again all requests that a restart has to repeat, in their old order, and end the restart.
 
-        From then on, new requests are sent as soon as they are posted. A request that was answered before is
-        also sent again if it changes which arrays its actor has. The handler of that request has ended and
-        ignores the second reply, even a failure: if arrays cannot be stored or read again, later requests
-        that use these arrays fail.
+        After this, new requests are sent as soon as they are posted.
+
+        A request that was answered before is also sent again if it changes which arrays its actor has. Its
+        handler ignores the second reply, even if that reply is a failure. If arrays cannot be stored or read
+        again, later requests that use these arrays fail instead.
 
         Args:
             epoch: the epoch in which the steps run from now on; it counts aborts of the whole mesh.
 
         Returns:
-            The number of the user's steps that had already finished and run again.
+            The number of the user's steps that had already finished and now run again.
         """
         self._keep(self._needed())
         for reply_handler in {sent.reply_handler for sent in self._sent if not sent.reply_handler.done}:
@@ -702,7 +728,7 @@ class RequestLog:
             step: the id of the step that failed, or None.
 
         Returns:
-            Whether a caller will see the error itself.
+            Whether a caller will get `error` itself. If not, the next call on the mesh has to raise it.
         """
         seen = False
         for reply_handler in self._take_reply_handlers():
@@ -734,10 +760,10 @@ class RequestLog:
 
 
 class FreeList:
-    """A list of arrays that are no longer needed, each of which is freed by the next request to its actor.
+    """A list of arrays that are no longer needed. Later requests tell the actors to free them.
 
-    `add` takes no lock, because garbage collection may call it on any thread at any point, even during
-    `take`.
+    `add` takes no lock, because garbage collection may call `add` on any thread at any time, even during
+    `take`, where waiting for a lock could deadlock.
     """
 
     def __init__(self) -> None:
@@ -761,6 +787,6 @@ class FreeList:
         return {actor: tuple(array_ids) for actor, array_ids in frees.items()}
 
     def give_back(self, frees: Mapping[ActorId, Sequence[ArrayId]]) -> None:
-        """Put ids back on the list that `take` returned but that were not sent with any request."""
+        """Put back on the list the ids that `take` returned but that could not be sent."""
         for actor, array_ids in frees.items():
             self._pending.extend((actor, array_id) for array_id in array_ids)

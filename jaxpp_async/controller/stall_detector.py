@@ -1,10 +1,10 @@
-"""Find the actors that cannot continue a step, and tell from their reports why.
+"""Find the actors that cannot continue a step, and determine the reason from their reports.
 
-An actor makes no progress while its position in its program does not change. An actor is stuck when it, every
-actor that it may be waiting for, and every actor that those may be waiting for in turn, have made no progress
-until the deadline, and none of them computes or is silent. These actors are then asked what they wait for
-(`Report`), and `_Examination` finds the reason. The time is a parameter of each method, so that tests can
-choose it.
+An actor makes no progress while its position in its program does not change. Consider an actor together with
+all actors that it may be waiting for, directly or through other actors. The actor is stuck if none of these
+actors has made progress until the deadline, none of them computes, and all of them send heartbeats. Every
+actor with an unfinished step is then asked which transfers it waits for (`Report`), and `_Examination` finds
+the reason. The time is a parameter of each method, so that tests can choose it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ SLOW_BYTES_PER_S = 50e6
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A group of actors that may be waiting for each other, none of which has made progress for `still_s`
-    seconds.
+    """A group of actors that may be waiting for each other and that have made no progress for some time.
 
     Args:
         actors: one actor, then all actors that it may be waiting for, directly or through other actors.
-        still_s: for how many seconds none of the actors has made progress.
+        still_s: the number of seconds for which none of the actors has made progress.
     """
 
     actors: tuple[ActorId, ...]
@@ -42,15 +41,15 @@ class Stall:
 
 @dataclass(slots=True)
 class _ActorProgress:
-    """A record of the position at which an actor makes no progress, and since when.
+    """A record of the position at which an actor has stopped, and of the time at which it stopped there.
 
     Args:
-        at: the step's id and the position.
+        at: the step's id and the actor's position in its program.
         since: the time in seconds at which the actor was first seen at that position.
         extra_s: how many seconds longer than usual the actor may stay at that position, because of the bytes
             in transfer.
-        done: the instruction and the number of finished transfers in the actor's last report; None: no report
-            yet.
+        done: the index of the instruction and the number of finished transfers from the actor's last report;
+            None: no report yet.
     """
 
     at: tuple[int, Position | None]
@@ -63,8 +62,10 @@ class StallDetector:
     """A detector of steps that make no progress.
 
     Args:
-        program_of: returns an actor's part of a program for (program id, actor), or None.
-        progress_s: for how many seconds a step may make no progress; each 50 MB in transfer add a second.
+        program_of: called with a program id and an actor; returns the actor's part of the program, or None if
+            there is none.
+        progress_s: the number of seconds for which a step may make no progress. Each 50 MB in transfer add a
+            second.
     """
 
     def __init__(self, program_of: ProgramOf, progress_s: float = PROGRESS_S):
@@ -72,7 +73,7 @@ class StallDetector:
         self._progress_of: dict[ActorId, _ActorProgress] = {}
 
     def restart(self) -> None:
-        """Forget since when actors have made no progress.
+        """Forget for how long actors have made no progress.
 
         This is needed after an abort, a restart or the loading of a program, during which no step progresses.
         """
@@ -85,15 +86,17 @@ class StallDetector:
         positions: Mapping[ActorId, Position | None],
         silent: Collection[ActorId] = (),
     ) -> Stall | None:
-        """Return a group of actors that seem stuck, as far as that is known without asking the actors, or
-        None if no group seems stuck.
+        """Return a group of actors that seem stuck, or None if no group seems stuck.
+
+        This uses only the positions that the actors have sent with their heartbeats, and sends no request to
+        them.
 
         This must be called at every tick of the monitor's clock.
 
         Args:
             now: the time in seconds.
-            unfinished: for each actor, the id of the oldest step that it has not finished; actors without one
-                are left out.
+            unfinished: for each actor, the id of the oldest step that it has not finished. Actors that have
+                finished all steps are left out.
             positions: the last known position of each of these actors in its program, or None.
             silent: the actors whose heartbeats have been missing for a while. Such actors may be making
                 progress unseen, so groups with one of them are not returned.
@@ -115,17 +118,17 @@ class StallDetector:
         reports: Mapping[ActorId, Reported | None],
         silent: Collection[ActorId] = (),
     ) -> StallDiagnosis | None:
-        """Decide from reports why a group of actors is stuck; return None if it is not, or if that is
-        uncertain.
+        """Determine from reports why a group of actors is stuck. Return None if the group is not stuck, or if
+        that is uncertain.
 
         Args:
             now: the time in seconds.
             stall: the group of actors, as returned by `judge`.
-            unfinished: for each actor, the id of the oldest step that it has not finished; actors without one
-                are left out.
+            unfinished: for each actor, the id of the oldest step that it has not finished. Actors that have
+                finished all steps are left out.
             reports: the report of each actor that was asked; None if the actor did not answer.
-            silent: the actors whose heartbeats are missing, for which nothing can be concluded; if the search
-                comes to one of them, the result is None.
+            silent: the actors whose heartbeats are missing, so that their state is not known. If the reason
+                may lie with one of them, the result is None.
         """
         gone_on = [
             a
@@ -197,7 +200,8 @@ class StallDetector:
         """Return the actors that an actor may be waiting for at a position in its program, because they send
         it data or receive its data.
 
-        The result may include actors that it does not wait for, since the open transfers are not known.
+        The result may include actors that `actor` does not wait for, since this method does not know which
+        transfers are still open.
 
         Args:
             actor: the actor.
@@ -220,8 +224,11 @@ class StallDetector:
 def _extra_s(reports: Collection[Reported]) -> float:
     """Return how many seconds longer than usual a step may make no progress because of the bytes in transfer.
 
-    This is a second for each 50 MB that the actor with most bytes in transfer has in transfer, or 0 if the
-    result would be less than one tick of the monitor.
+    The result is one second for each 50 MB that are in transfer for one actor, namely the actor with the most
+    such bytes. The result is 0 if it would be less than one tick of the monitor.
+
+    Args:
+        reports: the actors' reports, which contain their open transfers.
     """
     most = max((sum(t.size_bytes for t in r.transfers if t.posted) for r in reports), default=0)
     extra_s = most / SLOW_BYTES_PER_S
@@ -245,7 +252,7 @@ _MOST_WAITS, _MOST_LINES = 4, 32  # the most lines about one actor, and in one l
 
 @dataclass(frozen=True, slots=True)
 class ActorWait:
-    """A wait of an actor: the transfer without which it cannot continue a step.
+    """A transfer that an actor waits for, because it cannot continue a step without this transfer.
 
     Args:
         actor: the actor that waits.
@@ -284,13 +291,14 @@ class StallDiagnosis:
 
     Args:
         step: the id of the oldest step that an actor of the chain has not finished.
-        cause: the kind of the cause; if there are several causes, the kind of the most certain one.
-        culprit: a clause that describes the cause.
+        cause: the kind of the reason; if several reasons were found, the most certain one.
+        culprit: a clause that describes the reason.
         actor: the actor to blame, which for a lost transfer is its receiver; None: the controller.
-        instruction: the text of the instruction at which the actor with the cause is, or None if that actor
+        instruction: the text of the instruction at which the reason was found, or None if the actor there
             reported no instruction.
         lost: the transfer that was lost, if the cause is `"lost"`; otherwise None.
-        chain: the actors that the search visited, from the first one along the transfers that each waits for.
+        chain: the actors that were examined, in order. Each one after the first is waited for by an earlier
+            one.
         waits: lines of text that say which actor waits for which transfer.
         places: for each actor with an unfinished step, a text that says where in its program it is.
     """
@@ -321,7 +329,8 @@ def describe_position(program_of: ProgramOf, actor: ActorId, at: Position) -> st
     data"`.
 
     Args:
-        program_of: returns an actor's part of a program for (program id, actor), or None.
+        program_of: called with a program id and an actor; returns the actor's part of the program, or None if
+            there is none.
         actor: the actor.
         at: the position in a program.
     """
@@ -335,14 +344,15 @@ def describe_position(program_of: ProgramOf, actor: ActorId, at: Position) -> st
 
 
 class _Examination:
-    """A search for the reason of a stall, from actor to actor along the transfers that each waits for.
+    """A search for the reason of a stall. The search goes from each actor to the actors that it waits for.
 
     The search is breadth first.
 
     Args:
         unfinished: for each actor, the id of the oldest step that it has not finished.
         reports: the report of each of these actors; None if the actor did not answer.
-        program_of: returns an actor's part of a program for (program id, actor), or None.
+        program_of: called with a program id and an actor; returns the actor's part of the program, or None if
+            there is none.
     """
 
     def __init__(
@@ -357,9 +367,10 @@ class _Examination:
         self._waits: list[ActorWait] = []
 
     def follow(self, first: ActorId) -> StallDiagnosis | None:
-        """Search from `first`, an actor that waits, and return why it cannot continue.
+        """Begin the search at the actor `first`, and return the reason why `first` cannot continue.
 
-        The result is None if the search comes to an actor that executes a task, since then nobody is stuck.
+        The result is None if one of the actors executes a task, since then the others only have to wait for
+        it.
         """
         self._chain.append(first)
         for actor in self._chain:  # `_follow_waits` appends to the chain
@@ -396,7 +407,7 @@ class _Examination:
         self._causes.setdefault(cause, (actor, wait))
 
     def _other_end_has_begun(self, wait: ActorWait) -> bool:
-        """Return whether the peer of a transfer has posted, or has even finished, its send or receive."""
+        """Return whether the actor at the other end of a transfer has already started its send or receive."""
         peer, tag = wait.transfer.peer, wait.transfer.tag
         reported = self._reports.get(peer)
         if reported is None or reported.step is None:
@@ -454,10 +465,8 @@ class _Examination:
         return f"actor {actor} waits for nothing and does not go on"
 
     def _find_cycle(self, actor: ActorId) -> list[ActorId]:
-        """Return the actors of a cycle in which each waits for the next one.
-
-        The search follows each actor's first wait, from `actor` on, until an actor appears for the second
-        time.
+        """Follow the first wait of each actor, from `actor` on, until an actor appears for the second time.
+        Return the actors of the cycle that was found, in which each waits for the next one.
         """
         path: list[ActorId] = []
         while actor not in path:
@@ -493,9 +502,10 @@ class _Examination:
 
 
 def _lines(lines: Sequence[str]) -> str:
-    """Join lines to one indented text, and leave out the middle ones if there are more than `_MOST_LINES`.
+    """Join lines to one indented text.
 
-    The first and the last lines tell most.
+    If there are more than `_MOST_LINES` lines, the middle ones are left out, because the first and last lines
+    are the most useful.
     """
     half, more = _MOST_LINES // 2, len(lines) - _MOST_LINES
     if more > 0:

@@ -1,5 +1,4 @@
-"""Start actor processes and wait until they are connected and configured; check their devices; wait for their
-ends.
+"""Start actor processes, and wait until each one is connected and has started JAX and its transport.
 
 `Startup` starts the processes of one mesh's actors, and later those that replace lost ones. All actors start
 in parallel. The first failure ends the launch, and the caller stops the processes that have been started.
@@ -48,7 +47,7 @@ T = TypeVar("T")
 
 
 class Startup:
-    """A starter of one mesh's actor processes, whose errors tell which stage failed and why.
+    """A starter of one mesh's actor processes. If a start fails, the error says which stage failed and why.
 
     Args:
         launcher: starts the processes.
@@ -57,8 +56,8 @@ class Startup:
         on_progress: called with a line of text when a process is ready.
 
     Attributes:
-        handles: the handle of each process by process number, for callers that have to stop the processes. A
-            replaced process has the handle of its latest successor.
+        handles: the handle of each process by process number, for callers that have to stop the processes. If
+            a process was replaced, the handle is that of the process that replaced it last.
     """
 
     def __init__(
@@ -100,8 +99,8 @@ class Startup:
         return make_link(process_rank, handle, connection)
 
     async def reserve(self, link: ActorLink, message: Reserve) -> int:
-        """Have a process find a free port, at which the other processes of its actor can join it; return the
-        port.
+        """Tell a process to find a free port, at which the other processes of its actor can connect to it,
+        and return the port.
 
         Raises:
             LaunchError: the process found no port, died or did not answer in time.
@@ -114,7 +113,7 @@ class Startup:
     async def configure(self, link: ActorLink, message: Configure) -> Ready:
         """Have one process start JAX and its transport, and return its reply, which describes its devices.
 
-        The link gets the process's devices and its address on the data plane.
+        The process's devices, and its address for the transport of arrays, are stored in `link`.
 
         Raises:
             LaunchError: the process failed, died or did not answer in time.
@@ -138,11 +137,12 @@ class Startup:
             link: the process.
             message: the request.
             expected: the type of the reply.
-            late: a clause for the error about a missed deadline, which says what the process did not do.
+            late: a clause that says what the process did not do in time, such as `"connected but did not find
+                a free port"`, for the error about a missed deadline.
 
         Raises:
             LaunchError: the process died or did not answer in time.
-            JaxppAsyncError: the request failed; see `unready_error`.
+            JaxppAsyncError: the request failed; `unready_error` chooses the class of the error.
         """
         process_rank = ProcessRank(link.info.process, link.info.size)
         task = asyncio.get_running_loop().create_task(
@@ -161,7 +161,7 @@ class Startup:
     async def _unless_dead(
         self, process_rank: ProcessRank, wanted: asyncio.Future[T], unconnected: str = ""
     ) -> T:
-        """Wait for the future `wanted` and return its result, or raise an error if the process dies before.
+        """Wait for the future `wanted` and return its result. If the process dies first, raise an error.
 
         Args:
             process_rank: the process.
@@ -201,11 +201,11 @@ class Startup:
 def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
     """Return the error for an actor that could not be configured.
 
-    If the user can fix the cause, such as a missing package, the error has the actor's text without a
-    traceback.
+    If the failure is an `InstallError` or `MeshError`, which the user can fix, the result has the same class
+    and text, without the actor's traceback. Otherwise the result is a `LaunchError`.
 
     Args:
-        actor: the process.
+        actor: the actor process.
         error: the failure that the process reported, with its traceback.
     """
     text, _, _ = str(error).partition("\n\nTraceback on the actor")
@@ -220,11 +220,12 @@ def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
 
 
 def _connection_remedy(controller: tuple[str, int] | None) -> str:
-    """Return advice to the user for the error that an actor on another host was started but did not connect.
+    """Return advice for the user, to be appended to an error that says that an actor was started but did not
+    connect.
 
     Args:
-        controller: the host and port to which actors connect. If the host is a loopback address, or the
-            argument is None, the result is empty.
+        controller: the host and port to which actors connect, or None. If the host is a loopback address, or
+            `controller` is None, the result is empty.
     """
     if controller is None or controller[0].startswith("127."):
         return ""

@@ -1,10 +1,10 @@
 """Make replicas of the state regularly, store each of them twice, and restore the actors' arrays from them.
 
 A replica of the state is a copy of all actors' arrays in host memory. In a restart, all actors return to the
-last replica. Each process makes its own part of the replica, and another actor (the holder) stores that part
-as well. The replica is complete once each part has been stored twice, and all earlier requests have been
-answered. Only then are the previous replica and the requests from before the new one forgotten. `recovery`
-replaces processes and sends requests again.
+last replica. Each process copies its own arrays, which are its part of the replica, and sends the part to
+another actor (the holder), which stores it as well. The replica is complete once each part has been stored
+twice, and all earlier requests have been answered. Only then are the previous replica and the requests from
+before the new one forgotten. `recovery` replaces processes and sends requests again.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ MAX_REMEMBERED_BYTES = 1 << 30
 
 
 class StateReplication:
-    """The maker of regular replicas of one mesh's state (all arrays of its actors), which restarts need.
+    """The component that regularly makes replicas (copies) of all arrays of a mesh's actors, which restarts
+    need.
 
-    Each process's arrays are copied to its own host memory and to that of another actor. With a single actor,
-    the controller stores the second copy. A transfer of replicas may take `progress_s` seconds, and a second
-    more for each 50 MB.
+    Each process copies its arrays to its host memory and to the host memory of another actor. If the mesh has
+    only one actor, the controller stores the second copy. The time limit of the transfers is `progress_s`
+    seconds, and a second more for each 50 MB.
 
     Args:
         actor_group: the actors' processes.
         request_log: the log of requests, which are forgotten once a later replica is complete.
         options: the number of steps between replicas, and `progress_s`.
-        on_error: called with the error of a replica that does not arrive, which hints that a connection is
-            broken.
+        on_error: called with an error if a replica does not arrive, probably because a connection is broken.
     """
 
     def __init__(
@@ -86,20 +86,22 @@ class StateReplication:
     def take_if_due(self) -> None:
         """Start a replica (copy of the actors' arrays) if enough steps or bytes were sent since the last one.
 
-        Call this before each save as well: no replica can start during a save, and one save may follow
-        another immediately.
+        This must also be called before each save of a checkpoint. Because no replica can start during a save,
+        frequent saves could otherwise prevent all replicas.
         """
         is_due = self._steps_since >= self._every or self._request_log.size_bytes > MAX_REMEMBERED_BYTES
         if is_due and self._task is None and self._request_log.is_open and not self._request_log.has_snapshot:
             self.take()
 
     def take(self) -> asyncio.Task[None]:
-        """Start a replica (copy of the actors' arrays, kept for restarts) as of all requests made so far.
+        """Start to make a replica (copy of the actors' arrays, kept for restarts), which contains the effects
+        of all requests made so far.
 
         Later requests do not wait for the replica.
 
         Returns:
-            A task that ends when the replica is complete or has failed; it logs or reports a failure itself.
+            A task that ends when the replica is complete or has failed. The task does not raise a failure;
+            the failure is logged or passed to `on_error`.
         """
         self._steps_since = 0
         generation, mark = next(self._generations), self._request_log.new_mark()
@@ -113,8 +115,8 @@ class StateReplication:
         return task
 
     async def secure(self) -> None:
-        """Wait until a complete replica has all arrays that were read from files, so that the files may be
-        deleted.
+        """Wait until a complete replica contains all arrays that were read from files, so that the files may
+        be deleted.
 
         A replica is a copy of the actors' arrays, kept for restarts; without one, a restart would read the
         files again.
@@ -136,14 +138,15 @@ class StateReplication:
                 return
 
     def cancel(self) -> None:
-        """Cancel the making of a replica (copy of the actors' arrays), if any, so that no more requests are
-        sent.
+        """Stop making a replica (copy of the actors' arrays), if that is in progress, so that no more
+        requests are sent.
         """
         if self._task is not None:
             self._task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel the making of a replica (copy of the actors' arrays), if any, and wait until it has stopped.
+        """Stop making a replica (copy of the actors' arrays), if that is in progress, and wait until it has
+        stopped.
 
         Another replica may be started later.
         """
@@ -153,7 +156,8 @@ class StateReplication:
         """Restore the arrays of all actors from the last complete replica (copy of these arrays), in a
         restart.
 
-        If there is no replica yet, all actors drop their arrays.
+        If there is no replica yet, all actors drop their arrays, because the restart then sends again all
+        requests since the start.
 
         Args:
             lost: the actors that have been replaced. Their new processes have neither arrays nor replicas.
@@ -205,7 +209,8 @@ class StateReplication:
 
         Args:
             generation: the number of the replica; each replica has the next number.
-            mark: the point in the request log at which the replica is made; see `RequestLog.new_mark`.
+            mark: the number that separates the requests before the replica from later ones; see
+                `RequestLog.new_mark`.
             asked: for each process, the request that told it to copy its arrays.
         """
         kept = {process: (await reply).arrays for process, reply in asked.items()}
@@ -228,8 +233,8 @@ class StateReplication:
     async def _send_to_holders(
         self, generation: int, arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]]
     ) -> None:
-        """Send each process's part of a replica to the holder, the process that stores the second copy of
-        that part.
+        """Send each process's part of a replica to its holder, which is the process that stores a second copy
+        of that part.
 
         Args:
             generation: the number of the replica.
@@ -239,7 +244,8 @@ class StateReplication:
         await self._move(generation, arrays, routes)
 
     async def _send_to_replaced(self, generation: int, lost: Collection[ActorId]) -> None:
-        """Send second copies of the lost actors' arrays to the new processes of these actors.
+        """Send the lost actors' arrays to the new processes of these actors, from the processes that store
+        second copies of the arrays.
 
         Args:
             generation: the number of the replica.
@@ -274,9 +280,9 @@ class StateReplication:
 
         Args:
             generation: the number of the replica.
-            arrays: the arrays of each process.
-            routes: a dictionary. Its keys are the processes whose parts are to be sent; its values are the
-                process that sends the part and the process that receives it.
+            arrays: the arrays of each process's part.
+            routes: a dictionary. Its keys are the processes whose parts are to be sent; each value is a pair
+                of the process that sends the part and the process that receives it.
 
         Raises:
             TransferError: a part does not arrive.
@@ -310,11 +316,12 @@ class StateReplication:
             ) from None
 
     async def _run_one_end(self, process: ProcessId, message: ReceiveReplica | SendReplica) -> None:
-        """Have an actor or the controller send or receive one part of a replica (copy of the actors' arrays).
+        """Have a process send or receive one part of a replica (copy of the actors' arrays), and wait until
+        this is done.
 
         Args:
-            process: the process that sends or receives.
-            message: the request that tells it what to send or receive.
+            process: the process that sends or receives: an actor process or the controller.
+            message: the part and the process at the other end.
         """
         if process != CONTROLLER:
             await self._actor_group.links[process].ask(message, Done)
