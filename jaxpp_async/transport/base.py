@@ -223,14 +223,13 @@ class Transport(Protocol):
         ...
 
     def hurry(self, on: bool) -> None:
-        """Tell the transport whether the caller has nothing to compute and only waits for transfers. This is
-        a hint; it is off at first.
+        """Tell the transport whether the caller has nothing to compute and only waits for transfers.
 
-        While the hint is on, the transport may poll for messages for up to a millisecond before the loop
-        sleeps, if polling has helped recently. If a large send is faster once the peer has posted the
-        receive, the transport may also hold back that send, and all later sends with the same tag, for up to
-        a millisecond. Meanwhile other processes may use the CPU core, and the loop's other work is not
-        delayed.
+        This is a hint, which is off at first. While the hint is on, the transport may poll for messages for
+        up to a millisecond before the loop sleeps, if polling has helped recently. If a large send is faster
+        once the peer has posted the receive, the transport may also hold back that send, and all later sends
+        with the same tag, for up to a millisecond. Meanwhile other processes may use the CPU core, and the
+        loop's other work is not delayed.
 
         Args:
             on: True if the caller only waits for transfers from now on; False if it has other work.

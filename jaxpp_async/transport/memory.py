@@ -1,9 +1,9 @@
 """Carry buffers between transports of one process and one event loop, through an object instead of a network.
 
-This transport is deterministic: a message without a delay arrives immediately, in the order of the calls.
-Like UCX it completes a small send immediately and a larger one only when its receive is matched, and never
-writes to a buffer that the receiver has not posted. Tests set delays and faults on the `MemoryNetwork`. The
-module starts no thread and keeps no module state.
+This transport is deterministic: messages without a delay arrive immediately, in the order in which they are
+sent. Like UCX, this transport completes a small send immediately and a larger send only when a receive
+matches it, and never writes to a buffer that the receiver has not posted. Tests set delays and faults on the
+`MemoryNetwork`. The module starts no thread and keeps no module state.
 """
 
 from __future__ import annotations

@@ -71,9 +71,8 @@ class SharedBlock:
             address stays the same as long as `array` lives.
         array: the data as a flat uint8 array.
         ticket: the data by which peers find the block; None while the memory is not shared.
-        mark: a 64-bit number in the block. If a sender was told before its message that it may write into the
-            block (by an offer, `ucx/offers.py`), the sender stores the offer's serial number in `mark` once
-            the data is written.
+        mark: a 64-bit number in the block. A sender that writes a message into the block because of an offer
+            (`ucx/offers.py`) then stores the offer's serial number in `mark`.
     """
 
     __slots__ = (
@@ -234,9 +233,8 @@ class MappedBlock:
         size_bytes: the size of the whole block, including the page after the data, which contains `freed` and
             `mark`.
         freed: a flag in the block that is set once its owner has freed it.
-        mark: a 64-bit number in the block. If the owner told this process before the message that it may
-            write into the block (by an offer, `ucx/offers.py`), this process stores the offer's serial number
-            in `mark` once the data is written.
+        mark: a 64-bit number in the block. If this process writes a message into the block because of an
+            offer (`ucx/offers.py`), this process then stores the offer's serial number in `mark`.
     """
 
     __slots__ = ("_whole", "address", "freed", "mark", "size_bytes")
@@ -290,8 +288,8 @@ class LocalPeer:
         return cls(pid, key, mailbox) if mailbox[-_KEY_BYTES:].tobytes() == key else None
 
     def announced(self, tag: int) -> list[tuple[int, int]]:
-        """Return (serial number, size in bytes) for each message with a given tag that the peer announces in
-        its mailbox, oldest first. Messages that `note_answered` was called for are left out."""
+        """Return one tuple (serial number, size in bytes) for each message with a given tag that the peer
+        announces in its mailbox, oldest first. Messages for which `note_answered` was called are left out."""
         rows = self._rows.tolist()
         return sorted((n, size) for n, at, size in rows if n and at == tag and n not in self._answered)
 
@@ -362,8 +360,8 @@ def _whole_bytes(size_bytes: int) -> int:
 
 
 def _mailbox_parts(mailbox: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Split a mailbox into three arrays: the messages that it announces, the names of the mailboxes that its
-    process can read, and the ring buffer of its offers."""
+    """Split the memory of a process's mailbox into three arrays: the messages that the process announces, the
+    names of the mailboxes that the process can read, and the ring buffer of the process's offers."""
     names_at, ring_at = _MAILBOX_ROWS * _ROW_BYTES, _MAILBOX_ROWS * _ROW_BYTES + _MAILBOX_NAMES * _NAME_BYTES
     rows, names, ring = np.split(mailbox[:-_KEY_BYTES], [names_at, ring_at])
     return rows.view(np.uint64).reshape(_MAILBOX_ROWS, 3), names.reshape(_MAILBOX_NAMES, _NAME_BYTES), ring

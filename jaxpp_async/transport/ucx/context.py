@@ -1,9 +1,9 @@
 """Open UCX contexts with the settings for a given network, and check conditions first that UCX handles badly.
 
-If descriptors or shared memory run out, UCX only reports "Input/output error", so this module checks both
-before. If every port of `UCX_TCP_PORT_RANGE` is in use, UCX tries ports for ever, and if the range is a
-single port, UCX prints messages of its own. This module therefore looks for a free port before. A setting
-that the user has made is never overridden. This is the only module that imports ucxx.
+If descriptors or shared memory run out, UCX only reports "Input/output error", so this module checks both in
+advance. If every port of `UCX_TCP_PORT_RANGE` is in use, UCX tries ports for ever, and if the range is a
+single port, UCX prints messages of its own. This module therefore looks for a free port first. A setting that
+the user has made is never overridden. This is the only module that imports ucxx.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def resources(text: str) -> list[tuple[str, str]]:
 
 
 def check_takes_gpu_memory(found: Sequence[tuple[str, str]]) -> None:
-    """Check that a UCX context supports GPU memory. Without support it would treat GPU addresses as host
-    addresses, and crash the process.
+    """Check that a UCX context supports GPU memory. A UCX without this support would treat GPU addresses as
+    host addresses and crash the process.
 
     Args:
         found: the (transport, device) pairs of the context, from `resources`.
@@ -324,7 +324,7 @@ def with_free_port(make: Callable[[str | None], T], devices: str | None) -> T:
 
     Args:
         make: a function that makes a listening worker, given a range of one port, such as `"47000-47000"`, or
-            None for the ports that the environment gives.
+            None to let UCX choose the port as the environment variables say.
         devices: the devices on which UCX listens, as in the environment variable `UCX_NET_DEVICES`.
 
     Raises:
@@ -349,8 +349,8 @@ def with_free_port(make: Callable[[str | None], T], devices: str | None) -> T:
 
 
 def _read_range(given: str) -> range | None:
-    """Parse a range of ports, `"47000-47100"` or `"47000"`, as UCX does: blanks before a number and anything
-    after it are ignored.
+    """Parse a range of ports, `"47000-47100"` or `"47000"`, as UCX does. Blanks before a number are ignored,
+    and so is any text after it.
 
     Returns:
         The ports; None if any port may be used (`"0"`), or if the text is not a range that UCX can parse.

@@ -68,7 +68,8 @@ def check_devices(names: str | None) -> None:
 
 
 def is_used(names: str | None, device: str) -> bool:
-    """Return whether UCX uses a device, which must exist and must not be an RDMA device.
+    """Return whether UCX uses a network device. Call this only for a device that exists and is not an RDMA
+    device.
 
     Args:
         names: the devices as in the environment variable `UCX_NET_DEVICES`; None: the variable is not set.
@@ -134,8 +135,8 @@ def devices_with(addresses: Collection[str]) -> str | None:
     RDMA devices.
 
     Args:
-        addresses: IPv4 addresses of this machine; if there are none, the result is empty, with which UCX uses
-            no network.
+        addresses: IPv4 addresses of this machine; if this is empty, the result is an empty text, which makes
+            UCX use no network.
 
     Returns:
         The list in the form of the environment variable `UCX_NET_DEVICES`; None if one of the addresses

@@ -163,8 +163,8 @@ class LinkOffers:
         self.num_in_vain = 0
 
     def take(self, tag: int, number: int) -> Offer | None:
-        """Remove and return the peer's offer of memory for the `number`-th message of a tag. Return None if
-        the peer has not made that offer yet."""
+        """Remove and return the peer's offer of memory for the message with a given tag and number. Return
+        None if the peer has not made that offer yet."""
         key = (tag, number)
         self._latest_number[tag] = number
         if key not in self._held:

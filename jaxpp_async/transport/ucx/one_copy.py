@@ -201,7 +201,7 @@ class OneCopyMessages:
 
     def drop(self, link: UcxLink) -> None:
         """Stop writing messages to the peer of a link. When this returns, the memory of these messages
-        belongs to the callers again, and no memory of the peer is mapped."""
+        belongs to the callers of `post_send` again, and no memory of the peer is mapped."""
         self.sender.drop(link)
         if self._mailbox is not None and link.local_peer is not None:
             self._mailbox.remove_readable(link.local_peer)
@@ -214,14 +214,14 @@ class OneCopyMessages:
 
 
 def may_be_written(transfer: UcxTransfer) -> bool:
-    """Return whether a message may be written directly into the receiver's memory (the one-copy protocol): it
-    must be large enough and in host memory."""
+    """Return whether a message is large enough, and in host memory, so that it may be written directly into
+    the receiver's memory (the one-copy protocol)."""
     return transfer.memory.size_bytes >= MIN_ONE_COPY_BYTES and not transfer.memory.on_device
 
 
 def may_be_offered(transfer: UcxTransfer) -> bool:
-    """Return whether a receiver may offer its memory for a message before the message is sent: the message
-    must have a number under its tag and a suitable size."""
+    """Return whether a receiver may offer its memory for a message before the message is sent. This requires
+    that the message has a number under its tag and a suitable size."""
     return transfer.number is not None and MIN_ONE_COPY_BYTES <= transfer.memory.size_bytes <= PIECE_BYTES
 
 
@@ -250,8 +250,8 @@ class OneCopyReceiver:
     """The receiving side of the one-copy protocol, which offers the memory of receives to senders, answers
     each announcement of a message (RTS) with a CTS (clear to send), and never blocks.
 
-    If a receive fails, its shared block is retired: other memory is put at the block's address, so that
-    peers' late writes do not change the receive's memory.
+    If a receive fails, its shared block is retired, which puts other memory at the block's address. Late
+    writes of a peer then do not change the memory that the receive's owner sees.
 
     Args:
         carrier: the transport.
@@ -275,8 +275,8 @@ class OneCopyReceiver:
         """If the memory of a receive was retired, share it with senders again. Call this before the receive
         is posted to UCX.
 
-        A receive that fails retires its shared block (replaces it by memory that no peer can write to). An
-        abort has no time to share the block again.
+        A receive that fails retires its shared block (replaces it by memory that no peer can write to). The
+        block is shared again only now, because sharing takes long and an abort must be fast.
         """
         if isinstance(memory.owner, SharedBlock):
             memory.owner.share_again()
@@ -324,8 +324,8 @@ class OneCopyReceiver:
 
         Args:
             transfer: the receive, which got a message as long as an RTS.
-            status: UCX's status. If it says that the message was truncated, the receive's memory does not
-                contain the RTS.
+            status: UCX's status. If the status says that the message was truncated, the RTS is not in the
+                receive's memory and is looked up in the sender's mailbox.
 
         Returns:
             The serial number and the size of the large message; None if the received message is not an RTS.
@@ -405,8 +405,8 @@ class _HeldBack(NamedTuple):
 
     Attributes:
         until_s: the time until which the message waits for an offer, in seconds of `time.monotonic`.
-        offer: the receiver's offer; the message is then written in a later pass of the event loop. None as
-            long as there is no offer.
+        offer: the receiver's offer if there is one already, in which case the message is written in a later
+            pass of the event loop; otherwise None.
     """
 
     until_s: float
@@ -457,7 +457,8 @@ class OneCopySender:
         return bool(self._held_back)
 
     def send(self, transfer: UcxTransfer, hurried: bool) -> bool:
-        """Send a large message with one copy, or hold it back until its receiver offers memory for it.
+        """Send a large message with one copy, or hold the message back until its receiver offers memory for
+        it.
 
         A message of any size is held back while an earlier message to the same peer with the same tag is held
         back.
@@ -497,7 +498,7 @@ class OneCopySender:
 
     def drop(self, link: UcxLink) -> None:
         """End every message to the peer of a link with an error. When this returns, the memory of these
-        messages belongs to the callers again."""
+        messages belongs to the callers of `post_send` again."""
         if self._copies and self._copies[0].transfer.link is link:
             self._written_bytes = 0
         dropped = [copy.transfer for copy in self._copies if copy.transfer.link is link]

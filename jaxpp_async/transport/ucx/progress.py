@@ -86,8 +86,8 @@ class Progress:
             self._loop.call_soon(self.run)
 
     def run(self) -> None:
-        """Let UCX make progress until it has nothing left to do and its file descriptor is armed (signals new
-        events), or until the loop's other work has to run."""
+        """Let UCX make progress until UCX has nothing left to do and its file descriptor is armed (so that
+        the descriptor signals new events), or until the loop's other work has to run."""
         self._run_scheduled = False
         worker = self._worker
         if worker is None:

@@ -90,9 +90,9 @@ class TagPort:
         worker: the worker's raw handle, which must stay valid as long as this object is used.
 
     Attributes:
-        completed: `(identity, status, length)` of every operation that ended since the owner last emptied the
-            list, which is filled while the worker makes progress. `length` is the number of bytes received, 0
-            for sends.
+        completed: a list with one tuple `(identity, status, length)` for every operation that has ended since
+            the owner last emptied the list. UCX adds to the list while the worker makes progress. `length` is
+            the number of bytes received, 0 for sends.
         free: a function that releases the request with the given handle.
     """
 
