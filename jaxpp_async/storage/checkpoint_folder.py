@@ -56,7 +56,7 @@ _PARTIAL = re.compile(rf"({_FILE.pattern}|{re.escape(MANIFEST)}\.{_SAVE_ID}){re.
 
 
 def new_save_id() -> str:
-    """Return a random id for a save, which no other save has."""
+    """Return a random id for a save. No other save has the same id."""
     return secrets.token_hex(8)
 
 
@@ -174,7 +174,7 @@ def commit(
 
     Raises:
         CheckpointError: another process has replaced or removed the manifest since the save began, or a file
-            of this save has another size. The folder's manifest is left unchanged.
+            of this save was removed or has another size. The folder's manifest is left unchanged.
         OSError: writing failed. The manifest may nevertheless have been replaced; if so, `read_manifest`
             returns the new manifest.
     """

@@ -175,8 +175,8 @@ class MemoryTransport(TransportBase):
         self._network.leave(self._address)
 
     def fail_link(self, peer: Peer, cause: str) -> None:
-        """End the transfers with `peer` as if the medium had lost the connection. `MemoryNetwork.fail_link`
-        calls it, for tests."""
+        """End the transfers with `peer` as if the medium had lost the connection. Tests cause this by
+        `MemoryNetwork.fail_link`."""
         if peer in self._links:
             self._links[peer].failure = cause
             self._end_transfers(peer, cause)

@@ -185,8 +185,8 @@ class AddressFilter:
                     break
 
     def _refuse(self, listener: ListeningSocket, wanted: set[IPNetwork]) -> None:
-        """Make a socket refuse exactly the given address ranges. While the change is made, and if it fails,
-        the socket refuses everybody.
+        """Make a socket refuse exactly the given address ranges. While the change is being made, and after a
+        change that failed, the socket refuses everybody.
 
         Args:
             listener: the socket.

@@ -82,10 +82,10 @@ _OWN_KIND = TransportKind("")
 
 
 def kind_of(name: str) -> TransportKind:
-    """Return the capabilities of the transport of this name.
+    """Return the capabilities of the transport with this name.
 
-    A launcher may provide a transport whose name is not in the registry. For an unknown name, this function
-    therefore returns the default capabilities: all transfers use that one transport.
+    A launcher may provide a transport whose name is not in `TRANSPORTS`. For an unknown name, this function
+    therefore returns the default capabilities, which say that one transport carries everything.
     """
     return TRANSPORTS.get(name, _OWN_KIND)
 

@@ -7,8 +7,8 @@ the event loop's thread.
 Communicators are made and aborted through nccl4py, NVIDIA's own binding, which supports NCCL's configuration
 (CuPy's binding has no non-blocking communicators, so that a caller would wait for ever if its peer never
 joins). `ncclSend` and `ncclRecv` are called directly as C functions of the public header, because nccl4py
-inspects the buffer in each call, which takes longer than the call itself. Both ways of calling release
-Python's lock (the GIL). Streams and events are CuPy's.
+inspects the buffer in each call, which takes longer than the call itself. Both functions release Python's
+lock (the GIL) while they run. Streams and events are CuPy's.
 
 A thread finds out that a transfer has ended by sleeping in `cudaEventSynchronize` on an event. A host
 function that CUDA calls from the stream would be worse for two reasons: it would block the stream until it
@@ -33,8 +33,8 @@ WORD_BYTES = 8
 
 
 class NcclFailure(JaxppAsyncError):
-    """The error for a call that NCCL or CUDA has refused, or for a peer that was lost; the message says which
-    and why."""
+    """The error for a call that NCCL or CUDA has refused, or for a peer that was lost; the message names the
+    call or the peer, and the reason."""
 
 
 class CompletionEvent(Protocol):

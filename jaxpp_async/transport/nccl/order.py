@@ -148,8 +148,8 @@ class StepOrder:
     Args:
         orders: a dictionary. Its keys are the links that the step uses, and its values are the orders of the
             transfers on them.
-        links: a dictionary for each direction. Its keys are the sequence numbers in the tags of that
-            direction's transfers, and its values are the links that carry them.
+        links: a dictionary. Its keys are directions. Each value is a dictionary from the sequence numbers in
+            the tags of the direction's transfers to the links that carry these transfers.
     """
 
     orders: Mapping[NcclLink, LinkOrder]
@@ -254,10 +254,11 @@ def rounds(links: Iterable[NcclLink]) -> list[list[NcclLink]]:
     """Divide new links into rounds. The links of one round are made at the same time, and the rounds follow
     one another.
 
-    Making a link blocks both of its processes. Because all processes follow the same rounds, processes never
-    wait for one another in a circle. No process waits long either, because each process has at most one link
-    in a round, and the number of rounds is close to the least possible. (If the links were made in ascending
-    order, the last process of a pipeline would wait until all earlier processes had made their links.)
+    To make a link, each of its two processes waits for the other. Because all processes follow the same
+    rounds, they never wait for one another in a circle. No process waits long either, because each process
+    has at most one link in a round, and the number of rounds is close to the least possible. (If the links
+    were made in ascending order, the last process of a pipeline would wait until all earlier processes had
+    made their links.)
 
     Returns:
         The links of each round.
@@ -275,7 +276,12 @@ def rounds(links: Iterable[NcclLink]) -> list[list[NcclLink]]:
 
 
 def links_by_maker(links: Iterable[NcclLink]) -> dict[ProcessId, list[NcclLink]]:
-    """Group links by the process that makes their ids; each group is in ascending order."""
+    """Group links by the process that makes their ids.
+
+    Returns:
+        A dictionary. Its keys are the processes that make ids, and its values are the links whose ids they
+        make, in ascending order.
+    """
     made: dict[ProcessId, list[NcclLink]] = {}
     for link in sorted(set(links)):
         made.setdefault(link.maker, []).append(link)
