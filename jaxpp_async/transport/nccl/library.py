@@ -33,8 +33,8 @@ WORD_BYTES = 8
 
 
 class NcclFailure(JaxppAsyncError):
-    """The error for a call that NCCL or CUDA has refused, or for a peer that was lost; the message names the
-    call or the peer, and the reason."""
+    """The error for a failure of NCCL or CUDA, such as a refused call, a lost peer or a missing GPU. The
+    message gives the reason."""
 
 
 class CompletionEvent(Protocol):
