@@ -1,5 +1,5 @@
-"""Store checkpoints on disk: files of arrays, and the folder in which a set of files is a checkpoint.
+"""Store checkpoints on disk. A checkpoint is a folder with files of arrays and a manifest that names them.
 
 - `tensor_files`: writes numpy arrays to safetensors files and reads them back, with checksums.
-- `checkpoint_folder`: the names in a checkpoint's folder, its manifest, and the removal of files.
+- `checkpoint_folder`: names the files in a checkpoint's folder, replaces the manifest, and removes files.
 """

@@ -1,14 +1,15 @@
-"""Name the files in a checkpoint's folder, and make a set of files the folder's checkpoint atomically.
+"""Name the files in a checkpoint's folder, replace the folder's manifest atomically, and remove files.
 
-The files of each save have names that no other save uses, so that a save overwrites neither an older
-checkpoint in the same folder nor the files that another save is writing. Only the manifest, which names a
-checkpoint's files, is shared: a save replaces the manifest that it found when it began, and from that moment
-on the folder contains the new checkpoint. A save that fails removes its own files. A save that succeeds
-removes the files that the replaced manifest named. No other files are removed, so a file of the current
-manifest is never removed, however many saves there are.
+A folder contains one checkpoint, which consists of the files that the folder's manifest names. The files of
+each save have names that no other save uses, so that a save overwrites neither an older checkpoint in the
+same folder nor the files that another save is writing. Only the manifest is shared by all saves. At its end,
+a save replaces the manifest that it found when it began, and from that moment on the folder contains the new
+checkpoint. A save that fails removes its own files. A save that succeeds removes the files that the replaced
+manifest named. No save removes other files, so a file that the current manifest names is never removed,
+however many saves there are.
 
-Only `read_manifest` and `commit` have to be atomic: an object store without a rename can use a conditional
-put for them.
+Only `read_manifest` and `commit` have to be atomic. On an object store that cannot rename files, a
+conditional put can implement them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _PARTIAL = re.compile(rf"({_FILE.pattern}|{re.escape(MANIFEST)}\.{_SAVE_ID}){re.
 
 
 def new_save_id() -> str:
-    """Return a random id that no other save has."""
+    """Return a random id for a save. No other save has the same id."""
     return secrets.token_hex(8)
 
 
@@ -65,7 +66,7 @@ def file_name(save_id: str, actor: int | None, index: int) -> str:
     Args:
         save_id: the save's id.
         actor: the actor that writes the file; None if the controller writes it.
-        index: the file's number among the files of the same save and writer.
+        index: the file's number among the files that the same writer writes in this save.
     """
     writer = "controller" if actor is None else f"actor-{actor}"
     return f"{save_id}-{writer}-{index}.safetensors"
@@ -93,7 +94,7 @@ def absolute(folder: CheckpointPath) -> str:
 
 
 def make(folder: str) -> list[str]:
-    """Make a folder and all missing folders above it, and make their names durable on the disk.
+    """Make a folder and all missing folders above it, and make sure that they survive a crash of the machine.
 
     Returns:
         The folders that were made, outermost first.
@@ -140,8 +141,8 @@ def files_of(manifest: bytes | None) -> tuple[str, ...]:
         manifest: the content of the manifest, or None.
 
     Returns:
-        The names, without those that no save could have given; () if the manifest is None or cannot be
-        parsed.
+        The names, except those that do not have the form of a save's file names; () if the manifest is None
+        or cannot be parsed.
     """
     try:
         files = json.loads(manifest or b"{}")["files"]
@@ -151,7 +152,8 @@ def files_of(manifest: bytes | None) -> tuple[str, ...]:
 
 
 def written_by_saves(names: Collection[str]) -> list[str]:
-    """Return the file names among `names` that belong to saves: complete and partial files, no manifest."""
+    """Return those of `names` that have the form of a name that saves give to files of arrays or to partial
+    files. The name of the manifest itself is not among them."""
     return [name for name in names if _FILE.fullmatch(name) or _PARTIAL.fullmatch(name)]
 
 
@@ -164,15 +166,17 @@ def commit(
         folder: the checkpoint's folder.
         save_id: the save's id.
         manifest: the content of the new manifest.
-        replaces: the content of the manifest to replace, as `read_manifest` returned it when the save began.
-        files: the size in bytes of each of the save's files, by name. Files that this host does not see are
-            not checked, since other hosts may write to other file systems.
+        replaces: the content of the manifest to replace, as `read_manifest` returned it when the save began;
+            None if there was none.
+        files: a dictionary. Its keys are the names of the save's files, and its values are their sizes in
+            bytes. A file that does not exist on this host is not checked, because other hosts may write to
+            other file systems.
 
     Raises:
-        CheckpointError: another save has replaced or removed the manifest meanwhile, and the folder stays as
-            that save left it; or a file of this save is missing or has another size.
-        OSError: writing failed. The manifest may have been replaced all the same; then `read_manifest`
-            returns the new one.
+        CheckpointError: another process has replaced or removed the manifest since the save began, or a file
+            of this save was removed or has another size. The folder's manifest is left unchanged.
+        OSError: writing failed. The manifest may nevertheless have been replaced; if so, `read_manifest`
+            returns the new manifest.
     """
     path = os.path.join(folder, MANIFEST)
     partial = f"{path}.{save_id}{PARTIAL}"
@@ -203,7 +207,8 @@ def check_files(folder: str, files: Mapping[str, int]) -> None:
 
     Args:
         folder: the checkpoint's folder.
-        files: the expected size in bytes of each file, by name.
+        files: a dictionary. Its keys are the names of the files, and its values are their expected sizes in
+            bytes.
 
     Raises:
         CheckpointError: a file is missing or has another size.
@@ -224,11 +229,12 @@ def check_files(folder: str, files: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Return a context that locks a folder's manifest, so that no other process can replace it meanwhile.
+    """Lock a folder's manifest for the duration of a `with` block, so that no other process can replace it
+    meanwhile.
 
-    A file system without locks cannot exclude other processes: two saves may then both replace one
-    checkpoint. The checkpoint of the second save stays complete, and the files of the first remain in the
-    folder.
+    On a file system without locks, other processes cannot be kept out, and two saves may both replace the
+    same checkpoint. The checkpoint of the second save is then complete, and the files of the first save
+    remain in the folder.
 
     Raises:
         CheckpointError: another process has kept the lock for longer than `LOCK_WAIT_S`.
@@ -285,9 +291,13 @@ def _try_to_lock(path: str) -> int | None:
 
 
 def remove_files(folder: str, names: Collection[str]) -> None:
-    """Remove files of saves, and their partial files, by name.
+    """Remove the given files of saves, and the partial files that belong to them.
 
-    Files that do not exist and names that no save could have given are ignored.
+    Files that do not exist are ignored, and so are names that do not have the form of a save's file names.
+
+    Args:
+        folder: the checkpoint's folder.
+        names: the names of the files.
 
     Raises:
         OSError: a file cannot be removed.
@@ -308,8 +318,8 @@ def remove(folder: str) -> tuple[str, ...]:
     The manifest is removed first, so that no manifest ever names missing files.
 
     Returns:
-        The names of the files in the manifest; some files may be on other hosts. () if the folder does not
-        exist.
+        The names of the files that the manifest listed, some of which may be on other hosts and still exist.
+        () if the folder does not exist.
 
     Raises:
         OSError: a file cannot be removed.
@@ -330,9 +340,8 @@ def remove(folder: str) -> tuple[str, ...]:
 
 
 def remove_leftovers(folder: str) -> list[str]:
-    """Remove every file of a save that the current manifest does not name.
-
-    The folder is removed too if it is then empty.
+    """Remove every file of a save that the current manifest does not name. If the folder is then empty,
+    remove the folder too.
 
     Returns:
         The names of the removed files.

@@ -5,9 +5,9 @@ opens the files. This module implements the format itself for two reasons. The l
 neither be stopped half-way nor report how much of an array it has processed. The library's reader keeps the
 GIL for the whole of an array, although an actor must answer messages meanwhile.
 
-Files are read and written in blocks, which are hashed at the same time. A file that is read may come from
-anywhere: before its header is used, it is compared with the arrays that the caller wants and with the file's
-length.
+Files are read and written in blocks, and each block is hashed when it is read or written. A file to read may
+come from anywhere, so the entries in its header are compared with the arrays that the caller wants and with
+the file's length before they are used.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Index: TypeAlias = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class WantedArray:
-    """An array to read from a file.
+    """The description of an array to read from a file.
 
     Args:
         name: the array's name in the file.
@@ -80,24 +80,26 @@ class WantedArray:
 
 
 def is_stored_as_bytes(dtype: str) -> bool:
-    """Return whether arrays of a dtype are stored as bytes (U8), as the format has no name for the dtype."""
+    """Return whether arrays of a dtype are stored as bytes (dtype U8), because the file format has no name
+    for the dtype."""
     return dtype not in _FORMAT_NAMES
 
 
 def write(
     path: str, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], is_stopped: Callable[[], bool]
 ) -> tuple[int, dict[str, str]]:
-    """Write arrays to a file atomically: the file has a partial name until all its bytes are on the disk.
+    """Write arrays to a file atomically: until all its bytes are on the disk, the file has a temporary name.
 
     Args:
         path: the file's path.
         arrays: the arrays by name; little-endian, each of a dtype that `numpy_dtype` knows by its name.
-        metadata: entries for the file's header. The dtypes of arrays that are stored as bytes are added to
-            them.
+        metadata: texts to store in the file's header. For each array that is stored as bytes, this function
+            adds an entry with the array's dtype.
         is_stopped: a function that is called before each block of bytes; if it returns True, writing stops.
 
     Returns:
-        The file's size in bytes, and each array's SHA-256 (of its C-order bytes) by name.
+        The file's size in bytes, and a dictionary. Its keys are the names of the arrays, and its values are
+        the SHA-256 of each array's bytes in C order, in hexadecimal digits.
 
     Raises:
         OSError: the file cannot be written, for example because the disk is full.
@@ -151,10 +153,11 @@ def read_pieces(
     Args:
         shape: the shape of the whole array.
         dtype: the array's dtype.
-        pieces: for each piece: the path of its file, the index of its first element in the array, and the
-            entry that describes it in the file.
-        needed: the index ranges of the array that the caller needs. A piece that overlaps none of them is not
-            read, and is zero in the result. Empty if the whole array is needed.
+        pieces: for each piece, a tuple of three: the path of its file, the position of its first element in
+            the whole array, and its description in the file.
+        needed: the index ranges of the array that the caller needs. A piece that overlaps none of these
+            ranges is not read, and its elements are zero in the result. If `needed` is empty, the whole array
+            is read.
 
     Raises:
         CheckpointError: a file is missing, cut off or damaged, or an array in it is not the wanted one.
@@ -196,7 +199,8 @@ def read_whole(path: str, at_most: int) -> bytes:
 
 
 def sync_folder(folder: str) -> None:
-    """Make the names in a folder durable, as `fsync` does for the contents of a file."""
+    """Make sure that the names of the files in a folder survive a crash of the machine, as `fsync` does for
+    the contents of one file."""
     descriptor = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -230,7 +234,8 @@ def _header(names: Sequence[str], arrays: Mapping[str, np.ndarray], metadata: Ma
 
 
 def _as_stored(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and the shape that a file's header has for an array of this dtype and shape."""
+    """Return the dtype and the shape that a file's header gives for an array of this dtype and shape. The
+    result differs from the arguments if the array is stored as bytes."""
     if is_stored_as_bytes(dtype):
         return "U8", (*shape, numpy_dtype(dtype).itemsize)
     return _FORMAT_NAMES[dtype], tuple(shape)

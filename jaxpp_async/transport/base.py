@@ -1,18 +1,19 @@
-"""Define the interface that every transport implements: transfers, tags, memory, and addresses that can be
-checked.
+"""Define the interface that every transport implements, and its parts: tags, memory, and sealed addresses.
 
-A transport moves plain buffers between peers, without knowing of programs, steps or arrays.
+A transport moves plain buffers between peers (the processes of a mesh). Transports know nothing of programs,
+steps or arrays.
 
 Buffers are checked and never copied (see `memory_of`). A buffer is a numpy array of any dtype (also types
-such as bfloat16), or a device array with `__cuda_array_interface__`. An array that is not C-contiguous is
-refused, and so is a read-only array into which bytes would be received: UCX would accept it and write over
-other memory.
+such as bfloat16), or a device array with `__cuda_array_interface__`. Two kinds of arrays are refused: an
+array that is not C-contiguous, and a read-only array to receive into, because UCX would accept either and
+write over other memory.
 
-The raw address that a medium such as UCX gives is later passed to code that trusts it: one garbage byte in a
-UCX worker address ends the process. Raw addresses are therefore sealed before they are sent (see `seal`):
-together with their medium, their owner, the epoch (which counts aborts of the whole mesh), and a SHA-256 of
-all these. The seal finds damaged, mixed-up and outdated addresses, but does not prove who made an address.
-The control channel proves that: its frames carry a MAC, and processes receive addresses in no other way.
+A medium such as UCX gives each transport a raw address. The code to which peers later pass that address
+trusts it, and one garbage byte in a UCX worker address ends the process. Raw addresses are therefore sealed
+before they are sent (see `seal`): the medium, the owner, the epoch (the number of aborts of the whole mesh so
+far) and a SHA-256 of all these are added. The seal detects addresses that are damaged, mixed up or out of
+date, but does not prove who made an address. The proof is that processes receive addresses only over the
+control channel, whose frames carry a message authentication code (MAC).
 """
 
 from __future__ import annotations
@@ -48,19 +49,20 @@ replicas (copies of the state kept for restarts)."""
 
 
 def make_tag(epoch: int, channel: int, sequence: int) -> int:
-    """Pack a 64-bit tag for a message: epoch 16 bits, sender 16 bits (left zero), channel 8, sequence 24.
+    """Pack a 64-bit tag for a message. From the highest bit on, a tag contains the epoch (16 bits), the
+    sender (16 bits, zero here), the channel (8 bits) and the sequence number (24 bits).
 
-    The sender's bits belong to the transport: a medium that matches by tag alone (UCX) tells its peers apart
-    with them.
+    If a medium, such as UCX, matches messages by tag alone, its transport puts the sender's id into the
+    sender's bits.
 
     Args:
-        epoch: the number that changes at every restart and abort of the mesh, so that a late message from
-            before never matches a receive.
+        epoch: the mesh's epoch, which changes at every restart and abort of the mesh. A message that was sent
+            before such a change therefore never matches a later receive.
         channel: the kind of transfer, such as `PROGRAM_CHANNEL`.
         sequence: the number that tells the messages of one channel apart.
 
     Raises:
-        ValueError: a part does not fit its bits.
+        ValueError: an argument does not fit its bits.
     """
     for name, part, bits in (
         ("epoch", epoch, EPOCH_BITS),
@@ -79,7 +81,7 @@ MISPLACED_TAG_BITS = ~((1 << EPOCH_SHIFT + EPOCH_BITS) - 1) | ((1 << SENDER_BITS
 
 
 def check_tag(tag: int) -> None:
-    """Check that `make_tag` can have made a tag.
+    """Check that a tag is one that `make_tag` can return.
 
     Raises:
         ValueError: the tag has bits that `make_tag` never sets.
@@ -93,14 +95,14 @@ class Transport(Protocol):
 
     Every method is called on the loop's thread. Buffers are C-contiguous numpy arrays, or device arrays with
     `__cuda_array_interface__` where the transport supports them; the buffer of a receive must be writable. A
-    buffer belongs to the transport until the transfer has ended, even if its future is cancelled: a cancelled
-    receive stays posted and consumes its message, and only `abort` and `aclose` end it early. A misused call
-    (a read-only or strided buffer, a malformed tag) raises ValueError immediately; every later error is
-    raised on the future.
+    buffer belongs to the transport until the transfer has ended. Cancelling the future does not end the
+    transfer: a cancelled receive stays posted and consumes its message. Only `abort` and `aclose` end
+    transfers early. An invalid argument (a read-only or strided buffer, a malformed tag) raises ValueError
+    immediately; every later error is raised on the future.
 
     `send` and `recv` call `post_send` and `post_recv` and make a future for each transfer. Callers that move
-    thousands of messages a second use the post methods directly: a future costs more than a small message
-    does, and its callbacks run one pass of the loop later.
+    thousands of messages a second use the post methods directly: a future takes more time than sending a
+    small message, and its callbacks run one pass of the loop later.
 
     Messages of one (peer, tag) pair arrive in the order they were sent and match receives in the order they
     were posted. A completed send means that the buffer may be reused, not that the message was delivered.
@@ -119,8 +121,8 @@ class Transport(Protocol):
         ...
 
     def admit(self, addresses: Iterable[bytes]) -> None:
-        """Allow connections from the peers with these addresses and from nobody else; call it before any peer
-        connects.
+        """Allow connections from the peers with these addresses and from nobody else. Call this before any
+        peer connects.
 
         Raises:
             TransferError: the operating system does not allow the change.
@@ -145,8 +147,8 @@ class Transport(Protocol):
 
         Raises:
             ValueError: `peer` is this transport itself, or is connected already.
-            ProtocolError: `address` is damaged, of another kind of transport, another peer's, or of another
-                epoch.
+            ProtocolError: `address` is damaged, or belongs to another kind of transport, another peer or
+                another epoch.
             TransferError: the medium could not make the link, or the transport has closed.
         """
         ...
@@ -163,8 +165,8 @@ class Transport(Protocol):
 
         Raises (on the future):
             TransferError: the link failed or was aborted.
-            ProtocolError: the receiver expected another size, where the medium reports that to the sender.
-                (UCX does not: with it only the receive fails.)
+            ProtocolError: the receiver expected another size, and the medium reports that to the sender. (UCX
+                does not, so that over UCX only the receive fails.)
         """
         ...
 
@@ -221,14 +223,16 @@ class Transport(Protocol):
         ...
 
     def hurry(self, on: bool) -> None:
-        """Tell the transport whether the caller has nothing to compute and only waits for transfers. This is
-        a hint; it is off at first.
+        """Tell the transport whether the caller has nothing to compute and only waits for transfers.
 
-        While the hint is on, the transport may poll for messages for up to a millisecond before the loop
-        sleeps, if polling has helped recently. The transport may also hold back a large send for up to a
-        millisecond, together with all later sends under the same tag, if the send is faster once the peer has
-        posted the receive. Meanwhile the core is offered to other processes, and the loop's other work is not
-        delayed.
+        This is a hint, which is off at first. While the hint is on, the transport may poll for messages for
+        up to a millisecond before the loop sleeps, if polling has helped recently. If a large send is faster
+        once the peer has posted the receive, the transport may also hold back that send, and all later sends
+        with the same tag, for up to a millisecond. Meanwhile other processes may use the CPU core, and the
+        loop's other work is not delayed.
+
+        Args:
+            on: True if the caller only waits for transfers from now on; False if it has other work.
         """
         ...
 
@@ -236,11 +240,11 @@ class Transport(Protocol):
         """End every open transfer with `peer` (with all peers if None) with `TransferError`, and forget the
         peer.
 
-        When it returns, no buffer of those transfers belongs to the transport any more. If a transfer with
-        another peer uses the same memory too, `abort` may wait until that transfer has ended as well (UCX
-        does so). `connect` works again afterwards, with a new epoch in every tag. After a peer's death, close
-        this transport and make a new one instead: a killed process may leave what it shared with this one
-        (UCX's shared-memory queues) beyond repair.
+        When this method returns, the transport no longer uses the buffers of those transfers. If a transfer
+        with another peer uses the same memory too, `abort` may wait until that transfer has ended as well
+        (UCX does so). Afterwards `connect` may be called again, and all later tags must have a new epoch. If
+        the peer's process has died, close this transport and make a new one instead, because a killed process
+        may leave memory that it shared with this process (UCX's shared-memory queues) in an unusable state.
 
         Raises:
             TransferError: the medium still uses buffers after 5 s. The process must exit and must not reuse
@@ -256,7 +260,8 @@ class Transport(Protocol):
 def post_future(
     loop: asyncio.AbstractEventLoop, post: Post, memory: Memory, peer: Peer, tag: int
 ) -> asyncio.Future[None]:
-    """Post a transfer and return a future of its end, for a transport's `send` and `recv`.
+    """Post a transfer, and return a future that is done when the transfer has ended. A transport's `send` and
+    `recv` use this function.
 
     Every TransferError is raised on the future, including the one that says that the peer is not connected.
 
@@ -300,19 +305,19 @@ class TransportBase:
         self._loop = asyncio.get_running_loop()
 
     def admit(self, addresses: Iterable[bytes]) -> None:
-        """Do nothing; see `Transport.admit`. This suits a medium to which strangers cannot connect, or whose
-        library opens the sockets itself."""
+        """Do nothing; see `Transport.admit`. This default suits a medium to which strangers cannot connect,
+        or whose library opens the sockets itself."""
 
     def check_device_memory(self) -> None:
-        """Do nothing; see `Transport.check_device_memory`. This suits a medium that supports all device
-        memory, or is never given any."""
+        """Do nothing; see `Transport.check_device_memory`. This default suits a medium that supports all
+        device memory, and a medium that is never given device memory."""
 
     def hurry(self, on: bool) -> None:
-        """Do nothing; see `Transport.hurry`. This suits a medium that never polls for messages."""
+        """Do nothing; see `Transport.hurry`. This default suits a medium that never polls for messages."""
 
     def routes(self, peer: Peer) -> tuple[str, ...]:
-        """Return no routes; see `Transport.routes`. This suits a medium that has only one route, or does not
-        report which one it uses."""
+        """Return no routes; see `Transport.routes`. This default suits a medium that has only one route, or
+        does not report which route it uses."""
         return ()
 
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
@@ -357,7 +362,8 @@ class Memory(NamedTuple):
     """A range of bytes that a transport may read; made by `memory_of`. If `memory_of` was called with
     `writable=True`, the transport may also write the bytes.
 
-    A caller that uses one buffer repeatedly keeps its `Memory`: checking costs more than posting.
+    If a caller uses one buffer repeatedly, it keeps the buffer's `Memory`, because checking a buffer takes
+    longer than posting a transfer.
 
     Args:
         address: the address of the first byte, on the host or on a device.
@@ -374,11 +380,13 @@ class Memory(NamedTuple):
 
 
 def memory_of(buffer: Any, *, writable: bool) -> Memory:
-    """Check a numpy array, a device array or a shared block, and return its memory.
+    """Check a numpy array, a device array or a shared block (`SharedBlock`), and return its `Memory` for
+    transfers.
 
     Args:
-        buffer: the array or block; C-contiguous, of any dtype that holds no Python references.
-        writable: whether the memory will be received into.
+        buffer: the array or block; an array must be C-contiguous, and its dtype must hold no Python
+            references.
+        writable: whether data will be received into the buffer; if so, a read-only array is refused.
 
     Raises:
         ValueError: the array cannot be transferred; see `locate`.
@@ -392,9 +400,13 @@ def memory_of(buffer: Any, *, writable: bool) -> Memory:
 def locate(buffer: Any, *, writable: bool) -> tuple[int, int]:
     """Check a numpy or device array, and return its address and its size in bytes.
 
+    Args:
+        buffer: the array.
+        writable: whether data will be received into the array.
+
     Raises:
-        ValueError: `buffer` is neither of the two, is not C-contiguous, or is read-only although `writable`
-            is True.
+        ValueError: `buffer` is not a numpy or device array, is not C-contiguous, has elements that are Python
+            references, or is read-only although `writable` is True.
     """
     if type(buffer) is np.ndarray and not buffer.dtype.hasobject:
         try:
@@ -461,7 +473,8 @@ _DIGEST_BYTES: Final = hashlib.sha256().digest_size
 
 
 def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] = ()) -> bytes:
-    """Seal a raw address with its medium, owner, epoch and a checksum, so that `unseal` can check it.
+    """Add the medium, the owner, the epoch and a checksum to a raw address, so that `unseal` can check the
+    address.
 
     Args:
         medium: the name of the transport, at most 8 ASCII letters.
@@ -469,7 +482,8 @@ def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] =
         peer: the id of the address's owner.
         epoch: the epoch of the mesh (the number of aborts of the whole mesh so far) in which the address is
             valid.
-        hosts: the IP addresses on which the owner's TCP sockets listen, and from which it connects to others.
+        hosts: the IP addresses on which the owner's TCP sockets listen, and from which the owner connects to
+            others.
     """
     listed = ",".join(sorted(set(hosts))).encode("ascii")
     header = _HEADER.pack(_MAGIC, _VERSION, medium.encode("ascii"), peer, epoch, len(listed))
@@ -477,10 +491,11 @@ def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] =
 
 
 def hosts_of(address: bytes) -> tuple[str, ...]:
-    """Return the owner's IP addresses from an address that `seal` made.
+    """Return the IP addresses that a sealed address contains (the `hosts` that its owner passed to `seal`).
 
     Returns:
-        The IP addresses. Empty if `seal` did not make the address; `unseal` then raises an error.
+        The IP addresses. Empty if the owner gave none, or if `seal` did not make the address (in that case
+        `unseal` raises an error).
     """
     start = _HEADER.size + _DIGEST_BYTES
     if len(address) < start or address[:4] != _MAGIC + bytes([_VERSION]):

@@ -1,9 +1,9 @@
 """Carry buffers between transports of one process and one event loop, through an object instead of a network.
 
-This transport is deterministic: a message without a delay arrives immediately, in the order of the calls.
-Like UCX it completes a small send immediately and a larger one only when its receive is matched, and never
-writes to a buffer that the receiver has not posted. Tests set delays and faults on the `MemoryNetwork`. The
-module starts no thread and keeps no module state.
+This transport is deterministic: messages without a delay arrive immediately, in the order in which they are
+sent. Like UCX, this transport completes a small send immediately and a larger send only when a receive
+matches it, and never writes to a buffer that the receiver has not posted. Tests set delays and faults on the
+`MemoryNetwork`. The module starts no thread and keeps no module state.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class MemoryNetwork:
     """The medium that joins `MemoryTransport`s; tests may set its attributes at any time.
 
     Attributes:
-        eager_bytes: the size up to which a send completes immediately; a larger one completes when it is
-            matched. None: every send completes immediately.
+        eager_bytes: the size up to which a send completes immediately; a larger send completes when a receive
+            matches it. None: every send completes immediately.
         delay: a rule that gives each message's delay in seconds; None: no delay. Messages of one (peer, tag)
             pair keep their order even if their delays differ.
-        drop: a rule that chooses the messages that are lost: a small (eager) send still completes, a larger
-            one stays open. None: no message is lost.
+        drop: a rule that chooses which messages are lost. The send of a lost message still completes if the
+            message has at most `eager_bytes`, and otherwise stays open. None: no message is lost.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MemoryNetwork:
         self._transports.pop(address, None)
 
     def find(self, address: bytes) -> MemoryTransport | None:
-        """Return the transport at `address`; None if it has closed."""
+        """Return the transport at `address`; None if that transport has closed."""
         return self._transports.get(address)
 
 
@@ -82,8 +82,9 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """A message that is still delayed or has arrived, with its own copy of the bytes or, if it is large, with
-    the sender's memory and the sender's open transfer."""
+    """A message that was sent and has not been received yet. A small message has a copy of its bytes. A large
+    one refers to the sender's memory, and to the sender's transfer, which stays open until the message is
+    received."""
 
     bytes: bytes | Memory
     sending: _Transfer | None
@@ -93,8 +94,8 @@ class _Message:
 
 @dataclass(slots=True)
 class _Stream:
-    """The messages and the receives of one (peer, tag) pair at the receiver, each in the order of the
-    calls."""
+    """The messages that one peer sent with one tag, and the receives that were posted for them. Each queue is
+    in the order of the calls."""
 
     messages: deque[_Message] = field(default_factory=deque)
     receives: deque[_Transfer] = field(default_factory=deque)
@@ -174,8 +175,8 @@ class MemoryTransport(TransportBase):
         self._network.leave(self._address)
 
     def fail_link(self, peer: Peer, cause: str) -> None:
-        """End the transfers with `peer` as if the medium had lost the connection. `MemoryNetwork.fail_link`
-        calls it, for tests."""
+        """End the transfers with `peer` as if the medium had lost the connection. Tests cause this by
+        `MemoryNetwork.fail_link`."""
         if peer in self._links:
             self._links[peer].failure = cause
             self._end_transfers(peer, cause)
@@ -298,8 +299,8 @@ class MemoryTransport(TransportBase):
 def make_transport(
     peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]
 ) -> MemoryTransport:
-    """Make a transport on the mesh's one `MemoryNetwork`; make that network too if it is not in `shared` yet.
-    This is a `registry.Factory`."""
+    """Make a transport on the mesh's `MemoryNetwork`, of which each mesh has one. If `shared` does not
+    contain that network yet, make the network too. This is a `registry.Factory`."""
     return MemoryTransport(shared.setdefault("memory", MemoryNetwork()), peer_id)
 
 

@@ -1,12 +1,12 @@
 """Choose the addresses on which a process listens, and refuse connections from everybody except its peers.
 
-A medium that opens its own sockets (UCX, gloo, the coordinator of `jax.distributed`) accepts connections from
-everybody. The Linux kernel lets an unprivileged process choose which connections its own sockets refuse: a
-listening socket may require that packets from a range of addresses are signed (TCP's MD5 option, RFC 2385).
-This module puts all addresses except those of peers into such ranges, and nobody has the key. A stranger's
-first packet is therefore dropped before there is a connection. Packets of peers are neither signed nor
-checked, which costs nothing. (A socket filter could do the same, but since 2026 Linux lets only
-administrators attach one to a TCP socket.)
+Libraries that open their own sockets (UCX, gloo, the coordinator of `jax.distributed`) accept connections
+from everybody. The Linux kernel lets an unprivileged process choose which connections its own sockets refuse:
+a listening socket may require that packets from a range of addresses are signed (TCP's MD5 option, RFC 2385).
+This module requires signatures from all addresses except those of peers, with a key that nobody has. A
+stranger's first packet is therefore dropped before a connection exists. Packets of peers are neither signed
+nor checked, so that the protection does not slow them down. (A socket filter could do the same, but since
+2026 Linux lets only administrators attach one to a TCP socket.)
 
 This protection does not tell users of one machine apart, and it trusts the source address in each packet.
 """
@@ -33,10 +33,10 @@ class Network:
     """The network on which a process's transports listen.
 
     Args:
-        addresses: the IP addresses of this machine by which the other processes connect to it; transports
-            listen on their interfaces and on no other. Empty: every process is on this machine, and no
-            network is needed. None: the addresses are not known, so that transports listen wherever their
-            medium does by default.
+        addresses: the IP addresses at which the other processes reach this process; transports listen only on
+            the network interfaces that have these addresses. Empty: every process is on this machine, and no
+            network is needed. None: the addresses are not known, so that each transport listens where its
+            medium (such as UCX) listens by default.
     """
 
     addresses: tuple[str, ...] | None = None
@@ -49,12 +49,12 @@ def is_loopback(address: str) -> bool:
 
 
 def network_by(address: str | None) -> Network:
-    """Return the network of a process that the other processes reach by one address
+    """Return the `Network` of a process, given the one address at which the other processes reach it
     (`messages.Configure.address`).
 
     Args:
-        address: an IP address, which is a loopback address if every process is on one machine. None: not
-            known.
+        address: an IP address, which is a loopback address if every process is on one machine; None if it is
+            not known.
     """
     if address is None:
         return Network(None)
@@ -104,8 +104,8 @@ class ListeningSocket(NamedTuple):
 
 
 def listening_sockets() -> set[ListeningSocket]:
-    """Return the TCP sockets on which this process listens now; none if the system does not list descriptors
-    (no /proc)."""
+    """Return the TCP sockets on which this process listens now; an empty set if the system does not list
+    descriptors (has no /proc)."""
     found: set[ListeningSocket] = set()
     for descriptor in open_descriptors():
         with contextlib.suppress(OSError), borrowed_socket(descriptor) as sock:
@@ -122,8 +122,8 @@ class AddressFilter:
         sockets: the sockets to protect.
 
     Attributes:
-        admitted: the networks whose addresses may connect, with more addresses than were asked for if the
-            kernel cannot keep enough ranges for a socket.
+        admitted: the networks whose addresses may connect. If the kernel cannot keep enough ranges for a
+            socket, these networks contain more addresses than `admit` was given.
 
     Raises:
         OSError: the kernel cannot refuse connections (it was built without TCP's MD5 option).
@@ -185,8 +185,8 @@ class AddressFilter:
                     break
 
     def _refuse(self, listener: ListeningSocket, wanted: set[IPNetwork]) -> None:
-        """Make a socket refuse exactly the given address ranges. While the change is made, and if it fails,
-        the socket refuses everybody.
+        """Make a socket refuse exactly the given address ranges. While the change is being made, and after a
+        change that failed, the socket refuses everybody.
 
         Args:
             listener: the socket.
@@ -229,7 +229,7 @@ def refuse_strangers(sockets: Iterable[ListeningSocket], addresses: Iterable[str
     refuse connections, log a warning instead.
 
     Raises:
-        OSError: the kernel refuses a change although it supports the option.
+        OSError: the kernel reports an error although it can refuse connections.
     """
     own = AddressFilter.for_reachable(sockets)
     if own is not None:
@@ -261,7 +261,7 @@ def _version(address: str) -> int:
 
 def _require_signature(sock: socket.socket, net: IPNetwork, key: bytes) -> None:
     """Make a socket accept packets from a network only if they are signed with a key (`struct tcp_md5sig` of
-    `linux/tcp.h`); with an empty key, make it accept them unsigned again."""
+    `linux/tcp.h`). If the key is empty, make the socket accept unsigned packets from the network again."""
     packed = net.network_address.packed
     if sock.family == socket.AF_INET:
         place = struct.pack("=HH4s", socket.AF_INET, 0, packed)
@@ -289,7 +289,7 @@ def _open_own(listener: ListeningSocket):
 
 
 def _own_end(sock: socket.socket) -> tuple[str, int]:
-    """Return the address and port of a socket's own end. An IPv4 address is returned in its usual form even
-    if the socket serves both IP versions."""
+    """Return the local address and port of a socket. An IPv4 address is returned in its dotted form (such as
+    `10.0.0.1`) even if the socket serves both IP versions."""
     address, port = sock.getsockname()[:2]
     return address.partition("%")[0].removeprefix("::ffff:"), port

@@ -1,7 +1,7 @@
-"""Name every transport with its capabilities, and make the transports of one process by their names.
+"""List every transport with its name and capabilities, and make a process's transports from their names.
 
-A new transport is a module with a factory, and one line in `TRANSPORTS`. A transport's module is imported
-when the transport is first made, so that a process without a GPU does not need NCCL.
+To add a transport, write a module with a factory and add one line to `TRANSPORTS`. A transport's module is
+imported when the transport is first made, so that a process without a GPU does not need NCCL.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ mesh share."""
 
 @dataclass(frozen=True, slots=True)
 class TransportKind:
-    """The capabilities of a transport that the rest of the package has to know before the transport is made.
+    """The capabilities of one kind of transport, which the rest of the package has to know before a transport
+    is made.
 
     Args:
-        factory: the name of the `Factory` that makes it, as `module:function`.
-        within_process: whether it connects actors within one process only (`launcher="inline"`); otherwise it
-            connects processes only.
-        device_memory: whether it moves GPU memory itself; otherwise arrays of GPUs are moved through host
-            memory.
-        ordered: whether it is an `OrderedTransport`, which also means that it moves GPU memory only.
+        factory: the `Factory` that makes the transport, as text: `module:function`.
+        within_process: True if the transport connects only actors that share one process
+            (`launcher="inline"`); False if it connects only separate processes.
+        device_memory: whether the transport itself moves GPU memory. If not, arrays on GPUs are copied to
+            host memory and moved from there.
+        ordered: whether the transport is an `OrderedTransport`. If so, it moves GPU memory only.
         host_transport: the name of the other transport that carries host values and replicas (copies of the
-            state kept for restarts). None: it carries them itself. The controller has only this other
-            transport.
-        environment: the environment variables that actors get before CUDA starts, unless their host or their
-            user sets them otherwise.
+            state kept for restarts). The controller then has only that other transport. None: one transport
+            carries everything.
+        environment: environment variables that each actor gets before CUDA starts, unless the actor's host or
+            the user sets them otherwise.
     """
 
     factory: str
@@ -54,8 +55,8 @@ class TransportKind:
 
         Args:
             peer_id: the id of the process that the transport is for.
-            network: the network on which it listens. None: the environment decides, and everybody may
-                connect.
+            network: the network on which the transport listens. None: environment variables choose the
+                network, and everybody may connect.
             shared: a dict that all transports of one inline mesh share.
         """
         module, _, function = self.factory.partition(":")
@@ -81,20 +82,20 @@ _OWN_KIND = TransportKind("")
 
 
 def kind_of(name: str) -> TransportKind:
-    """Return the capabilities of the transport of this name.
+    """Return the capabilities of the transport with this name.
 
-    A launcher may provide a transport whose name is not in the registry. For an unknown name, this function
-    therefore returns the default capabilities: all transfers use that one transport.
+    A launcher may provide a transport whose name is not in `TRANSPORTS`. For an unknown name, this function
+    therefore returns the default capabilities, which say that one transport carries everything.
     """
     return TRANSPORTS.get(name, _OWN_KIND)
 
 
 def transport_names(*, within_process: bool) -> tuple[str, ...]:
-    """Return the names of the transports that connect actors within one process, or of those that connect
-    processes.
+    """Return the names of the transports that connect actors within one process, or the names of those that
+    connect separate processes.
 
     Args:
-        within_process: whether actors within one process (True) or processes (False) are to be connected.
+        within_process: True for the transports within one process; False for those between processes.
     """
     return tuple(name for name, kind in TRANSPORTS.items() if kind.within_process == within_process)
 
@@ -105,12 +106,13 @@ def make_process_transport(name: str, peer_id: Peer, network: Network | None = N
     Args:
         name: the transport's name in `TRANSPORTS`.
         peer_id: the process's number, or `CONTROLLER`.
-        network: the network on which it listens. None: the environment decides, and everybody may connect.
+        network: the network on which the transport listens. None: environment variables choose the network,
+            and everybody may connect.
 
     Raises:
         InstallError: a package that the transport needs is missing.
-        MeshError: there is no transport of this name, it works only within one process, or something that it
-            needs is missing.
+        MeshError: there is no transport of this name, the transport works only within one process, or
+            something that the transport needs is missing.
     """
     between = transport_names(within_process=False)
     if name not in TRANSPORTS:
@@ -132,7 +134,7 @@ def make_inline_transport(name: str, peer_id: Peer, shared: MutableMapping[str, 
         shared: a dict that belongs to the mesh and is the same for all of its transports.
 
     Raises:
-        MeshError: there is no transport of this name, or it connects processes only.
+        MeshError: there is no transport of this name, or the transport connects only separate processes.
     """
     within = transport_names(within_process=True)
     if name not in within:
@@ -153,7 +155,8 @@ class OrderedTransport(Transport, Protocol):
     direction between a device of one process and a device of another.
 
     Attributes:
-        name: a function that returns the name of a process, for the error that a link to it cannot be made.
+        name: a function that returns the name of a process, used in the error message if a link to that
+            process cannot be made.
     """
 
     name: Callable[[Peer], str]
@@ -168,11 +171,12 @@ class OrderedTransport(Transport, Protocol):
         ...
 
     def make_id(self) -> bytes:
-        """Make the id of a new link whose `maker` is this process. This may block: call it on a thread."""
+        """Make the id of a new link whose `maker` is this process. This may block, so call it on a thread
+        other than the event loop's."""
         ...
 
     async def join(self, link: NcclLink, unique_id: bytes) -> None:
-        """Make this process's end of a link, while the other process makes the other end.
+        """Make this process's end of a link, while the peer makes the other end.
 
         Args:
             link: the link to make.
@@ -181,8 +185,8 @@ class OrderedTransport(Transport, Protocol):
         ...
 
     def begin(self, order: StepOrder) -> None:
-        """Begin a step: set the order in which its transfers go on each link. The transfers may be posted in
-        any order."""
+        """Begin a step by setting the order in which its transfers go on each link. The caller may still post
+        the transfers in any order."""
         ...
 
 
@@ -203,8 +207,8 @@ class ActorTransports:
 
     @property
     def required_ordered(self) -> OrderedTransport:
-        """The transport `programs` as an `OrderedTransport`, for requests about links. Other transports have
-        no links.
+        """The transport `programs` as an `OrderedTransport`, for requests about links, which only such
+        transports have.
 
         Raises:
             ProtocolError: the transport is not an `OrderedTransport`.
@@ -224,11 +228,12 @@ class ActorTransports:
             self.programs.admit(addresses)
 
     async def connect(self, addresses: Mapping[Peer, bytes]) -> None:
-        """Connect the host transport to peers. If one transport carries both host values and programs, this
-        connects it for programs too.
+        """Connect the transport `host` to peers. If `programs` is the same transport, programs can then use
+        these connections too.
 
         Args:
-            addresses: the address of each peer, by its id.
+            addresses: a dictionary. Its keys are the ids of the peers, and its values are the addresses of
+                their host transports.
 
         Raises:
             ValueError: as for `Transport.connect`.
@@ -241,7 +246,7 @@ class ActorTransports:
         """End every transfer of both transports.
 
         Raises:
-            TransferError: a medium does not release its buffers.
+            TransferError: the medium of a transport does not release the buffers.
         """
         try:
             await self.programs.abort()

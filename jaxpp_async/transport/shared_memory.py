@@ -1,9 +1,10 @@
 """Make memory into which another process of this host may write, and map such memory of other processes.
 
-The memory is a memfd, which has no name that could be left behind, and which only processes of the same user
-can open, by `/proc/PID/fd`. A peer is not simply believed to run on this host: a random key that can be read
-from the peer's memfd proves it (see `Mailbox.ticket`). Memory into which a peer might still write is never
-used again: `SharedBlock.retire` puts other memory at its addresses.
+The memory is a memfd (a file in memory that has no path), so that nothing is left behind when its owner ends.
+Only processes of the same user can open the memfd, by `/proc/PID/fd`. A peer that claims to run on this host
+has to prove it: its address contains a random key, and this process must find the same key in the peer's
+memfd (see `Mailbox.ticket`). If a peer might still write into some memory, that memory is never used again:
+`SharedBlock.retire` puts other memory at its addresses.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ class SharedBlock:
         size_bytes: the size of the data.
 
     Attributes:
-        address, size_bytes: the address and the size of the data. The data starts at a page, and its address
-            stays the same as long as `array` lives.
+        address, size_bytes: the address and the size of the data. The data starts at a page boundary, and its
+            address stays the same as long as `array` lives.
         array: the data as a flat uint8 array.
         ticket: the data by which peers find the block; None while the memory is not shared.
-        mark: a 64-bit number in the block. If the block was offered to a sender (`ucx/offers.py`), the sender
-            stores the offer's serial number in `mark` once it has written the data.
+        mark: a 64-bit number in the block. A sender that writes a message into the block because of an offer
+            (`ucx/offers.py`) then stores the offer's serial number in `mark`.
     """
 
     __slots__ = (
@@ -119,7 +120,7 @@ class SharedBlock:
         """Stop sharing the block, and put private memory, all zeros, at the same addresses, so that a peer's
         late writes go into the old memory.
 
-        An abort retires many blocks together, so the new memory is only allocated when it is first written
+        An abort retires many blocks together, so the new memory is allocated later: when it is first written
         to, or when the block is shared again.
 
         Raises:
@@ -165,7 +166,8 @@ class Mailbox:
     offers, which tell senders where they may write a message directly into this process's memory.
 
     Of two processes A and B, A may be able to read B's mailbox while B cannot read A's, because they belong
-    to different users or because B has no descriptors left.
+    to different users or because B has no descriptors left. The names in B's mailbox therefore tell A whether
+    B can read the announcements of A.
 
     Attributes:
         ticket: the bytes by which a peer finds the mailbox and proves that it runs on this host.
@@ -228,10 +230,11 @@ class MappedBlock:
 
     Attributes:
         address: the address of the block's first byte in this process.
-        size_bytes: the size of the whole block, including its trailer.
+        size_bytes: the size of the whole block, including the page after the data, which contains `freed` and
+            `mark`.
         freed: a flag in the block that is set once its owner has freed it.
-        mark: a 64-bit number in the block. If the owner has offered the block (`ucx/offers.py`), this process
-            stores the offer's serial number in `mark` once it has written the data.
+        mark: a 64-bit number in the block. If this process writes a message into the block because of an
+            offer (`ucx/offers.py`), this process then stores the offer's serial number in `mark`.
     """
 
     __slots__ = ("_whole", "address", "freed", "mark", "size_bytes")
@@ -244,8 +247,8 @@ class MappedBlock:
 
 
 class LocalPeer:
-    """Another process on this host, with its mailbox and those of its shared blocks that are mapped into this
-    process.
+    """Another process on this host, with its mailbox (a part of its memory that this process can read) and
+    the shared blocks of that process that are mapped into this one.
 
     Args:
         pid: the peer's process id.
@@ -254,8 +257,8 @@ class LocalPeer:
 
     Attributes:
         key: the key of the peer's mailbox.
-        ring: the ring buffer in the peer's mailbox with the peer's offers: where this process may write a
-            message directly into the peer's memory (`ucx/offers.py`).
+        ring: the ring buffer in the peer's mailbox that contains the peer's offers. An offer tells a sender
+            where to write a message directly into the peer's memory (`ucx/offers.py`).
     """
 
     def __init__(self, pid: int, key: bytes, mailbox: np.ndarray):
@@ -266,11 +269,12 @@ class LocalPeer:
 
     @classmethod
     def from_ticket(cls, ticket: bytes) -> LocalPeer | None:
-        """Return the process that made a mailbox's ticket.
+        """Find the process on this host that owns the mailbox with a given ticket, and map that mailbox.
 
         Returns:
-            The process; None if it is not on this host (the boot id or the process id namespace differs), if
-            its mailbox cannot be read or does not contain the key, or if the ticket is malformed.
+            The process. None if the process is not on this host (the boot id or the process id namespace
+            differs), if its mailbox cannot be read or does not contain the ticket's key, or if the ticket is
+            malformed.
         """
         if len(ticket) != _TICKET.size:
             return None
@@ -284,14 +288,15 @@ class LocalPeer:
         return cls(pid, key, mailbox) if mailbox[-_KEY_BYTES:].tobytes() == key else None
 
     def announced(self, tag: int) -> list[tuple[int, int]]:
-        """Return (serial, size in bytes) for each message that the peer announces under a tag, oldest first.
-        Messages that were answered already (see `note_answered`) are left out."""
+        """Return one tuple (serial number, size in bytes) for each message with a given tag that the peer
+        announces in its mailbox, oldest first. Messages for which `note_answered` was called are left out."""
         rows = self._rows.tolist()
         return sorted((n, size) for n, at, size in rows if n and at == tag and n not in self._answered)
 
     def note_answered(self, serial: int) -> None:
-        """Leave an announced message out of `announced` from now on, because it is being answered with a CTS
-        ("clear to send"). The peer withdraws its row when it receives the CTS."""
+        """Leave an announced message out of `announced` from now on, because this process is answering the
+        announcement with a CTS ("clear to send"). The peer removes the announcement from its mailbox when it
+        receives the CTS."""
         self._answered.add(serial)
         if len(self._answered) > _MAILBOX_ROWS:
             self._answered &= {serial, *self._rows[:, 0].tolist()}
@@ -330,8 +335,8 @@ class LocalPeer:
         self._blocks.clear()
 
     def unmap_freed_blocks(self) -> None:
-        """Unmap every shared block that the peer has freed, because its memory stays allocated as long as any
-        process maps it."""
+        """Unmap every shared block that the peer has freed. The memory of a freed block stays allocated until
+        no process maps it."""
         for key in [key for key, block in self._blocks.items() if block.freed.value]:
             del self._blocks[key]
 
@@ -355,8 +360,8 @@ def _whole_bytes(size_bytes: int) -> int:
 
 
 def _mailbox_parts(mailbox: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Split a mailbox into three arrays: the messages that it announces, the names of the mailboxes that its
-    process can read, and the ring buffer of its offers."""
+    """Split the memory of a process's mailbox into three arrays: the messages that the process announces, the
+    names of the mailboxes that the process can read, and the ring buffer of the process's offers."""
     names_at, ring_at = _MAILBOX_ROWS * _ROW_BYTES, _MAILBOX_ROWS * _ROW_BYTES + _MAILBOX_NAMES * _NAME_BYTES
     rows, names, ring = np.split(mailbox[:-_KEY_BYTES], [names_at, ring_at])
     return rows.view(np.uint64).reshape(_MAILBOX_ROWS, 3), names.reshape(_MAILBOX_NAMES, _NAME_BYTES), ring

@@ -1,18 +1,18 @@
-"""Declare the few calls of NCCL and CUDA that the transport makes, as protocols, and implement them.
+"""Declare, as Python protocols, the few NCCL and CUDA calls that the transport makes, and implement them.
 
 This is the only module that imports NCCL's bindings; tests give the transport a library that needs no GPU.
-The transport decides on order and policy. Any of the calls may take long, so none may be made on the event
-loop's thread.
+The transport decides which calls are made, and in which order. Any call may take long, so none may be made on
+the event loop's thread.
 
 Communicators are made and aborted through nccl4py, NVIDIA's own binding, which supports NCCL's configuration
-(CuPy's binding has no non-blocking communicators, so that a caller would wait for ever for a peer that never
-joins). `ncclSend` and `ncclRecv` are called directly as C functions of the public header: nccl4py inspects a
-buffer in each call, which takes longer than the call. Both release Python's lock. Streams and events are
-CuPy's.
+(CuPy's binding has no non-blocking communicators, so that a caller would wait for ever if its peer never
+joins). `ncclSend` and `ncclRecv` are called directly as C functions of the public header, because nccl4py
+inspects the buffer in each call, which takes longer than the call itself. Both functions release Python's
+lock (the GIL) while they run. Streams and events are CuPy's.
 
 A thread finds out that a transfer has ended by sleeping in `cudaEventSynchronize` on an event. A host
-function on the stream would block that stream until it gets Python's lock (CuPy's runs Python), and is never
-called once the CUDA context has failed.
+function that CUDA calls from the stream would be worse for two reasons: it would block the stream until it
+gets Python's lock, and it would never be called once the CUDA context has failed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ WORD_BYTES = 8
 
 
 class NcclFailure(JaxppAsyncError):
-    """The error for a call that NCCL or CUDA has refused, or for a peer that was lost; the message says which
-    and why."""
+    """The error for a failure of NCCL or CUDA, such as a refused call, a lost peer or a missing GPU. The
+    message gives the reason."""
 
 
 class CompletionEvent(Protocol):
@@ -42,8 +42,8 @@ class CompletionEvent(Protocol):
     the stream."""
 
     def wait(self) -> None:
-        """Sleep until all work that was given to the stream before this event is finished. This is called on
-        threads that have nothing else to do.
+        """Sleep until all work that was given to the stream before this event has finished. This blocks the
+        calling thread.
 
         Raises:
             NcclFailure: the device has failed.
@@ -52,8 +52,8 @@ class CompletionEvent(Protocol):
 
 
 class Channel(Protocol):
-    """One end of a communicator of two ranks, with a stream of its own. One thread makes all calls, and no
-    call waits for a peer."""
+    """One end of an NCCL communicator of two ranks, with its own CUDA stream. Only one thread may call the
+    methods, and no method waits for the peer."""
 
     def is_ready(self) -> bool:
         """Return whether NCCL has finished the last call. Until then, no other call may be made.
@@ -100,7 +100,8 @@ class NcclLibrary(Protocol):
         ...
 
     def make_id(self) -> bytes:
-        """Make an id for one communicator. The process that makes the id must be one of its ranks."""
+        """Make an id, with which two processes can make one communicator together. The process that makes the
+        id must be one of the communicator's two ranks."""
         ...
 
     def join(self, unique_id: bytes, rank: int, device: int) -> Channel:
@@ -110,19 +111,20 @@ class NcclLibrary(Protocol):
         Args:
             unique_id: the communicator's id.
             rank: this process's rank, 0 or 1.
-            device: the device's position among this process's devices.
+            device: the index, among this process's devices, of the device to use.
 
         Raises:
-            NcclFailure: NCCL refused.
+            NcclFailure: NCCL refused the call.
         """
         ...
 
     def word(self, device: int, value: int) -> Memory:
-        """Allocate eight bytes on a device, store the integer `value` in them, and return their memory."""
+        """Allocate eight bytes on a device, store the integer `value` in them, and return their memory. The
+        first message of a communicator is sent from, or received into, such memory."""
         ...
 
     def read_word(self, word: Memory) -> int:
-        """Return the integer that is now stored in the device memory that `word` made."""
+        """Return the integer that is now stored in device memory that `NcclLibrary.word` allocated."""
         ...
 
 
@@ -133,7 +135,7 @@ _NCCL_UINT8 = 1
 
 
 def load_library() -> NcclLibrary:
-    """Load NCCL for this machine's GPUs, and return its calls.
+    """Load NCCL for this machine's GPUs, and return an object that makes NCCL's calls.
 
     Raises:
         InstallError: a package or NCCL itself is missing; the message names the extra that installs it.

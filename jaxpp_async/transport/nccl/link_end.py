@@ -1,10 +1,12 @@
-"""Run one end of a link: pass posted transfers to NCCL in their turn, and report each one when it has ended.
+"""Run one end of a link (an NCCL communicator for one direction between two devices): pass posted transfers
+to NCCL, each when its turn has come, and report each transfer when it has ended.
 
-Two threads make the calls that take time. One thread owns the communicator from `join` to `abort` and makes
-every call on it: if a communicator is non-blocking, NCCL hands each call to a thread of its own, and no
-further call (not even recording an event) may be made before that one is finished. The other thread sleeps
-until the oldest transfer has ended. The event loop sorts transfers by turn and reports their ends. No buffer
-is given back before the communicator has been freed and its stream is empty.
+Each end has two threads for the calls that take time. The first thread owns the communicator from `join` to
+`abort` and makes every call on it. A non-blocking communicator executes each call in the background, and NCCL
+allows no further call (not even recording an event) until the previous one has finished, so the first thread
+waits for each call. The second thread sleeps until the oldest transfer has ended. The event loop puts posted
+transfers in order, and reports them when they have ended. The buffer of a transfer that fails is given back
+to its owner only when the communicator has been freed and its stream is empty.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ seconds before each further time."""
 
 @dataclass(slots=True, eq=False)
 class NcclTransfer:
-    """A transfer that was posted, which keeps its memory alive, because NCCL keeps no reference to it.
+    """A transfer that was posted. This object keeps the memory alive, because NCCL keeps no reference to it.
 
     Args:
         memory: the memory to send or to receive into.
         tag: the message's tag.
-        done: the callback for the outcome.
-        check: a function that checks the received data on the waiting thread and raises NcclFailure if it is
-            wrong; None if there is nothing to check.
+        done: a callback that is called when the transfer has ended, with None or the error.
+        check: a function that is called on the thread that waits for the transfer, and raises NcclFailure if
+            the received data is wrong; None if there is nothing to check.
     """
 
     memory: Memory
@@ -64,8 +66,8 @@ class LinkEnd:
         here: the process at this end.
 
     Attributes:
-        sends: whether this is the sending end.
-        failure: the reason for which nothing can be posted any more; None while transfers can be posted.
+        sends: True at the sending end; False at the receiving end.
+        failure: the reason why no transfer can be posted any more; None while transfers can be posted.
     """
 
     def __init__(self, link: NcclLink, here: Peer):
@@ -94,8 +96,11 @@ class LinkEnd:
     # ------------------------------------------------------------ opening
 
     async def open(self, library: NcclLibrary, unique_id: bytes, greeting: int) -> None:
-        """Make the communicator and pass a first message over it, while the other end does the same. NCCL
-        connects two ends at their first message, and no step should have to wait for that.
+        """Make the communicator and pass a first message over it, while the process at the other end does the
+        same.
+
+        NCCL connects the two ends only when they exchange their first message. The message is sent here so
+        that no step has to wait for the connection.
 
         Args:
             library: the calls of NCCL.
@@ -104,7 +109,8 @@ class LinkEnd:
                 uses.
 
         Raises:
-            NcclFailure: NCCL refused, or a message with other content arrived.
+            NcclFailure: NCCL refused a call, a message with other content arrived, or `end` was called
+                meanwhile.
         """
         self._gone = self._loop.create_future()
         self._start(
@@ -144,7 +150,8 @@ class LinkEnd:
             transfer: the transfer.
 
         Raises:
-            ProtocolError: the program has no such transfer on this link, or it was posted before.
+            ProtocolError: the current step has no transfer with this sequence number on this link, or the
+                transfer was posted already.
         """
         for one in self._queue.offer(sequence, transfer):
             self._go(one)
@@ -155,7 +162,7 @@ class LinkEnd:
 
     def _finish_oldest(self) -> None:
         """If the link has not failed, report that the oldest transfer has succeeded. If the link has failed,
-        do nothing: `_end` reports the transfer."""
+        do nothing, because `_end` then reports the transfer."""
         if self.failure is None:  # otherwise `_end` reports it, when its memory is not used any more
             self._report(self._going.popleft(), None)
 
@@ -170,14 +177,14 @@ class LinkEnd:
 
     async def end(self, cause: str) -> None:
         """End the communicator, wait until its stream is empty, and fail the transfers that are open. A
-        second call waits for the end that the first one began.
+        second call waits until the first has finished.
 
         Args:
             cause: the reason, for error messages.
 
         Raises:
-            TransferError: NCCL does not release the buffers in time. Then no transfer is reported as ended,
-                since NCCL may still use the buffers.
+            TransferError: NCCL does not release the buffers in time. In this case no transfer is reported as
+                ended, because NCCL may still use the buffers.
         """
         self.failure = self.failure or cause
         await asyncio.shield(self._begin_end())
@@ -216,8 +223,8 @@ class LinkEnd:
     # ------------------------------------------------------------ the thread that calls NCCL
 
     def _call_nccl(self, library: NcclLibrary, unique_id: bytes, initial_word: int) -> None:
-        """Make every call on the communicator, from creating it to aborting it; this runs on a thread of its
-        own.
+        """Make every call on the communicator, from creating the communicator to aborting it. The thread that
+        owns the communicator runs this function.
 
         Args:
             library: the calls of NCCL.

@@ -1,13 +1,14 @@
-"""Decide which NCCL communicators a program needs, and in which order its transfers go on each of them.
+"""Decide in which order a program's transfers go on each NCCL communicator, and in which order the
+communicators are made.
 
-NCCL has no tags: on a communicator the n-th send meets the n-th receive. All transfers of a program are known
-before it runs, so both ends know which transfer is the n-th. A transfer that is posted before its turn waits
-in a `TurnQueue`.
+NCCL has no tags: on each communicator, the n-th send is matched with the n-th receive. All transfers of a
+program are known before the program runs, so both ends know which transfer is the n-th. A transfer that is
+posted before its turn waits in a `TurnQueue`.
 
-A communicator carries one direction. Its kernels run one after the other whatever streams they were given
-(NCCL chains them, `ncclLaunchPrepare` in its source), and a receive occupies the communicator until the data
-arrives. If both directions shared one communicator, a receive that was posted early would block the very send
-on which its data depends.
+Each communicator carries data in one direction only (and is called a link). NCCL runs the kernels of a
+communicator one after the other, even if they are given to different streams (see `ncclLaunchPrepare` in
+NCCL's source), and a receive occupies the communicator until the data arrives. If both directions shared one
+communicator, a receive that was posted early could block the very send on which its data depends.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class NcclLink(NamedTuple):
 
     Args:
         sender, receiver: the numbers of the two processes.
-        from_device, to_device: the device's position among the sender's devices, and among the receiver's.
+        from_device: the index, among the sender's devices, of the device that sends.
+        to_device: the index, among the receiver's devices, of the device that receives.
     """
 
     sender: ProcessId
@@ -81,19 +83,21 @@ class NcclLink(NamedTuple):
         return 0 if here == self.sender else 1
 
     def device_of(self, here: ProcessId) -> int:
-        """Return which of its devices process `here` uses for the link, as a position among them."""
+        """Return the index, among the devices of process `here`, of the device that the link uses."""
         return self.from_device if here == self.sender else self.to_device
 
     @property
     def maker(self) -> ProcessId:
-        """The process that makes the communicator's id, which is the one with the lower number."""
+        """The process that makes the communicator's id. This is the process with the lower number of the
+        two."""
         return min(self.sender, self.receiver)
 
     def __str__(self) -> str:
         return self.text("peer {}".format)
 
     def text(self, name: Callable[[ProcessId], str]) -> str:
-        """Return a description of the link for errors; `name` returns the name of a process."""
+        """Return a description of the link for error messages; `name` is a function that returns the name of
+        a process."""
         devices = f"device {self.from_device}"
         if self.to_device != self.from_device:
             devices += f" to device {self.to_device}"
@@ -112,7 +116,7 @@ class TransferDirection(NamedTuple):
 
     Args:
         peer: the peer.
-        sends: whether these are the sends.
+        sends: True for the sends to the peer; False for the receives from the peer.
     """
 
     peer: ProcessId
@@ -125,7 +129,8 @@ class LinkOrder:
 
     Args:
         sequences: the sequence numbers in the transfers' tags, in order.
-        places: the position of each sequence number in that order.
+        places: a dictionary. Its keys are the sequence numbers, and its values are their indices in
+            `sequences`.
     """
 
     sequences: tuple[int, ...]
@@ -141,9 +146,10 @@ class StepOrder:
     """The order of one process's transfers in one step of a program.
 
     Args:
-        orders: the order of transfers on each link.
-        links: a dictionary for each direction. Its keys are the sequence numbers in the tags of that
-            direction's transfers, and its values are the links that carry them.
+        orders: a dictionary. Its keys are the links that the step uses, and its values are the orders of the
+            transfers on them.
+        links: a dictionary. Its keys are directions. Each value is a dictionary from the sequence numbers in
+            the tags of the direction's transfers to the links that carry these transfers.
     """
 
     orders: Mapping[NcclLink, LinkOrder]
@@ -159,7 +165,8 @@ def order_of(here: ProcessId, messages: Iterable[OrderedMessage]) -> StepOrder:
             program's order.
 
     Raises:
-        ValueError: one direction has a sequence number twice.
+        ValueError: two messages between the same two processes, in the same direction, have the same sequence
+            number.
     """
     sequences: dict[NcclLink, list[int]] = {}
     links: dict[TransferDirection, dict[int, NcclLink]] = {}
@@ -181,8 +188,8 @@ def order_of(here: ProcessId, messages: Iterable[OrderedMessage]) -> StepOrder:
 
 
 class TurnQueue(Generic[T]):
-    """A queue for one end of one link that passes posted transfers on in the order of the step, and passes
-    none on before the step begins."""
+    """A queue of posted transfers at one end of a link. Each transfer leaves the queue when its turn in the
+    order of the current step has come. A transfer that does not belong to the current step is refused."""
 
     __slots__ = ("_held", "_next", "_order")
 
@@ -213,11 +220,12 @@ class TurnQueue(Generic[T]):
             item: the transfer.
 
         Returns:
-            The transfers to pass on now, in order: this one and the later ones that waited for it. Empty if
-            earlier transfers have not been posted yet.
+            The transfers to pass on now, in order: the given transfer, and the later transfers that waited
+            for it. Empty if earlier transfers of the step have not been posted yet.
 
         Raises:
-            ProtocolError: the program has no such transfer on this link, or it was posted before.
+            ProtocolError: the current step has no transfer with this sequence number on this link, or the
+                transfer was posted already.
         """
         order = self._order
         place = order.places.get(sequence)
@@ -243,12 +251,17 @@ class TurnQueue(Generic[T]):
 
 
 def rounds(links: Iterable[NcclLink]) -> list[list[NcclLink]]:
-    """Divide links into rounds, in which they are made: each process makes its links round by round, one at a
-    time.
+    """Divide new links into rounds. The links of one round are made at the same time, and the rounds follow
+    one another.
 
-    All processes use the same order, so that no circle of processes waits for one another. No process waits
-    long either: in a round each has at most one link, and there are about as few rounds as possible. (In
-    ascending order the last process of a pipeline would wait until all before it had made their links.)
+    To make a link, each of its two processes waits for the other. Because all processes follow the same
+    rounds, they never wait for one another in a circle. No process waits long either, because each process
+    has at most one link in a round, and the number of rounds is close to the least possible. (If the links
+    were made in ascending order, the last process of a pipeline would wait until all earlier processes had
+    made their links.)
+
+    Returns:
+        The links of each round.
     """
     found: list[list[NcclLink]] = []
     taken: dict[ProcessId, set[int]] = {}
@@ -263,7 +276,12 @@ def rounds(links: Iterable[NcclLink]) -> list[list[NcclLink]]:
 
 
 def links_by_maker(links: Iterable[NcclLink]) -> dict[ProcessId, list[NcclLink]]:
-    """Group links by the process that makes their ids; each group is in ascending order."""
+    """Group links by the process that makes their ids.
+
+    Returns:
+        A dictionary. Its keys are the processes that make ids, and its values are the links whose ids they
+        make, in ascending order.
+    """
     made: dict[ProcessId, list[NcclLink]] = {}
     for link in sorted(set(links)):
         made.setdefault(link.maker, []).append(link)

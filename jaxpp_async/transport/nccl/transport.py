@@ -1,19 +1,21 @@
 """Carry device memory between processes over NCCL.
 
-There is one communicator with one stream for each direction between two devices of different processes,
-called a link (`order.py`). `join` makes it before the first step, with an id that the controller gets from
-one end and passes to the other. On each link, transfers go in the program's order (`begin`). Threads call
-NCCL and wait for it; the event loop never does (`link_end.py`).
+For each direction between two devices of different processes there is one link, which is an NCCL communicator
+with its own stream (`order.py`). `NcclTransport.join` makes a link before the first step that uses it. The
+controller gets the link's id from one end and passes the id to the other end. On each link, transfers go in
+the program's order (`NcclTransport.begin`). Threads call NCCL and wait for its calls; the event loop never
+does (`link_end.py`).
 
-NCCL does not report that a peer has died: its kernels look for data for ever. `abort` therefore ends every
-communicator with `ncclCommAbort`, waits until their streams are empty, and only then gives buffers back. A
-communicator that NCCL itself reports broken is ended in the same way. NCCL cannot match by tag, complete a
-send that nobody receives, or notice that the two ends differ in size: programs are checked for that when they
-are loaded (`controller.deploy.links_of`).
+NCCL does not report that a peer has died, and its kernels wait for data for ever. `abort` therefore ends
+every communicator with `ncclCommAbort`, waits until the communicators' streams are empty, and only then gives
+buffers back to their owners. A communicator that NCCL itself reports as broken is ended in the same way. NCCL
+cannot match messages by tag, complete a send that nobody receives, or notice that the two ends of a transfer
+differ in size. Programs are therefore checked for such cases when they are loaded
+(`controller.deploy.links_of`).
 
-NCCL does not report which route it uses (`NCCL_DEBUG=INFO` logs it), and it opens its sockets itself. Host
-values, replicas (copies of the state kept for restarts) and all transfers without an order go over the host
-transport (`registry.TransportKind`).
+NCCL does not report which route it uses (but `NCCL_DEBUG=INFO` logs the route), and it opens its sockets
+itself. Host values, replicas (copies of the state kept for restarts) and all transfers without an order go
+over the host transport (`registry.TransportKind`).
 """
 
 from __future__ import annotations
@@ -49,17 +51,19 @@ _SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 
 
 class NcclTransport(TransportBase):
-    """A transport over NCCL, on the running event loop, which implements `registry.OrderedTransport` except
-    for what NCCL cannot do: match by tag, complete a send that nobody receives, or notice differing sizes.
+    """A transport over NCCL, on the running event loop. The class implements `registry.OrderedTransport`,
+    except that NCCL cannot match messages by tag, complete a send that nobody receives, or notice that sizes
+    differ.
 
-    Transfers with a peer can be posted once it is connected and `join` has made the links to it.
+    Transfers with a peer can be posted once the peer is connected and `join` has made the links to it.
 
     Args:
         peer_id: the transport's own id.
         library: the calls of NCCL in this process.
 
     Attributes:
-        name: a function that returns the name of a process, for the error that a link to it cannot be made.
+        name: a function that returns the name of a process, used in the error message if a link to that
+            process cannot be made.
     """
 
     def __init__(self, peer_id: Peer, library: NcclLibrary):
@@ -88,8 +92,9 @@ class NcclTransport(TransportBase):
         return seal(MEDIUM, self._library.version.encode("ascii"), self.peer_id, self.epoch)
 
     async def connect(self, peer: Peer, address: bytes) -> None:
-        """Check that `peer` is of this mesh and epoch (the number of aborts of the whole mesh so far) and has
-        the same version of NCCL, and remember the peer. Links to the peer are made later, by `join`.
+        """Check that `address` is the address of `peer` in this epoch (the number of aborts of the whole mesh
+        so far) and that the peer has the same version of NCCL, and remember the peer. Links to the peer are
+        made later, by `join`.
 
         Raises:
             ValueError: `peer` is this transport itself, or is connected already.
@@ -110,11 +115,11 @@ class NcclTransport(TransportBase):
         return peer in self._peers
 
     def make_id(self) -> bytes:
-        """Make the id of a new link whose `maker` is this process. The first call takes long: call it on a
-        thread.
+        """Make the id of a new link whose `maker` is this process. The first call takes long, so call this
+        method on a thread other than the event loop's.
 
         Raises:
-            TransferError: NCCL refused.
+            TransferError: NCCL did not make the id.
         """
         try:
             return self._library.make_id()
@@ -122,8 +127,8 @@ class NcclTransport(TransportBase):
             raise TransferError(f"peer {self.peer_id}: NCCL makes no id: {error}") from error
 
     async def join(self, link: NcclLink, unique_id: bytes, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Make this process's end of a link, while the other process makes the other end, and return once a
-        first message has passed between them.
+        """Make this process's end of a link, while the peer makes the other end, and return once a first
+        message has passed between the two ends.
 
         Args:
             link: a link of which this process is one end.
@@ -133,7 +138,7 @@ class NcclTransport(TransportBase):
         Raises:
             ValueError: the link does not end at this process, or exists already.
             TransferError: the peer is not connected, did not make its end in time, or used another id; or
-                NCCL refused.
+                NCCL refused to make the link.
         """
         if self.peer_id not in (link.sender, link.receiver):
             raise ValueError(f"the {link} does not end at peer {self.peer_id}")
@@ -175,14 +180,17 @@ class NcclTransport(TransportBase):
     # ------------------------------------------------------------ transferring
 
     def begin(self, order: StepOrder) -> None:
-        """Begin a step: set the order in which its transfers go on each link. The transfers may be posted in
-        any order.
+        """Begin a step by setting the order in which its transfers go on each link. The caller may still post
+        the transfers in any order.
 
-        From then on, posting a transfer that is not in the order raises ProtocolError, because NCCL would
-        match it with a different one.
+        From then on, posting a transfer that `order` does not contain raises ProtocolError, because NCCL
+        would match the transfer with a different one.
+
+        Args:
+            order: the order of this process's transfers in the step.
 
         Raises:
-            TransferError: the program has transfers on a link that was never made.
+            TransferError: the step has transfers on a link that was never made.
             ProtocolError: not all transfers of the previous step have been posted.
         """
         for link in order.orders:
@@ -248,8 +256,8 @@ class NcclTransport(TransportBase):
 
 
 def make_transport(peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]) -> NcclTransport:
-    """Make a process's NCCL transport; this is a `registry.Factory`. The network is ignored, because NCCL
-    chooses it itself."""
+    """Make a process's NCCL transport; this is a `registry.Factory`. `network` is ignored, because NCCL
+    itself chooses the network."""
     return NcclTransport(peer_id, load_library())
 
 

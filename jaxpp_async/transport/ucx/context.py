@@ -1,9 +1,9 @@
-"""Open UCX contexts with the settings for a given network, after checks of conditions that UCX handles badly.
+"""Open UCX contexts with the settings for a given network, and check conditions first that UCX handles badly.
 
-UCX only reports "Input/output error" when descriptors or shared memory run out, so both are checked before.
-If every port of `UCX_TCP_PORT_RANGE` is in use, UCX tries ports for ever, and if the range is one port it
-prints lines of its own, so a free port is found before. A setting that the user has made is never overridden.
-This is the only module that imports ucxx.
+If descriptors or shared memory run out, UCX only reports "Input/output error", so this module checks both in
+advance. If every port of `UCX_TCP_PORT_RANGE` is in use, UCX tries ports for ever, and if the range is a
+single port, UCX prints messages of its own. This module therefore looks for a free port first. A setting that
+the user has made is never overridden. This is the only module that imports ucxx.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ alone, and 2 more for each network device."""
 
 @cache
 def _first_process() -> int:
-    """Return the id of the process in which UCX was first started. UCX does not work in processes forked from
-    it, which lack UCX's threads."""
+    """Return the id of the process that called this function first, which is the process that started UCX. A
+    child process that was forked from that process cannot use UCX, because the child lacks UCX's threads."""
     return os.getpid()
 
 
@@ -75,18 +75,18 @@ class Context(NamedTuple):
 def open_context(network: Network | None) -> Context:
     """Open a UCX context and its worker, which starts to listen.
 
-    Each transport has its own context, so that one process may have both a transport that leaves the machine
-    and one that does not.
+    Each transport has its own context, so that one process may have both a transport that other machines can
+    reach and one that they cannot.
 
     Args:
-        network: the network on which to listen, unless the user has chosen one in the environment. None: UCX
-            chooses.
+        network: the network on which to listen; None: UCX chooses the network. If the user has set
+            `UCX_NET_DEVICES`, UCX listens on those devices instead.
 
     Raises:
         InstallError: ucxx is not installed.
         TransferError: this process was forked after UCX had started.
-        MeshError: a network device that was named does not exist, no port of the range is free, or UCX lacks
-            descriptors or shared memory.
+        MeshError: a network device that `UCX_NET_DEVICES` names does not exist, no port of the range is free,
+            or UCX lacks descriptors or shared memory.
     """
     ucxx = _import_ucxx()
     if _first_process() != os.getpid():
@@ -113,14 +113,18 @@ def open_context(network: Network | None) -> Context:
 
 
 def _settings(network: Network | None) -> dict[str, str]:
-    """Return the settings to pass to a context in addition to the environment, with UCX's names without
-    `UCX_`.
+    """Return the settings to pass to a UCX context in addition to the environment variables.
 
     Args:
         network: the network on which the context is to listen; see `open_context`.
 
+    Returns:
+        A dictionary. Its keys are UCX's names of the settings without the prefix `UCX_`, and its values are
+        the settings' values as text.
+
     Raises:
-        MeshError: all processes are to share memory, and there is no folder for it.
+        MeshError: all processes are on this machine and are to exchange data in shared memory, but no folder
+            can be used for that memory.
     """
     found: dict[str, str] = {}
     if network is not None and network.addresses is not None and DEVICES not in os.environ:
@@ -163,8 +167,8 @@ def resources(text: str) -> list[tuple[str, str]]:
 
 
 def check_takes_gpu_memory(found: Sequence[tuple[str, str]]) -> None:
-    """Check that a UCX context supports GPU memory. Without support it would treat GPU addresses as host
-    addresses, and crash the process.
+    """Check that a UCX context supports GPU memory. A UCX without this support would treat GPU addresses as
+    host addresses and crash the process.
 
     Args:
         found: the (transport, device) pairs of the context, from `resources`.
@@ -195,16 +199,16 @@ def shares_memory() -> bool:
 
 
 def _names(*kinds: str) -> bool:
-    """Return whether the environment variable `UCX_TLS` allows UCX to use any transport of the given
-    names."""
+    """Return whether the environment variable `UCX_TLS` allows UCX to use at least one of the UCX transports
+    named in `kinds`."""
     names = os.environ.get("UCX_TLS", _ENVIRONMENT["UCX_TLS"])
     named = {"all", *kinds} & set(names.removeprefix("^").split(","))
     return not named if names.startswith("^") else bool(named)
 
 
 def describe_limits() -> str:
-    """Return a description of this process's descriptors and shared memory, for errors whose cause UCX does
-    not report."""
+    """Describe how many file descriptors this process uses and where its shared memory is. Error messages
+    contain this text if UCX does not report the cause of the error."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     folder, why = shared_memory_folder()
     return f"{num_descriptors()} of {most} descriptors in use; shared memory: {why or folder}"
@@ -217,12 +221,12 @@ def set_environment() -> None:
 
 
 def check_config_file() -> None:
-    """Check that UCX will not read somebody else's settings file from the working directory when it is
-    loaded. Such a file can make UCX load any library.
+    """Check that UCX will not read somebody else's settings file (`ucx.conf`) from the working directory when
+    UCX is loaded. Such a file can make UCX load any library.
 
     Raises:
-        MeshError: the working directory contains a settings file, and is neither the user's home nor named by
-            `UCX_CONFIG_DIR`.
+        MeshError: the working directory contains a settings file, and that directory is neither the user's
+            home nor named by `UCX_CONFIG_DIR`.
     """
     named = [os.environ.get("UCX_CONFIG_DIR"), os.environ.get("HOME")]
     if os.path.lexists(CONFIG_FILE) and not any(
@@ -273,12 +277,12 @@ memory."""
 def shared_memory_folder() -> tuple[str | None, str]:
     """Choose the folder for the memory that UCX shares among the processes of this host.
 
-    If /dev/shm cannot be used, the choice is another folder in which this user may have files (files there
-    are deleted as soon as they are open).
+    If /dev/shm cannot be used, the choice is another folder in which this user may make files (UCX deletes a
+    file there as soon as the file is open).
 
     Returns:
-        The folder, and the reason why it is not /dev/shm. The folder is None if no folder can be used. The
-        reason is empty if the folder is /dev/shm.
+        The folder, and the reason why the folder is not /dev/shm. The folder is None if no folder can be
+        used. The reason is empty if the folder is /dev/shm.
     """
     why = _unfit(SHARED_MEMORY)
     if not why:
@@ -315,12 +319,12 @@ _MIN_ROUNDS: Final = 3
 
 
 def with_free_port(make: Callable[[str | None], T], devices: str | None) -> T:
-    """Call `make` with one free port of `UCX_TCP_PORT_RANGE` after the other until UCX listens on one, and
-    return its result.
+    """Call `make` with the free ports of `UCX_TCP_PORT_RANGE`, one after another, until UCX listens on one of
+    them. Return the result of that last call.
 
     Args:
         make: a function that makes a listening worker, given a range of one port, such as `"47000-47000"`, or
-            None for the ports that the environment gives.
+            None to let UCX choose the port as the environment variables say.
         devices: the devices on which UCX listens, as in the environment variable `UCX_NET_DEVICES`.
 
     Raises:
@@ -345,8 +349,8 @@ def with_free_port(make: Callable[[str | None], T], devices: str | None) -> T:
 
 
 def _read_range(given: str) -> range | None:
-    """Parse a range of ports, `"47000-47100"` or `"47000"`, as UCX does: blanks before a number and anything
-    after it are ignored.
+    """Parse a range of ports, `"47000-47100"` or `"47000"`, as UCX does. Blanks before a number are ignored,
+    and so is any text after it.
 
     Returns:
         The ports; None if any port may be used (`"0"`), or if the text is not a range that UCX can parse.

@@ -1,5 +1,5 @@
-"""Define the UCX transport's record of a connected peer and of an unfinished operation, with the texts of
-their errors."""
+"""Define two classes of the UCX transport: a link to a connected peer, and an operation that UCX has not
+finished. Both also provide the texts of their errors."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class UcxLink:
         offers: the peer's offers, which tell where this process may write a message directly into the peer's
             memory. None if the peer is on another host or the link is closed.
         handle: UCX's handle of the endpoint.
-        epoch: the epoch (the number of aborts of the whole mesh so far) of the link's transfers; None before
-            the first one.
-        failure: the reason for which nothing can be posted any more; None while transfers can be posted.
+        epoch: the epoch (the number of aborts of the whole mesh so far) in the tag of the link's latest
+            transfer; None before the first transfer.
+        failure: the reason why no transfer can be posted any more; None while transfers can be posted.
         has_received: whether any message from the peer has arrived.
     """
 
@@ -60,10 +60,10 @@ class UcxLink:
         self.has_received = False
 
     def endpoint_error(self, failures: type[Exception]) -> str:
-        """Return UCX's reason for having closed the endpoint.
+        """Return UCX's reason for having closed the endpoint; "closed" if UCX reports none.
 
         Args:
-            failures: the class of the errors by which ucxx reports the reason.
+            failures: the class of the errors that ucxx raises to report a reason.
         """
         try:
             self.endpoint.raise_on_error()
@@ -73,8 +73,8 @@ class UcxLink:
 
 
 class UcxTransfer:
-    """An operation that UCX has not finished, which keeps its memory alive, because UCX keeps no reference to
-    it.
+    """An operation that UCX has not finished. This object keeps the operation's memory alive, because UCX
+    keeps no reference to it.
 
     Args:
         link: the link to the peer.
@@ -82,13 +82,13 @@ class UcxTransfer:
         size_bytes: the number of bytes expected, or `SENDING` for a send.
         tag: the message's tag.
         done: the callback for the outcome; None for a message of the transport's own one-copy protocol.
-        number: the number of the message under its tag (`offers.MessageNumbers`), assigned when it is posted;
-            None: the receiver never offers its memory to the sender. If a send with a number fails, its link
-            fails too, because the peer has counted the message.
+        number: the message's position, from 0, among all messages with the same tag on this link. Sender and
+            receiver count alike (`offers.MessageNumbers`), so that an offer of memory and its message have
+            the same number. None if memory is never offered for the message.
 
     Attributes:
-        then: a callback that gets the status and the length once an operation of the one-copy protocol has
-            ended.
+        then: for an operation of the one-copy protocol, the callback that gets the status and the length when
+            the operation has ended; otherwise None.
         request: UCX's request handle; 0 if UCX has refused the operation.
         offer: the serial number of the offer that lets the sender write directly into this receive's memory;
             0 if there is none.
@@ -151,7 +151,8 @@ class UcxTransfer:
 
 
 def sender_bits_of(peer: Peer) -> int:
-    """Return a peer's id, which is -1 or more, shifted to its position in the tags that UCX sends.
+    """Return the bits that stand for a peer in the tags that UCX sends: the peer's id plus 1 (ids begin at
+    -1), shifted to the sender's position in a tag.
 
     Raises:
         ValueError: the id does not fit its bits.

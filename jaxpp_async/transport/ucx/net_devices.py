@@ -1,8 +1,7 @@
-"""Check the network devices that UCX is told to use, and find those that have given IP addresses of this
-machine.
+"""Check the network devices that UCX is told to use, and find the devices that have given IP addresses.
 
-UCX only logs a warning if a device does not exist or is down, and continues with the others, even if none of
-them can send to other hosts. Launchers need these checks too, so this module does not import UCX.
+If a device does not exist or is down, UCX only logs a warning and continues with the other devices, even if
+none of them can send to other hosts. Launchers need these checks too, so this module does not import UCX.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def check_devices(names: str | None) -> None:
             the variable is not set.
 
     Raises:
-        MeshError: a device does not exist or is down, no device is left, or UCX would not accept the list.
+        MeshError: a device does not exist or is down, no device is left, or UCX would reject the list.
     """
     listed, are_left_out = _read(names)
     if not listed and not are_left_out:
@@ -69,7 +68,8 @@ def check_devices(names: str | None) -> None:
 
 
 def is_used(names: str | None, device: str) -> bool:
-    """Return whether UCX uses a device, which must exist and must not be an RDMA device.
+    """Return whether UCX uses a network device. Call this only for a device that exists and is not an RDMA
+    device.
 
     Args:
         names: the devices as in the environment variable `UCX_NET_DEVICES`; None: the variable is not set.
@@ -87,7 +87,7 @@ def _read(names: str | None) -> tuple[list[str], bool]:
 
     Returns:
         The names, and whether UCX excludes these devices (True) or uses only these (False). If UCX uses all
-        devices, no names and True.
+        devices, an empty list and True.
     """
     text = names if names is not None else "all"
     listed = [name for name in text.removeprefix("^").split(",") if name]
@@ -135,11 +135,12 @@ def devices_with(addresses: Collection[str]) -> str | None:
     RDMA devices.
 
     Args:
-        addresses: IPv4 addresses of this machine; with none, UCX uses no network.
+        addresses: IPv4 addresses of this machine; if this is empty, the result is an empty text, which makes
+            UCX use no network.
 
     Returns:
-        The list in the form of the environment variable `UCX_NET_DEVICES`; None if no interface of this
-        machine has one of the addresses.
+        The list in the form of the environment variable `UCX_NET_DEVICES`; None if one of the addresses
+        belongs to no interface of this machine.
     """
     if not addresses:
         return ""

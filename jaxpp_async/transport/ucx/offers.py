@@ -1,14 +1,14 @@
-"""Offer the memory of receives to senders on this host before they send (CTS_AHEAD in `one_copy.py`). An
-offer lets a sender write a message directly into the receiver's memory.
+"""Offer the memory of a receive to a sender on this host before the sender sends (CTS_AHEAD in
+`one_copy.py`). An offer lets the sender write one message directly into the receiver's memory.
 
 The receiver writes each offer into a ring buffer in its own mailbox, which is memory that its peers read
 (`shared_memory.Mailbox`). A peer reads the ring buffer when it sends a message, and repeatedly while it holds
-a message back to wait for an offer. An offer wakes no process: an offer that is made too late or is
-overwritten is never used.
+a message back to wait for an offer. An offer wakes no process, so an offer that is made too late or is
+overwritten is simply never used.
 
-An offer is for one message only. Both sides number the messages of a tag, which match in order whatever their
-sizes, so that an offer and its message have the same number. An offer for a message that was sent already is
-dropped, and so is a row of the ring buffer that was read while it was being written.
+Each offer is for one message. Messages with the same tag match receives in order, whatever their sizes. Both
+sides number these messages, so that an offer and its message have the same number. The sender ignores an
+offer for a message that was sent already, and a row of the ring buffer that changed while it was being read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _UNNUMBERED = frozenset(channel << SEQUENCE_BITS for channel in (HOST_CHANNEL, C
 
 
 class Offer(NamedTuple):
-    """A posted receive that a sender may fill by writing into the receiver's memory.
+    """An offer of a receive's memory: the receive was posted, and the sender may write the message into that
+    memory.
 
     Args:
         serial: a number that no other offer of this receiver has.
@@ -89,7 +90,7 @@ class OfferRing:
 
 
 class MessageNumbers:
-    """Counters of the messages of each tag in one direction of a link, from 0.
+    """Counters that number the messages of each tag, from 0, in one direction of a link.
 
     Sender and receiver count alike, so that the receiver's offer of memory for a message has the same number
     as the message.
@@ -105,8 +106,8 @@ class MessageNumbers:
         receiver's offer of memory for the message.
 
         Memory is never offered for messages of the host channel or for replicas (copies of the state kept for
-        restarts), so these messages get no number. Besides, each tag of the host channel is used only once,
-        so that a counter per tag would grow for ever.
+        restarts), so these messages get no number. Counting the host channel's messages would also need one
+        counter per message, because each tag of that channel is used only once.
 
         Returns:
             The number; None for a message of the host channel or of replicas.
@@ -118,7 +119,8 @@ class MessageNumbers:
         return number
 
     def undo_last(self, tag: int) -> None:
-        """Undo the last `next` of a tag, because UCX has refused to send or receive that message."""
+        """Undo the last `next` of a tag, because UCX has refused to send or receive that message. The next
+        message of the tag then gets the same number."""
         self._next[tag] -= 1
 
 
@@ -136,8 +138,9 @@ class LinkOffers:
     Attributes:
         sent, received: counters of the messages posted so far, including sends that are held back and
             receives that have not ended.
-        num_in_vain: the number of consecutive messages that were sent without an offer, whether or not they
-            were held back to wait for one; see `OneCopySender`.
+        num_in_vain: the number of messages in a row that were sent without an offer, although one was
+            possible. `OneCopySender` uses the number to decide whether to hold messages back to wait for
+            offers.
     """
 
     __slots__ = (
@@ -160,8 +163,8 @@ class LinkOffers:
         self.num_in_vain = 0
 
     def take(self, tag: int, number: int) -> Offer | None:
-        """Remove and return the peer's offer of memory for the `number`-th message of a tag. Return None if
-        the peer has not made that offer yet."""
+        """Remove and return the peer's offer of memory for the message with a given tag and number. Return
+        None if the peer has not made that offer yet."""
         key = (tag, number)
         self._latest_number[tag] = number
         if key not in self._held:

@@ -11,22 +11,25 @@ send", FIN "finished", and a block is memory that the receiver shares (`shared_m
                                                        S -- FIN --> R   written, or "a message follows"
 
 A CTS_AHEAD, called an offer (`offers.py`), names a block before any RTS is sent. The receiver writes the
-offer into a ring buffer that the sender reads, and wakes nobody. The RTS and the empty FIN are sent in place
-of the message under its tag, so that messages match in the same order as all others. Each side always has one
-UCX operation open, which fails like any other operation if the peer dies or is aborted. If a sender has no
-offer for a smaller message and its caller only waits for transfers (`Transport.hurry`), the sender holds the
-message back for up to 1 ms. After that, or immediately if the caller has other work, the message is sent
-through UCX. If a receive fails, the receiver replaces the memory into which a peer may still write by other
-memory.
+offer into a ring buffer that the sender reads, and wakes nobody. The RTS and the empty FIN are sent under the
+message's tag in place of the message, so that they match receives in the same order as all other messages.
+While one side waits for the other, the waiting side has one UCX operation open, which fails like any other
+operation if the peer dies or the transfer is aborted. If a receive fails, the receiver puts other memory in
+place of the memory into which a peer may still write.
 
-Offered messages are written within the post call, up to the size of one piece in each pass of the loop.
-Further ones are written in the next passes, and whatever is sent under their tags is sent after them. The
-sender writes only between two passes of its loop or within a post call, only into a block whose key it has
-read, and never past the block's end; `drop` stops it immediately.
+A sender may have no offer for a message that is too small for an RTS. If its caller only waits for transfers
+(`Transport.hurry`), the sender then holds the message back for up to 1 ms to wait for an offer. After that,
+or immediately if the caller has other work, the message is sent through UCX.
+
+Messages with an offer are written within the call that posts them, up to the size of one piece in each pass
+of the event loop. Further messages with an offer are written in the next passes. All later messages with the
+same tags are sent after them. The sender writes only between two passes of its event loop or within a post
+call, only into a block whose key it has read, and never past the block's end; `drop` stops the writing
+immediately.
 
 A peer that cannot read this process's mailbox could mistake an RTS for data. A sender therefore sends an RTS
 only to a peer whose mailbox says that the peer can read the sender's mailbox. The message is also announced
-in the sender's mailbox, for a receive that is too short for the RTS.
+in the sender's mailbox, because the memory of a receive may be too short for the RTS.
 """
 
 from __future__ import annotations
@@ -97,8 +100,8 @@ it has mapped have freed them."""
 
 
 class Carrier(Protocol):
-    """The interface of the transport, as the one-copy protocol uses it: it sends and receives the protocol's
-    messages, and reports how transfers end."""
+    """The interface of the transport for the one-copy protocol. Its methods send and receive the protocol's
+    messages, and report how transfers have ended."""
 
     def post_own_send(self, link: UcxLink, memory: Memory, tag: int, transfer: UcxTransfer | None) -> bool:
         """Send a message of the one-copy protocol.
@@ -110,7 +113,8 @@ class Carrier(Protocol):
             transfer: the transfer to finish when the send has ended; None: no transfer depends on this send.
 
         Returns:
-            False if UCX refused the send; the transfer, if any, has then been finished with that error.
+            True if the send was posted or has completed. False if UCX refused the send; if a transfer was
+            given, it has then been finished with that error.
         """
         ...
 
@@ -129,7 +133,8 @@ class Carrier(Protocol):
         ...
 
     def finish(self, transfer: UcxTransfer, status: int, length: int) -> None:
-        """Tell the caller of a transfer how it has ended, unless that was done before.
+        """Tell the caller of a transfer how the transfer has ended. If the caller was told before, do
+        nothing.
 
         Args:
             transfer: the transfer.
@@ -140,8 +145,9 @@ class Carrier(Protocol):
 
 
 class OneCopyMessages:
-    """The sender and the receiver of the one-copy protocol in one transport, with the mailbox that they use
-    (memory that peers on this host read).
+    """The one-copy protocol in one transport: its sender, its receiver, and the mailbox that both use (memory
+    that peers on this host read). In this protocol the sender of a large message writes directly into the
+    receiver's memory.
 
     Args:
         carrier: the transport.
@@ -180,10 +186,10 @@ class OneCopyMessages:
         return self.sender.busy or self.receiver.num_being_written > 0
 
     def find_local_peer(self, ticket: bytes) -> LocalPeer | None:
-        """Find the process that made a mailbox's ticket, if it is on this host, and publish that this process
-        can read its mailbox.
+        """Find the process that made a mailbox's ticket, and publish that this process can read that
+        process's mailbox.
 
-        The peer may then announce large messages to this process (RTS).
+        After this, the peer may announce large messages to this process (RTS).
 
         Returns:
             The process; None if it is not on this host.
@@ -194,8 +200,8 @@ class OneCopyMessages:
         return local_peer
 
     def drop(self, link: UcxLink) -> None:
-        """Stop writing messages to a peer. When this returns, their buffers belong to their owners again, and
-        no memory of the peer is mapped."""
+        """Stop writing messages to the peer of a link. When this returns, the memory of these messages
+        belongs to the callers of `post_send` again, and no memory of the peer is mapped."""
         self.sender.drop(link)
         if self._mailbox is not None and link.local_peer is not None:
             self._mailbox.remove_readable(link.local_peer)
@@ -208,14 +214,14 @@ class OneCopyMessages:
 
 
 def may_be_written(transfer: UcxTransfer) -> bool:
-    """Return whether a message may be written directly into the receiver's memory (the one-copy protocol): it
-    must be large enough and in host memory."""
+    """Return whether a message is large enough, and in host memory, so that it may be written directly into
+    the receiver's memory (the one-copy protocol)."""
     return transfer.memory.size_bytes >= MIN_ONE_COPY_BYTES and not transfer.memory.on_device
 
 
 def may_be_offered(transfer: UcxTransfer) -> bool:
-    """Return whether a receiver may offer its memory for a message before the message is sent: the message
-    must have a number under its tag and a suitable size."""
+    """Return whether a receiver may offer its memory for a message before the message is sent. This requires
+    that the message has a number under its tag and a suitable size."""
     return transfer.number is not None and MIN_ONE_COPY_BYTES <= transfer.memory.size_bytes <= PIECE_BYTES
 
 
@@ -244,8 +250,8 @@ class OneCopyReceiver:
     """The receiving side of the one-copy protocol, which offers the memory of receives to senders, answers
     each announcement of a message (RTS) with a CTS (clear to send), and never blocks.
 
-    If a receive fails, its shared block is retired: other memory is put at the block's address, so that
-    peers' late writes do not change the receive's memory.
+    If a receive fails, its shared block is retired, which puts other memory at the block's address. Late
+    writes of a peer then do not change the memory that the receive's owner sees.
 
     Args:
         carrier: the transport.
@@ -256,7 +262,7 @@ class OneCopyReceiver:
     Attributes:
         num_being_written: the number of receives into which peers are writing now, after a CTS.
         exposed: the receives into whose memory a peer might still write, because no other memory could be put
-            at its address. If there are any, this process must exit.
+            at the same address. If the list is not empty, this process must exit.
     """
 
     def __init__(self, carrier: Carrier, ring: OfferRing | None, own_bits: int):
@@ -269,15 +275,16 @@ class OneCopyReceiver:
         """If the memory of a receive was retired, share it with senders again. Call this before the receive
         is posted to UCX.
 
-        A receive that fails retires its shared block (replaces it by memory that no peer can write to). An
-        abort has no time to share the block again.
+        A receive that fails retires its shared block (replaces it by memory that no peer can write to). The
+        block is shared again only now, because sharing takes long and an abort must be fast.
         """
         if isinstance(memory.owner, SharedBlock):
             memory.owner.share_again()
 
     def offer(self, transfer: UcxTransfer) -> None:
-        """If a posted receive is numbered and its memory is a shared block, offer the memory to the sender,
-        which may then write into it directly (CTS_AHEAD)."""
+        """Offer the memory of a posted receive to the sender, which may then write into it directly
+        (CTS_AHEAD). Do nothing if the receive's message has no number, if its memory is not a shared block,
+        or if its size does not suit."""
         number, block = transfer.number, transfer.memory.owner
         if self._ring is None or not isinstance(block, SharedBlock) or block.ticket is None:
             return
@@ -317,8 +324,8 @@ class OneCopyReceiver:
 
         Args:
             transfer: the receive, which got a message as long as an RTS.
-            status: UCX's status. If it says that the message was truncated, the receive's memory does not
-                contain the RTS.
+            status: UCX's status. If the status says that the message was truncated, the RTS is not in the
+                receive's memory and is looked up in the sender's mailbox.
 
         Returns:
             The serial number and the size of the large message; None if the received message is not an RTS.
@@ -334,8 +341,8 @@ class OneCopyReceiver:
     def _accept(self, transfer: UcxTransfer, serial: int) -> None:
         """Answer the announcement (RTS) of a message of the right size.
 
-        If the receive has a shared block, the answer names the block, and the peer then writes into it. If
-        not, the answer is "as a message".
+        If the receive has a shared block, the answer names the block, and the sender then writes into the
+        block. If not, the answer is "as a message", and the sender then sends the data through UCX.
 
         Args:
             transfer: the receive.
@@ -398,8 +405,8 @@ class _HeldBack(NamedTuple):
 
     Attributes:
         until_s: the time until which the message waits for an offer, in seconds of `time.monotonic`.
-        offer: the receiver's offer; the message is then written in a later pass of the event loop. None as
-            long as there is no offer.
+        offer: the receiver's offer if there is one already, in which case the message is written in a later
+            pass of the event loop; otherwise None.
     """
 
     until_s: float
@@ -450,7 +457,8 @@ class OneCopySender:
         return bool(self._held_back)
 
     def send(self, transfer: UcxTransfer, hurried: bool) -> bool:
-        """Send a large message with one copy, or hold it back until its receiver offers memory for it.
+        """Send a large message with one copy, or hold the message back until its receiver offers memory for
+        it.
 
         A message of any size is held back while an earlier message to the same peer with the same tag is held
         back.
@@ -489,8 +497,8 @@ class OneCopySender:
         return True
 
     def drop(self, link: UcxLink) -> None:
-        """End every message to a link. When this returns, the buffers of these messages belong to their
-        owners again."""
+        """End every message to the peer of a link with an error. When this returns, the memory of these
+        messages belongs to the callers of `post_send` again."""
         if self._copies and self._copies[0].transfer.link is link:
             self._written_bytes = 0
         dropped = [copy.transfer for copy in self._copies if copy.transfer.link is link]
@@ -513,8 +521,8 @@ class OneCopySender:
         return offer if offer is not None and offer.ticket.size_bytes == transfer.memory.size_bytes else None
 
     def _write_offered(self, transfer: UcxTransfer, offer: Offer) -> bool:
-        """Write a message into the memory that its receiver has offered, and send the empty FIN that tells
-        the receiver so.
+        """Write a message into the memory that its receiver has offered, and send the empty FIN, which tells
+        the receiver that the message is complete.
 
         Returns:
             True if the message was written; False if the memory cannot be mapped or the link has failed.
@@ -587,7 +595,7 @@ class OneCopySender:
             now_s: the present time, in seconds of `time.monotonic`.
 
         Returns:
-            Whether the message is no longer held back.
+            True if the message was written, sent or failed; False if it is still held back.
         """
         if transfer.link.failure is not None:
             del self._held_back[transfer]
@@ -612,7 +620,8 @@ class OneCopySender:
     # ------------------------------------------------------------ into the block of a CTS
 
     def _send_rts(self, transfer: UcxTransfer) -> bool:
-        """Announce a message to its receiver by an RTS (ready to send), if the message is large enough.
+        """Announce a message to its receiver by an RTS (ready to send), if the message is large enough and
+        the receiver can read this process's mailbox.
 
         Returns:
             True if the message was announced; False if nothing was sent.
@@ -672,7 +681,8 @@ class OneCopySender:
             self._loop.call_soon(self._copy_piece)
 
     def _copy_piece(self) -> None:
-        """Write the next piece of the message that is first in the queue."""
+        """Write the next piece of the first message in the queue into the receiver's memory. After the last
+        piece, report that the message was sent."""
         self._copy_scheduled = False
         if not self._copies:
             return

@@ -1,9 +1,10 @@
 """Drive a UCX worker on the event loop, without a thread of its own.
 
 UCX signals events through the worker's file descriptor. A callback on the loop lets the worker make progress
-until nothing is left to do, arms the descriptor, and lets the loop sleep on it. While the caller only waits
-for messages (`Transport.hurry`), the callback polls for them for a short time before the loop sleeps. The
-work of one callback is bounded, so that a flood of messages does not starve the loop's other work.
+until nothing is left to do, and then arms the descriptor, so that the loop sleeps until UCX signals the next
+event. While the caller only waits for messages (`Transport.hurry`), the callback polls for messages for a
+short time before the loop sleeps. The work of one callback is bounded, so that a flood of messages does not
+starve the loop's other work.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class Progress:
             self._loop.call_soon(self.run)
 
     def run(self) -> None:
-        """Let UCX make progress until it has nothing left to do and its file descriptor is armed (signals new
-        events), or until the loop's other work has to run."""
+        """Let UCX make progress until UCX has nothing left to do and its file descriptor is armed (so that
+        the descriptor signals new events), or until the loop's other work has to run."""
         self._run_scheduled = False
         worker = self._worker
         if worker is None:
@@ -115,7 +116,7 @@ class Progress:
         self._loop.remove_reader(self._descriptor)
 
     def end(self) -> None:
-        """Stop for good. The worker is not used any more."""
+        """Stop watching the worker for good, and forget the worker."""
         self.unwatch()
         self._worker = None
 

@@ -1,11 +1,11 @@
 """Post tagged messages through UCX's C functions, on raw handles of ucxx's workers and endpoints.
 
-ucxx's own requests are not used because they drop the size of the message that arrived, which UCX reports.
-Without it, a message that is too short would leave stale data that looks like success. (The C functions are
-also faster, by about 1 us per message.)
+ucxx's own requests are not used because they discard the size of the received message, which UCX reports.
+Without the size, a message that is too short would look like a success and leave old data in the rest of the
+buffer. (The C functions are also faster, by about 1 us per message.)
 
-Only functions and structures of UCX's public header `ucp/api/ucp.h` are used, whose layout is fixed since UCX
-1.10.
+Only functions and structures of UCX's public header `ucp/api/ucp.h` are used, whose layout has been fixed
+since UCX 1.10.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def is_error(result: int) -> bool:
 
 
 class TagPort:
-    """A port that posts tagged messages on one UCX worker and records their completions.
+    """A wrapper of one UCX worker that posts tagged messages and records which operations have ended.
 
     `send` and `recv` return UCX's result: 0 if the operation has completed successfully, an error status (see
     `is_error`), or the handle of a request. A handle can be passed to `cancel`, and must be passed to `free`
@@ -90,9 +90,9 @@ class TagPort:
         worker: the worker's raw handle, which must stay valid as long as this object is used.
 
     Attributes:
-        completed: `(identity, status, length)` of every operation that ended since the owner last emptied the
-            list, which is filled while the worker makes progress. `length` is the number of bytes received,
-            0 for sends.
+        completed: a list with one tuple `(identity, status, length)` for every operation that has ended since
+            the owner last emptied the list. UCX adds to the list while the worker makes progress. `length` is
+            the number of bytes received, 0 for sends.
         free: a function that releases the request with the given handle.
     """
 
@@ -193,8 +193,8 @@ class TagPort:
 
 
 def _completion_callbacks(completed: list[tuple[int, int, int]]):
-    """Make the send and receive callbacks for UCX, which only add the operations that have ended to
-    `completed`: they run inside UCX, where nothing may be posted."""
+    """Make the send and receive callbacks for UCX. The callbacks only add the operations that have ended to
+    `completed`, because they run inside UCX, where no operation may be posted."""
     length_at = ctypes.c_size_t.from_address
     offset = _RecvInfo.length.offset
 
@@ -210,7 +210,8 @@ def _completion_callbacks(completed: list[tuple[int, int, int]]):
 
 
 def _loaded(name: str) -> ctypes.CDLL:
-    """Open a shared library that ucxx has loaded already; never load another copy of it."""
+    """Open a shared library that ucxx has loaded already. If ucxx has not loaded it, fail instead of loading
+    another copy."""
     return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
 
 

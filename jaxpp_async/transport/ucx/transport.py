@@ -1,19 +1,19 @@
 """Carry buffers between processes over UCX, on the event loop.
 
 UCX makes progress on the event loop (`progress.py`), without threads. This package copies no data itself
-except large messages within a host (`one_copy.py`). Only while the caller does nothing but wait does the
-transport poll for messages before the loop sleeps, and hold such a large message back until it may be
-written. Every endpoint has error handling switched on, so that a large send can be ended; `abort`
-force-closes the endpoint and lets UCX make progress until it has released every buffer.
+except large messages within a host (`one_copy.py`). While the caller only waits for transfers, the transport
+may poll for messages before the loop sleeps, and may hold such a large message back until it can be written
+into the receiver's memory. Every endpoint has error handling switched on, so that a large send can be ended;
+`abort` force-closes the endpoint and lets UCX make progress until UCX has released every buffer.
 
-No buffer that UCX may still use is freed or reused, the size of what arrives is checked, and UCX gets no
-address that was damaged, mixed up or is out of date (one garbage byte in a worker address would end the
-process).
+No buffer that UCX may still use is freed or reused. The size of each received message is checked. UCX is
+never given an address that was damaged, mixed up or is out of date, because one garbage byte in a worker
+address would end the process.
 
-After a peer was killed, `abort` and close this transport and make a new one, with a new address. A process
-that dies while it writes into this worker's shared-memory queue leaves a slot on which UCX then waits for
-ever, so that the worker would never receive from anyone again. This happened in one of about five kills in
-the middle of a transfer.
+After a peer was killed, call `abort`, close this transport, and make a new transport, which has a new
+address. If a process dies while it writes into this worker's shared-memory queue, the entry that it was
+writing stays incomplete, and UCX waits for that entry for ever. The worker would never receive from any peer
+again. This happened in about one of five kills in the middle of a transfer.
 """
 
 from __future__ import annotations
@@ -84,16 +84,17 @@ class UCXTransport(TransportBase):
     Args:
         peer_id: the transport's own id, from -1 (the controller) to 65534; peers use it in `send` and `recv`.
         network: the network on which to listen. Only admitted peers (see `admit`) can then connect to a
-            socket that other machines can reach. None: the environment decides, and everybody may connect.
+            socket that other machines can reach. None: environment variables choose the network, and
+            everybody may connect.
         error_handling: whether UCX notices that a peer has died and can end transfers in progress. Without
-            it, nothing ends a large transfer that has begun, and an actor cannot survive an abort: use that
-            for measurements only. All peers need the same value.
+            it, nothing ends a large transfer that has begun, and an actor cannot survive an abort, so False
+            is for measurements only. All peers need the same value.
 
     Raises:
         InstallError: ucxx is not installed.
         TransferError: this process was forked after UCX had started.
-        MeshError: a network device that was named does not exist, no port of the range is free, UCX lacks
-            descriptors or shared memory, or strangers keep connecting.
+        MeshError: a network device that `UCX_NET_DEVICES` names does not exist, no port of the range is free,
+            UCX lacks descriptors or shared memory, or strangers keep connecting.
     """
 
     def __init__(self, peer_id: Peer, *, network: Network | None = None, error_handling: bool = True):
@@ -279,8 +280,9 @@ class UCXTransport(TransportBase):
             self.finish(transfer, STATUS_CANCELED, 0)
 
     def _may_spin(self) -> bool:
-        """Return whether to poll for messages before the loop sleeps: the caller only waits, transfers are
-        open, and no message is being copied, which takes far longer than polling should."""
+        """Return whether to poll for messages before the loop sleeps. The result is True if the caller only
+        waits, transfers are open, and no large message is being held back or copied within this host, because
+        a copy takes far longer than polling should."""
         return self._is_hurried and bool(self._open) and not self._one_copy.busy
 
     def _finish_ended(self) -> bool:
@@ -317,9 +319,9 @@ class UCXTransport(TransportBase):
 
         Args:
             transfer: the operation.
-            identity: the number by which completions name the operation.
-            result: UCX's result of posting it, which is a request's handle or the status with which UCX
-                refused it.
+            identity: the number that identifies the operation in `TagPort.completed`.
+            result: UCX's result of posting the operation: a request's handle, or the status with which UCX
+                refused the operation.
 
         Raises:
             TransferError: UCX refused the operation.
@@ -334,7 +336,7 @@ class UCXTransport(TransportBase):
         self._open[identity] = transfer
 
     def finish(self, transfer: UcxTransfer, status: int, length: int) -> None:
-        """Tell the caller of a transfer how it has ended, unless that was done before; see
+        """Tell the caller of a transfer how the transfer has ended, unless that was done before; see
         `one_copy.Carrier.finish`."""
         done = transfer.done
         if done is None:  # a message of the one-copy protocol, or finished already
@@ -377,8 +379,8 @@ class UCXTransport(TransportBase):
             self._loop.call_later(_RETRY_S, keep_accepted_from_children)
 
     def _fail_link_of(self, transfer: UcxTransfer, cause: str) -> None:
-        """Fail the link of a message that was posted but will never arrive. The peer has counted the message
-        too, and would otherwise wait for it.
+        """Fail the link of a message that was posted but will never arrive. Without this, the peer would wait
+        for the message for ever, or would take the next message with the same tag for the lost one.
 
         Args:
             transfer: the message's transfer.
@@ -539,14 +541,15 @@ def make_transport(peer_id: Peer, network: Network | None, shared: MutableMappin
 
 
 def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...], AddressFilter | None]:
-    """Open a UCX context on which nobody has connected yet.
+    """Open a UCX context to which nobody has connected yet.
 
     Returns:
         The context, the sockets on which it listens, and their address filter, which lets nobody connect yet.
         The filter is None if everybody may connect.
 
     Raises:
-        MeshError: strangers connect to each context as soon as it listens, or as for `open_context`.
+        MeshError: strangers connect to each new context as soon as it listens; or a reason that
+            `open_context` names.
         InstallError: as for `open_context`.
         TransferError: as for `open_context`.
     """
