@@ -1,6 +1,5 @@
-"""Show what the doctor (the command that checks whether a run would work) found: as tables or lines for a
-person, or as JSON for a program.
-"""
+"""Show the findings of the doctor (the command that checks whether a run would work) as tables or lines for a
+person, or as JSON for a program."""
 
 from __future__ import annotations
 
