@@ -116,7 +116,8 @@ class _Target:
 
 class CallbackListener:
     """A server on this machine, to which hosts connect in order to test that actors on them could do so. Each
-    host sends a token, by which the server recognizes the host."""
+    host sends a token, by which the server recognizes the host.
+    """
 
     def __init__(self) -> None:
         self._expected: dict[bytes, asyncio.Event] = {}
@@ -393,7 +394,8 @@ def _may_measure(report: HostReport) -> bool:
 
 class HostError(Exception):
     """An error with the reason why a host did not carry out a request of the doctor; the message does not
-    name the host."""
+    name the host.
+    """
 
 
 class HostLink(HostProgram[protocol.Record]):

@@ -218,7 +218,8 @@ class HostFacts:
     @property
     def visible_gpus(self) -> Visible:
         """The GPUs that actors on the host may use. `CUDA_VISIBLE_DEVICES` names them; if the variable is not
-        set, actors may use all GPUs of the host."""
+        set, actors may use all GPUs of the host.
+        """
         return read_visible(self.settings.get(VISIBLE), [gpu.uuid for gpu in self.gpus])
 
 
@@ -424,11 +425,13 @@ def note(section: str, host: str, what: str, remedy: str) -> Finding:
 
 def warning(section: str, host: str, what: str, remedy: str) -> Finding:
     """Make a `Finding` of the level "warning". The run works with what was found, but not as well as it
-    could."""
+    could.
+    """
     return Finding("warning", section, host, what, remedy)
 
 
 def error(section: str, host: str, what: str, remedy: str) -> Finding:
     """Make a `Finding` of the level "error". The run that the user asked for does not work with what was
-    found."""
+    found.
+    """
     return Finding("error", section, host, what, remedy)

@@ -175,7 +175,8 @@ def _describe_gpu(nvml: Any, index: int) -> Gpu:
 
 def _has_peer_memory() -> bool:
     """Return whether RDMA devices may read GPU memory, either through the kernel module nvidia_peermem or
-    through the open kernel modules of the NVIDIA driver."""
+    through the open kernel modules of the NVIDIA driver.
+    """
     if os.path.isdir("/sys/module/nvidia_peermem"):
         return True
     with contextlib.suppress(OSError):
@@ -192,7 +193,8 @@ def _to_text(value: str | bytes) -> str:
 
 def read_ib_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[IbPort, ...]:
     """Read the states and rates of the ports of RDMA devices (InfiniBand, RoCE) from the kernel's files under
-    `root`."""
+    `root`.
+    """
     found: list[IbPort] = []
     for folder in sorted(root.glob("*/ports/*")):
         rate = re.match(r"[\d.]+", _read_line(folder / "rate"))

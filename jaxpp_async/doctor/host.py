@@ -36,14 +36,16 @@ _READ_BYTES = 1 << 16
 
 class ProbeServer:
     """The part of the doctor's program on a host that carries out orders (requests of the doctor), one after
-    the other."""
+    the other.
+    """
 
     def __init__(self) -> None:
         self._end: ProbeEnd | None = None
 
     async def answer(self, order: protocol.Order) -> protocol.Record:
         """Carry out one order (a request of the doctor) and return the answer. If the order could not be
-        carried out, the answer is `ProbeFailed`."""
+        carried out, the answer is `ProbeFailed`.
+        """
         try:
             return await self._carry_out(order)
         except (JaxppAsyncError, OSError, ValueError) as error:  # TimeoutError is an OSError
@@ -103,7 +105,8 @@ def send_record(record: protocol.Record) -> None:
 
 async def serve() -> None:
     """Read the doctor's orders from stdin, carry them out, and write the answers to stdout. Return when stdin
-    ends or is silent for longer than `LEASE_S` seconds."""
+    ends or is silent for longer than `LEASE_S` seconds.
+    """
     orders: asyncio.Queue[protocol.Order] = asyncio.Queue()
     work = asyncio.get_running_loop().create_task(_answer_orders(orders), name="answer the doctor")
     reader = asyncio.StreamReader()
@@ -187,7 +190,8 @@ class ProbeEnd:
     @property
     def address(self) -> bytes:
         """The address of this end's transport. The other end needs it as the argument `address` of
-        `measure`."""
+        `measure`.
+        """
         return self._transport.address
 
     async def measure(self, peer: int, address: bytes, *, leads: bool) -> tuple[float, float]:
@@ -233,7 +237,8 @@ class ProbeEnd:
 
     async def _send_large(self, peer: int) -> float:
         """Send rounds of large messages for about `SECONDS` seconds, and return the rate in bytes per second.
-        The first round only warms up the link, and does not count."""
+        The first round only warms up the link, and does not count.
+        """
         buffers = [np.ones(LARGE_BYTES, np.uint8) for _ in range(WINDOW)]
         ready = np.zeros(8, np.uint8)
         num_rounds, began_s, passed_s = 0, 0.0, 0.0

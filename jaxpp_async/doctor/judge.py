@@ -47,7 +47,8 @@ _SHOWN = ("jaxpp-async", "jax", "jaxlib", "numpy")
 
 def judge(found: Examination) -> list[Finding]:
     """Return all findings (statements with a verdict and a remedy) about an examination, ordered by section
-    and host."""
+    and host.
+    """
     findings = list(_judge_driving_machine(found))
     for report in found.hosts:
         findings += judge_host(report, found.asked)
@@ -157,7 +158,8 @@ def _judge_settings(name: str, facts: HostFacts) -> Iterator[Finding]:
 def judge_together(found: Examination) -> Iterator[Finding]:
     """Yield the findings (statements with a verdict and a remedy) about all hosts together: whether the hosts
     agree in what must be the same on all of them, and whether they can connect to each other and to this
-    machine."""
+    machine.
+    """
     yield from _judge_versions(found)
     yield from judge_gpu.judge_gpus_together(found)
     yield from _judge_clocks(found)

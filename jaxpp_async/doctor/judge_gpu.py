@@ -1,5 +1,6 @@
 """Make the doctor's findings (statements with a verdict and a remedy) about the GPUs of hosts: their drivers,
-the packages for CUDA, NCCL, and the sharing of a GPU by several processes."""
+the packages for CUDA, NCCL, and the sharing of a GPU by several processes.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def judge_gpus(report: HostReport, facts: HostFacts, asked: RequestedRun) -> Ite
 
 def explains_jax(facts: HostFacts, asked: RequestedRun) -> bool:
     """Return whether a finding about the host's GPUs or CUDA packages already gives the reason why JAX does
-    not start there, so that no other finding has to."""
+    not start there, so that no other finding has to.
+    """
     if asked.platform == "cpu":
         return False
     majors = _find_cuda_majors(facts, r"jax-cuda(\d+)-plugin")
@@ -399,7 +401,8 @@ def _list_nccl(facts: HostFacts) -> str:
 
 def _find_old_nccl(facts: HostFacts) -> str | None:
     """Return the name of the installed NCCL package if its version is so old that grouped transfers may hang;
-    return None if there is no such package."""
+    return None if there is no such package.
+    """
     for package, version in facts.packages.items():
         numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
         if package.startswith("nvidia-nccl-") and numbers < NCCL_FROM:
@@ -409,7 +412,8 @@ def _find_old_nccl(facts: HostFacts) -> str | None:
 
 def _find_nccl_version(facts: HostFacts) -> str:
     """Return the version of the NCCL library that pip has installed on the host; empty if pip has installed
-    none."""
+    none.
+    """
     found = (version for package, version in facts.packages.items() if package.startswith("nvidia-nccl-"))
     return next(found, "")
 

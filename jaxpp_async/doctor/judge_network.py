@@ -1,5 +1,6 @@
 """Make the doctor's findings (statements with a verdict and a remedy) about the network: UCX, InfiniBand, the
-hosts' connections to this machine, and the links that were measured."""
+hosts' connections to this machine, and the links that were measured.
+"""
 
 from __future__ import annotations
 
@@ -207,7 +208,8 @@ def _explain_missing_rc(facts: HostFacts) -> tuple[str, str]:
 
 def judge_control(found: Examination) -> Iterator[Finding]:
     """Yield a finding (a statement with a verdict and a remedy) for each host, which says whether actors on
-    that host could connect to this machine."""
+    that host could connect to this machine.
+    """
     if found.control_error:
         remedy = "choose an address with control_address="
         yield error("control", found.here.name, found.control_error, remedy)

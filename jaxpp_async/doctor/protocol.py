@@ -17,7 +17,8 @@ from jaxpp_async.protocol.line_protocol import LineProtocol
 @dataclass(frozen=True, slots=True)
 class Prepare:
     """A message that tells the doctor's program on a host to set environment variables, sent before all other
-    messages. The answer is `Completed`."""
+    messages. The answer is `Completed`.
+    """
 
     env: dict[str, str]
 
@@ -25,7 +26,8 @@ class Prepare:
 @dataclass(frozen=True, slots=True)
 class AskFacts:
     """A message that tells the doctor's program on a host to gather the facts about the host, among them
-    whether JAX starts on the given platform. The answer is `Facts`."""
+    whether JAX starts on the given platform. The answer is `Facts`.
+    """
 
     platform: str
 
@@ -33,7 +35,8 @@ class AskFacts:
 @dataclass(frozen=True, slots=True)
 class AskClock:
     """A message that tells the doctor's program on a host to read the host's wall clock. The answer is
-    `ClockIs`."""
+    `ClockIs`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ class Measure:
 @dataclass(frozen=True, slots=True)
 class Started:
     """The first message of the doctor's program on a host, which shows that Python and this package have
-    started there."""
+    started there.
+    """
 
     version: str
 
@@ -112,7 +116,8 @@ class EndOpened:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """The answer to `Measure`, with the measured latency in seconds and the rate in bytes per second. Both
-    are 0 if this end of the link did not lead the measurement."""
+    are 0 if this end of the link did not lead the measurement.
+    """
 
     latency_s: float
     bytes_per_s: float

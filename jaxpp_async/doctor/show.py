@@ -1,5 +1,6 @@
 """Show the findings of the doctor (the command that checks whether a run would work) as tables or lines for a
-person, or as JSON for a program."""
+person, or as JSON for a program.
+"""
 
 from __future__ import annotations
 
