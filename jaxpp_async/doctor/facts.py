@@ -320,7 +320,7 @@ class ProcessSlots:
     """The number of processes that a run would start on each host, and the size of each process.
 
     Args:
-        num_processes: the number of processes on each host, one entry per host.
+        num_processes: the number of processes on each host, with one entry per host.
         per_actor: the number of processes of each actor.
         devices_each: the number of devices of each process.
         slots_each: the number of slots of a host that each process takes.

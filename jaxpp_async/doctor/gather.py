@@ -51,7 +51,7 @@ _SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 
 
 async def gather(platform: str) -> HostFacts:
-    """Gather the facts about this host that show whether actors can run on it.
+    """Gather the facts about this host that show whether actors can run on this host.
 
     Args:
         platform: the platform on which JAX is to start, `"cpu"` or `"cuda"`.

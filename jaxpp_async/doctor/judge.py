@@ -262,7 +262,7 @@ def _format_count(number: int, what: str) -> str:
 
 
 def _judge_driving_machine(found: Examination) -> Iterator[Finding]:
-    """Yield the findings about this machine, from which the user drives the run, if its actors run on other
+    """Yield the findings about this machine if it runs only the user's script, and the actors run on other
     hosts.
 
     Such a machine needs fewer things than a host of actors, because it only traces the user's program and

@@ -231,11 +231,10 @@ def _judge_processes(
 def _find_refusal(
     report: HostReport, facts: HostFacts, num_processes: int, slots: ProcessSlots, asked: RequestedRun
 ) -> Finding | None:
-    """Return the finding that a mesh would refuse to start its processes on a host, with the error that the
-    mesh would raise. Return None if the mesh would start them.
+    """Return an error finding if a mesh would refuse to start its processes on a host, with the text of the
+    mesh's own error; return None if the mesh would start them.
 
-    To get the exact text of the error, this function calls the functions with which the mesh itself checks
-    its processes.
+    To get that text, this function calls the functions with which the mesh itself checks its processes.
 
     Args:
         report: all that is known about the host.

@@ -80,8 +80,8 @@ def _checked_kind(options: LaunchOptions) -> LauncherKind:
     that the user set.
 
     Raises:
-        MeshError: an option has no effect with this kind of launcher, or this kind of launcher, or the number
-            of devices of an actor, does not allow the given `processes_per_actor`.
+        MeshError: an option has no effect with this kind of launcher; or `processes_per_actor` does not
+            divide the number of devices of an actor, or is above 1 for a kind that allows only 1.
     """
     kind = _kind(options)
     for name in options.given:

@@ -4,9 +4,9 @@ host to start and end the actors of that host.
 The launcher writes orders (requests) to the agent's stdin, and the agent writes records (its messages to the
 launcher) to its stdout; `host_agent_protocol` defines both. The agent starts actors, forwards the lines that
 they print and reports how they end. When its stdin reaches end of file, or is silent for longer than a time
-limit (the lease), the agent ends the actors. All processes that the actors started end with them, also those
-that left the actors' process groups, because the agent is the subreaper of its descendants: the kernel makes
-it the parent of every orphan among them.
+limit (the lease), the agent ends the actors. The agent also ends all processes that the actors started, even
+those that left the actors' process groups. This is possible because the agent is the subreaper of its
+descendants, which means that the kernel makes the agent the parent of every orphan among them.
 
 The agent's first record is a greeting. The launcher sends the mesh's secret only after it has received the
 greeting, so that no other program that was started by mistake gets the secret.

@@ -269,7 +269,7 @@ def defaults(settings: Settings) -> dict[str, str]:
 
 def environment(settings: Settings, platform: str) -> dict[str, str]:
     """Return the environment variables that an actor's process gets in addition to the environment of its
-    host. If a variable is in both, the one in the result wins.
+    host. These variables override variables of the same name in that environment.
 
     Args:
         settings: the settings of the process; its `env` overrides the other variables.

@@ -46,8 +46,8 @@ class Death:
 
 @dataclass(slots=True)
 class OutputLines:
-    """A splitter that turns the bytes which a process prints into lines, forwards each line and keeps the
-    last ones.
+    """A filter for the output of a process. The filter splits the bytes of the output into lines, forwards
+    each line, and keeps the last lines.
 
     Args:
         forward: a function that is called with each line.

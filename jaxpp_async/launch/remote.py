@@ -292,9 +292,9 @@ class RemoteLauncher:
 
 
 class CommandReach:
-    """A `Reach` (an object that starts programs on hosts) that starts host agents by a command. The command
-    has to run a program on a host and to pass on its stdin and stdout, such as `docker exec -i` or `kubectl
-    exec -i`.
+    """A `Reach` (an object that starts programs on hosts) that starts host agents by a command such as
+    `docker exec -i` or `kubectl exec -i`. The command has to run a program on a host and to pass on the
+    program's stdin and stdout.
 
     Args:
         command: a function that makes the argument vector of the command, which runs on this machine, from

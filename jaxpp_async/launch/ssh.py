@@ -2,10 +2,10 @@
 and jump hosts work.
 
 Each host has one connection, whatever the number of its actors. This needs the fewest logins, and no new
-login when an actor is replaced. If the connection is lost, its stream ends, so that both sides know. The
-connection is never shared with a connection of the user (ControlMaster), because the end of one would end the
-other. Signals do not travel over ssh. Instead the host agent, the program that starts actors on the host,
-ends the actors when its stdin ends, or is silent for longer than a time limit (the lease).
+login when an actor is replaced. If the connection is lost, its stream ends, which tells both sides of the
+loss. The connection is never shared with a connection of the user (ControlMaster), because the end of one
+would end the other. Signals do not travel over ssh. Instead the host agent, the program that starts actors on
+the host, ends the actors when its stdin ends, or is silent for longer than a time limit (the lease).
 """
 
 from __future__ import annotations
