@@ -1,9 +1,10 @@
-"""Ask all hosts in parallel, with deadlines, for the facts that the doctor judges, and measure the links
-between them.
+"""Examine the hosts of a run for the doctor, the command that checks whether a run would work before the user
+starts it.
 
-The doctor checks whether a run would work before the user starts it. Every host runs the program
-`doctor.host`, which is started in the same way as a mesh starts its host agents. A host that does not answer
-is no error: its report says so.
+This module asks all hosts in parallel, with deadlines, for the facts that the doctor needs, and measures the
+links between the hosts. Every host runs the program `doctor.host`, which is started in the same way as a mesh
+starts its host agents. If a host does not answer, the examination goes on, and the report of that host gives
+the reason.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ExaminationPlan:
-    """The run to be examined, and its hosts.
+    """The plan of an examination: the run to be checked, its hosts, and how to reach them.
 
     Args:
         asked: the run that the user wants to start.
@@ -58,7 +59,7 @@ class ExaminationPlan:
         control_address: the option `control_address` of `RemoteMesh`: the address on which this machine would
             listen for actors. None to choose one automatically.
         measures: whether to measure the links between hosts.
-        timeouts: how long each part of a login may take.
+        timeouts: the limits on how long the login to a host, and the start of Python there, may take.
     """
 
     asked: RequestedRun
@@ -70,16 +71,16 @@ class ExaminationPlan:
 
 
 async def examine(plan: ExaminationPlan, reach: Reach | None, say: Callable[[str], None]) -> Examination:
-    """Find out all facts about the plan's hosts that the doctor judges.
+    """Examine the hosts of a run, and return the facts that show whether the run would work.
 
     Args:
         plan: the run and its hosts.
-        reach: the object that runs programs on `plan.hosts`; it is closed at the end. None for this machine
-            alone.
-        say: a function that is called with a line about each part of the work as it begins.
+        reach: the object that runs programs on `plan.hosts`; this function closes it at the end. None if the
+            run uses this machine alone.
+        say: a function that is called with a line of text at the beginning of each part of the work.
 
     Returns:
-        All facts; for a host that could not be asked, its report has the reason.
+        The facts that were found. If a host could not be asked, its report has the reason instead of facts.
     """
     here = CommandReach(lambda placement, command: list(command))
     try:
@@ -98,7 +99,7 @@ class _Target:
         host: the host.
         name: the host's name for messages to the user.
         reach: the object that runs programs on the host.
-        base: the settings of all hosts.
+        base: the settings of all hosts; the host's own settings override them.
         platform: the platform on which JAX is to start on this host.
     """
 
@@ -114,8 +115,8 @@ class _Target:
 
 
 class CallbackListener:
-    """A server on this machine that checks whether hosts can connect to it as actors would. A host sends a
-    token, by which the server recognizes the host.
+    """A server on this machine, to which hosts connect in order to test that actors on them could do so. Each
+    host sends a token, by which the server recognizes the host.
     """
 
     def __init__(self) -> None:
@@ -158,7 +159,7 @@ class CallbackListener:
 
 
 class _Examiner:
-    """The state of one examination, which `run` carries out."""
+    """One examination of a run and its hosts. The method `run` carries out the examination."""
 
     def __init__(self, plan: ExaminationPlan, here: Reach, reach: Reach | None, say: Callable[[str], None]):
         self._plan, self._here, self._reach, self._say = plan, here, reach, say
@@ -259,8 +260,9 @@ class _Examiner:
                 of why there is none.
 
         Returns:
-            The reports, each with the outcome in `calls_back`; and the reason why this machine has no address
-            on which it could listen for the hosts, empty if it has one.
+            Two parts. The first part is the list of reports, each with the outcome in `calls_back`. The
+            second part is an empty string if this machine could listen for the hosts, and otherwise the
+            reason why it could not.
         """
         assert self._reach is not None
         names, address = await self._reach.resolve([t.host for t, _ in targets]), self._plan.control_address
@@ -291,14 +293,17 @@ class _Examiner:
     async def _measure_pairs(
         self, targets: Sequence[tuple[_Target, HostLink | Explanation]]
     ) -> tuple[LinkReport, ...]:
-        """Measure the link between each host and the next one, one pair after the other.
+        """Measure the link between each host and the next host in the list, one link after the other.
 
         Only neighbours are measured, because hosts that are adjacent in a hostfile are adjacent in a
-        pipeline. A single host is measured between two of its processes.
+        pipeline. If there is only one host, the link between two processes of that host is measured.
 
         Args:
             targets: the hosts, each with the connection to its program or an explanation of why there is
                 none.
+
+        Returns:
+            One report per link; empty if the plan says that links are not to be measured.
         """
         if not self._plan.measures:
             return ()
@@ -334,11 +339,11 @@ class _Examiner:
 
 
 def host_command(program: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Return the command that starts the doctor's program on a host, with those variables of `env` that the
-    dynamic loader reads.
+    """Return the command line that starts the doctor's program on a host.
 
-    The loader reads them once, as a process starts. The other variables are sent later, by
-    `protocol.Prepare`.
+    The command line also sets those variables of `env` that the dynamic loader reads, because the loader
+    reads them only when a process starts. The program gets the other variables later, in a `protocol.Prepare`
+    message.
 
     Args:
         program: the program's argument vector.
@@ -365,10 +370,11 @@ def _explain_silence(error: HostError) -> Explanation:
 
 
 async def _ask_clock(link: HostLink) -> ClockDifference:
-    """Measure how far a host's clock is ahead of this machine's, by the shortest of a few round trips.
+    """Measure how far a host's clock is ahead of this machine's clock. Of several round trips, the shortest
+    one is used.
 
-    The answer is assumed to be half a round trip old when it arrives, so half a round trip is also the
-    possible error.
+    The host is assumed to have read its clock in the middle of the round trip. The possible error is
+    therefore half the duration of the round trip.
     """
     found: list[ClockDifference] = []
     for _ in range(_CLOCK_QUESTIONS):
@@ -387,17 +393,22 @@ def _may_measure(report: HostReport) -> bool:
 
 
 class HostError(Exception):
-    """An error with the reason why a host did not carry out an order; the message does not name the host."""
+    """An error with the reason why a host did not carry out a request of the doctor; the message does not
+    name the host.
+    """
 
 
 class HostLink(HostProgram[protocol.Record]):
-    """A connection to the program `doctor.host` on one host.
+    """A connection to the program that the doctor runs on a host (`doctor.host`), which gathers facts and
+    measures links.
 
-    A host may run two such programs, with one connection each, to be measured against itself.
+    If a run uses one host only, the doctor opens two such connections to that host, each to a program of its
+    own, and measures the link between the two programs.
 
     Args:
         name: the host's name for error messages.
-        login_mark: a line that the host prints once its login has succeeded; None if it prints none.
+        login_mark: a line that the host prints once its login has succeeded; None if the host prints no such
+            line.
     """
 
     def __init__(self, name: str, *, login_mark: str | None = None):
@@ -406,7 +417,7 @@ class HostLink(HostProgram[protocol.Record]):
         self._silence = ""
 
     async def wait_up(self, timeout_s: float) -> None:
-        """Wait until the program on the host has reported that Python and the package have started.
+        """Wait until the program on the host has reported that Python and this package have started there.
 
         Raises:
             ProgramNotStartedError: the program did not report within `timeout_s` seconds, or it ended.
@@ -414,18 +425,20 @@ class HostLink(HostProgram[protocol.Record]):
         await self._wait(self._records.get(), timeout_s)
 
     async def ask(self, order: protocol.Order, expected: type[T], timeout_s: float) -> T:
-        """Send an order to the program on the host, wait for its answer and return it.
+        """Send an order (a request) to the program on the host, wait for the answer and return the answer.
 
         A caller must wait for each answer before it sends the next order. If one answer does not arrive in
-        time, every further order fails, because a late answer would be mistaken for that of the next order.
+        time, every further order fails, because a late answer would be mistaken for the answer to the next
+        order.
 
         Args:
-            order: the order.
+            order: the order to send.
             expected: the type of the answer.
             timeout_s: the number of seconds to wait for the answer.
 
         Raises:
-            HostError: the host could not carry out the order, or did not answer as expected.
+            HostError: the host could not carry out the order, did not answer in time, or gave an answer of
+                another type than `expected`.
         """
         assert self._stream is not None
         if self._silence:  # a late answer would be mistaken for that of this order

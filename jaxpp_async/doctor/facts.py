@@ -1,7 +1,8 @@
 """Define the plain data of the doctor, the command that checks whether a run would work: the run that the
-user asked for, the facts about hosts and their links, and the findings.
+user asked for, the facts about hosts and their links, and the findings (statements with a verdict and a
+remedy).
 
-`find_process_slots` deduces from an examination how many processes each host gets.
+The function `find_process_slots` computes, from this data, how many processes each host gets.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ class RequestedRun:
 
     Args:
         platform: the JAX platform of the actors.
-        transport: the data plane; `"tcp"` is UCX over TCP alone.
+        transport: the name of the transport that carries arrays between processes; `"tcp"` means UCX over TCP
+            alone.
         num_actors: the number of actors; None for as many as the hosts have slots for.
         devices_per_actor: the number of devices of one actor, the product of the sizes in `spmd_mesh`.
         processes_per_actor: the number of processes of one actor; None for as few as the hosts allow.
-        slots_are_processes: whether each slot of a host stands for a process (a task of Slurm); otherwise it
-            stands for a device.
+        slots_are_processes: whether one slot of a host holds one process, as a task of Slurm does; otherwise
+            one slot is one device.
     """
 
     platform: Platform = "cpu"
@@ -48,14 +50,14 @@ class Gpu:
     """The facts about one GPU of a host.
 
     Args:
-        index: the number of the GPU as NVIDIA's tools count.
+        index: the number of the GPU in the output of NVIDIA's tools, such as `nvidia-smi`.
         name: the model of the GPU.
         uuid: the unique id of the GPU.
         memory_bytes: the size of its memory.
         used_bytes: the amount of its memory that is in use.
-        mode: who may compute on it: all processes (`"default"`), one process (`"exclusive"`), none
-            (`"prohibited"`).
-        mig: whether it is divided into instances (MIG).
+        mode: the processes that may compute on the GPU: all (`"default"`), one at a time (`"exclusive"`) or
+            none (`"prohibited"`).
+        mig: whether the GPU is divided into several instances (MIG).
     """
 
     index: int
@@ -74,8 +76,8 @@ class Driver:
     Args:
         version: the version of the driver.
         cuda: the newest CUDA version that the driver supports, such as (13, 0).
-        has_peer_memory: whether RDMA devices may read GPU memory: by `nvidia_peermem`, or by dma-buf with the
-            open kernel modules.
+        has_peer_memory: whether RDMA devices may read GPU memory, either through the module `nvidia_peermem`
+            or through dma-buf with the open kernel modules.
     """
 
     version: str
@@ -151,8 +153,8 @@ class JaxStart:
         platform: the platform of the devices, as JAX names it.
         num_devices: the number of devices that JAX found.
         device_kind: the model of the devices.
-        cache_error: the reason why actors on the host refuse their default compilation cache; empty if they
-            accept it.
+        cache_error: the reason why actors on the host could not use the default folder of the compilation
+            cache; empty if they could.
     """
 
     platform: str
@@ -215,7 +217,9 @@ class HostFacts:
 
     @property
     def visible_gpus(self) -> Visible:
-        """The GPUs to which `CUDA_VISIBLE_DEVICES` restricts actors on the host."""
+        """The GPUs that actors on the host may use. `CUDA_VISIBLE_DEVICES` names them; if the variable is not
+        set, actors may use all GPUs of the host.
+        """
         return read_visible(self.settings.get(VISIBLE), [gpu.uuid for gpu in self.gpus])
 
 
@@ -239,13 +243,14 @@ class HostReport:
     Args:
         name: the name of the host as the user wrote it.
         slots: the number of slots that the hostfile gives the host.
-        facts: the facts about the host; None if it could not be asked.
-        trouble: the reason why the host could not be asked; None if it could.
-        clock: the difference of its clock from this machine's; None if it could not be asked.
-        calls_back: the reason why the host could not connect to this machine; empty if it could, None if that
-            was not tried.
-        names_gpus: whether the user chose by `devices=` or `env=` which GPUs the actors get;
-            `CUDA_VISIBLE_DEVICES` in the facts then has these.
+        facts: the facts about the host; None if the host could not be asked.
+        trouble: the reason why the host could not be asked; None if the host could be asked.
+        clock: the difference between the host's clock and this machine's clock; None if the host could not be
+            asked.
+        calls_back: the reason why the host could not connect to this machine; empty if the host could
+            connect, None if that was not tried.
+        names_gpus: whether the user chose by `devices=` or `env=` which GPUs the actors get; if so,
+            `CUDA_VISIBLE_DEVICES` in `facts.settings` names these GPUs.
     """
 
     name: str
@@ -259,14 +264,15 @@ class HostReport:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """A report of the link between two hosts, measured over the data plane in host memory.
+    """A report on the network link between two hosts. The link was measured with the transport that carries
+    arrays, from host memory to host memory.
 
     Args:
         first: the name of one host.
-        second: the name of the other host, or again that of the first one if the link is between two of its
-            processes.
-        transport: the data plane that was measured, `"ucx"` or `"tcp"`.
-        latency_s: half a round trip of 8 bytes, in seconds.
+        second: the name of the other host. If the link connects two processes of one host, `first` and
+            `second` are equal.
+        transport: the name of the transport, `"ucx"` or `"tcp"`.
+        latency_s: half the duration of a round trip of 8 bytes, in seconds.
         bytes_per_s: the rate of large messages in one direction.
         error: the reason why nothing could be measured; empty if the measurement succeeded.
     """
@@ -281,15 +287,17 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All facts about a run and its hosts, from which the doctor makes its findings.
+    """The facts about a run and its hosts, from which the doctor makes its findings (statements with a
+    verdict and a remedy).
 
     Args:
         asked: the run that the user wants to start.
-        here: the report of this machine, which drives the run.
-        hosts: the reports of the hosts on which actors would run; for a local run `here` alone.
+        here: the report of this machine, on which the user's script would run.
+        hosts: the reports of the hosts on which actors would run. If the run uses this machine alone, `here`
+            is the only entry.
         links: the reports of the links that were measured.
-        control_error: the reason why this machine has no address on which it could listen for all hosts;
-            empty if it has one.
+        control_error: the reason why this machine could not listen for connections from all hosts; empty if
+            it could.
     """
 
     asked: RequestedRun
@@ -309,10 +317,10 @@ class Examination:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSlots:
-    """The number of processes that each host gets, and the size of a process.
+    """The number of processes that a run would start on each host, and the size of each process.
 
     Args:
-        num_processes: the number of processes on each host, one entry per host.
+        num_processes: the number of processes on each host, with one entry per host.
         per_actor: the number of processes of each actor.
         devices_each: the number of devices of each process.
         slots_each: the number of slots of a host that each process takes.
@@ -386,13 +394,14 @@ SECTIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One statement of the doctor about a host, a link, or all hosts.
+    """A statement of the doctor (the command that checks whether a run would work) about a host, a link, or
+    all hosts.
 
     Args:
-        level: how serious the finding is; with an `"error"`, the run would not work.
+        level: how serious the finding is. If the level is `"error"`, the run would not work.
         section: the part of the doctor's output to which the finding belongs, a key of `SECTIONS`.
-        host: the name of the host that the finding is about, or `ALL`, or the names of the two ends of a
-            link.
+        host: the name of the host that the finding is about; `ALL` for all hosts; for a link, the names of
+            the two hosts that it connects.
         what: the fact that was found.
         remedy: the advice on what to do; empty if nothing has to be done.
     """
@@ -405,26 +414,24 @@ class Finding:
 
 
 def ok(section: str, host: str, what: str) -> Finding:
-    """Make a `Finding` of the level "ok", about something that is as it should be."""
+    """Make a `Finding` of the level "ok". Such a finding says that something is as it should be."""
     return Finding("ok", section, host, what)
 
 
 def note(section: str, host: str, what: str, remedy: str) -> Finding:
-    """Make a `Finding` of the level "note", about something that is useful to know and does not affect the
-    run.
-    """
+    """Make a `Finding` of the level "note". Such a finding is useful to know, but does not affect the run."""
     return Finding("note", section, host, what, remedy)
 
 
 def warning(section: str, host: str, what: str, remedy: str) -> Finding:
-    """Make a `Finding` of the level "warning", about something with which a run works, but not as well as it
+    """Make a `Finding` of the level "warning". The run works with what was found, but not as well as it
     could.
     """
     return Finding("warning", section, host, what, remedy)
 
 
 def error(section: str, host: str, what: str, remedy: str) -> Finding:
-    """Make a `Finding` of the level "error", about something with which the run that the user asked for does
-    not work.
+    """Make a `Finding` of the level "error". The run that the user asked for does not work with what was
+    found.
     """
     return Finding("error", section, host, what, remedy)

@@ -1,8 +1,9 @@
-"""Gather the facts about this host that the doctor (the command that checks whether a run would work) judges.
+"""Gather the facts about this host from which the doctor (the command that checks whether a run would work)
+makes its findings.
 
-The facts come from files, devices, and the output of short child programs. The folder of the compilation
-cache is made, as an actor would make it; nothing else is changed. UCX and JAX are started in child processes,
-because either may end the process that starts it, and because this process must not have started them yet.
+The facts come from files, devices, and the output of short child programs. UCX and JAX are started in child
+processes only, because either of them may end the process in which it starts. Gathering the facts changes
+nothing on the host, except that the folder of the compilation cache is made as an actor would make it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 
 
 async def gather(platform: str) -> HostFacts:
-    """Gather all facts about this host that the doctor judges.
+    """Gather the facts about this host that show whether actors can run on this host.
 
     Args:
         platform: the platform on which JAX is to start, `"cpu"` or `"cuda"`.
@@ -138,8 +139,8 @@ def find_gpus() -> tuple[Driver | None, tuple[Gpu, ...], str]:
     """Find the NVIDIA driver and the GPUs of this host with NVIDIA's management library (NVML).
 
     Returns:
-        The driver, or None if no driver answers; the host's GPUs; and the reason why no driver answers, empty
-        if one does.
+        Three parts: the driver, or None if no driver answers; the host's GPUs; and the reason why no driver
+        answers, which is empty if one answers.
     """
     try:
         with gpu_inventory.library() as nvml:
@@ -173,8 +174,8 @@ def _describe_gpu(nvml: Any, index: int) -> Gpu:
 
 
 def _has_peer_memory() -> bool:
-    """Return whether RDMA devices may read GPU memory, by nvidia_peermem or by the driver's open kernel
-    modules.
+    """Return whether RDMA devices may read GPU memory, either through the kernel module nvidia_peermem or
+    through the open kernel modules of the NVIDIA driver.
     """
     if os.path.isdir("/sys/module/nvidia_peermem"):
         return True
@@ -191,7 +192,9 @@ def _to_text(value: str | bytes) -> str:
 
 
 def read_ib_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[IbPort, ...]:
-    """Read the ports of RDMA devices (InfiniBand, RoCE) from the kernel's files under `root`."""
+    """Read the states and rates of the ports of RDMA devices (InfiniBand, RoCE) from the kernel's files under
+    `root`.
+    """
     found: list[IbPort] = []
     for folder in sorted(root.glob("*/ports/*")):
         rate = re.match(r"[\d.]+", _read_line(folder / "rate"))
@@ -208,7 +211,7 @@ def read_ib_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[IbPort, .
 
 
 def read_interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, ...]:
-    """Read the network interfaces, their states and speeds from the kernel's files under `root`."""
+    """Read the names, states and speeds of the network interfaces from the kernel's files under `root`."""
     found: list[Interface] = []
     for folder in sorted(root.glob("*")):
         speed = _read_line(folder / "speed")  # unreadable, or -1, where the kernel does not know

@@ -1,13 +1,13 @@
-"""The program that the doctor (the command that checks whether a run would work) runs on every host: `python
--m jaxpp_async.doctor.host`.
+"""The program `python -m jaxpp_async.doctor.host`. The doctor (the command that checks whether a run would
+work) runs the program on every host.
 
-The program runs over ssh or srun, or as a child process of the doctor for the doctor's own machine. The
-program reads orders from stdin and writes records to stdout (`doctor.protocol`). At the end of its stdin, or
-when its stdin is silent for longer than `LEASE_S`, the program ends. JAX and UCX are not needed to start the
-program, so that it can report that they are missing.
+The doctor starts the program over ssh or srun, or as a child process on its own machine. The program reads
+orders (requests of the doctor) from stdin and writes records (the answers) to stdout; `doctor.protocol`
+defines both. The program exits when its stdin ends, or is silent for longer than `LEASE_S` seconds. The
+program starts even if JAX and UCX are missing, so that it can report this.
 
-`ProbeEnd` measures latency and bandwidth between two such programs, with the transport that actors use and in
-host memory; it does not start JAX.
+Two such programs measure the latency and bandwidth between their hosts. Each of them has a `ProbeEnd` for
+this, which uses the transport of actors, sends from host memory, and does not start JAX.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _READ_BYTES = 1 << 16
 
 
 class ProbeServer:
-    """The part of the doctor's program on a host that carries out the doctor's orders, one after the
-    other.
+    """The part of the doctor's program on a host that carries out orders (requests of the doctor), one after
+    the other.
     """
 
     def __init__(self) -> None:
         self._end: ProbeEnd | None = None
 
     async def answer(self, order: protocol.Order) -> protocol.Record:
-        """Carry out one order of the doctor and return the answer, which is `ProbeFailed` if the order could
-        not be carried out.
+        """Carry out one order (a request of the doctor) and return the answer. If the order could not be
+        carried out, the answer is `ProbeFailed`.
         """
         try:
             return await self._carry_out(order)
@@ -52,7 +52,7 @@ class ProbeServer:
             return protocol.ProbeFailed(str(error) or "it took too long")
 
     async def aclose(self) -> None:
-        """If an earlier order has opened an end of the data plane, close it."""
+        """Close the transport that an earlier order opened for a measurement; do nothing if none is open."""
         end, self._end = self._end, None
         if end is not None:
             await end.aclose()
@@ -98,14 +98,14 @@ async def _connect_back(order: protocol.CallBack) -> protocol.Record:
 
 
 def send_record(record: protocol.Record) -> None:
-    """Write a record to stdout, from where the doctor reads it."""
+    """Write a record (an answer to the doctor) to stdout, from where the doctor reads it."""
     sys.stdout.buffer.write(protocol.write_record(record))
     sys.stdout.buffer.flush()
 
 
 async def serve() -> None:
-    """Carry out the doctor's orders from stdin and write the answers to stdout, until stdin ends or is silent
-    for longer than `LEASE_S` seconds.
+    """Read the doctor's orders from stdin, carry them out, and write the answers to stdout. Return when stdin
+    ends or is silent for longer than `LEASE_S` seconds.
     """
     orders: asyncio.Queue[protocol.Order] = asyncio.Queue()
     work = asyncio.get_running_loop().create_task(_answer_orders(orders), name="answer the doctor")
@@ -177,7 +177,8 @@ _LARGE_TAGS = tuple(make_tag(0, PROGRAM_CHANNEL, 16 + lane) for lane in range(WI
 
 
 class ProbeEnd:
-    """One end of a link whose latency and bandwidth are measured, with a new transport for each measurement.
+    """One end of a link whose latency and bandwidth are measured. Each object opens a transport of its own,
+    and serves for one measurement.
 
     Args:
         peer_id: the number by which the other end refers to this one.
@@ -188,20 +189,22 @@ class ProbeEnd:
 
     @property
     def address(self) -> bytes:
-        """The address of this end's transport, which the other end passes to its `measure`."""
+        """The address of this end's transport. The other end needs it as the argument `address` of
+        `measure`.
+        """
         return self._transport.address
 
     async def measure(self, peer: int, address: bytes, *, leads: bool) -> tuple[float, float]:
-        """Connect to the other end and measure the link; both ends call this at the same time.
+        """Connect to the other end and measure the link. Both ends must call this at about the same time.
 
         Args:
             peer: the other end's number.
             address: the other end's address.
-            leads: whether this end sends and measures; the other end then replies.
+            leads: whether this end sends and measures; otherwise this end replies. Exactly one end leads.
 
         Returns:
-            Half a round trip of 8 bytes in seconds, and the rate of large messages in bytes per second; zeros
-            on the end that does not lead.
+            Half the duration of a round trip of 8 bytes, in seconds, and the rate of large messages in bytes
+            per second. Both are 0 on the end that does not lead.
 
         Raises:
             TransferError: the ends cannot connect to each other, or a transfer fails.
@@ -233,8 +236,8 @@ class ProbeEnd:
         return sorted(seconds[WARM_PINGS:])[PINGS // 2] / 2
 
     async def _send_large(self, peer: int) -> float:
-        """Send rounds of large messages for about `SECONDS` seconds, after a first round that warms up and is
-        not counted, and return the rate in bytes per second.
+        """Send rounds of large messages for about `SECONDS` seconds, and return the rate in bytes per second.
+        The first round only warms up the link, and does not count.
         """
         buffers = [np.ones(LARGE_BYTES, np.uint8) for _ in range(WINDOW)]
         ready = np.zeros(8, np.uint8)

@@ -1,8 +1,8 @@
 """Turn the facts that the doctor (the command that checks whether a run would work) found about a run and its
-hosts into findings: what is well, what is not, and what to do about it.
+hosts into findings. A finding says whether something is as it should be, and what to do if it is not.
 
-A finding is an error if the run that the user asked for would not work, and a warning if it would work less
-well than it could.
+A finding is an error if the run that the user asked for would not work, and a warning if the run would work
+less well than it could.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ _SHOWN = ("jaxpp-async", "jax", "jaxlib", "numpy")
 
 
 def judge(found: Examination) -> list[Finding]:
-    """Return all findings of the doctor about an examination, ordered by section and host."""
+    """Return all findings (statements with a verdict and a remedy) about an examination, ordered by section
+    and host.
+    """
     findings = list(_judge_driving_machine(found))
     for report in found.hosts:
         findings += judge_host(report, found.asked)
@@ -154,8 +156,9 @@ def _judge_settings(name: str, facts: HostFacts) -> Iterator[Finding]:
 
 
 def judge_together(found: Examination) -> Iterator[Finding]:
-    """Yield the findings (statements with a verdict and a remedy) about all hosts together: what they must
-    have in common, and how they connect to each other and to this machine.
+    """Yield the findings (statements with a verdict and a remedy) about all hosts together: whether the hosts
+    agree in what must be the same on all of them, and whether they can connect to each other and to this
+    machine.
     """
     yield from _judge_versions(found)
     yield from judge_gpu.judge_gpus_together(found)
@@ -238,7 +241,7 @@ def _judge_load(found: Examination, slots: ProcessSlots) -> Iterator[Finding]:
 
     Args:
         found: the examination of a run on this machine alone.
-        slots: the number and size of the processes.
+        slots: the number of processes, and the number of devices of each process.
     """
     facts, num_processes, per_actor = found.here.facts, sum(slots.num_processes), slots.per_actor
     if facts is None:
@@ -259,10 +262,11 @@ def _format_count(number: int, what: str) -> str:
 
 
 def _judge_driving_machine(found: Examination) -> Iterator[Finding]:
-    """Yield the findings about this machine if it runs no actors but drives the run.
+    """Yield the findings about this machine if it runs only the user's script, and the actors run on other
+    hosts.
 
-    This machine then traces the program and takes part in the data plane, so that it needs fewer things than
-    a host of actors.
+    Such a machine needs fewer things than a host of actors, because it only traces the user's program and
+    exchanges arrays with the actors.
     """
     if found.is_local:
         return

@@ -1,5 +1,5 @@
-"""Make the doctor's findings about the GPUs of hosts: their drivers, the packages for CUDA, NCCL, and which
-processes share a GPU.
+"""Make the doctor's findings (statements with a verdict and a remedy) about the GPUs of hosts: their drivers,
+the packages for CUDA, NCCL, and the sharing of a GPU by several processes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def judge_gpus(report: HostReport, facts: HostFacts, asked: RequestedRun) -> Ite
 
 
 def explains_jax(facts: HostFacts, asked: RequestedRun) -> bool:
-    """Return whether a finding about the host's GPUs or CUDA packages already says why JAX does not start."""
+    """Return whether a finding about the host's GPUs or CUDA packages already gives the reason why JAX does
+    not start there, so that no other finding has to.
+    """
     if asked.platform == "cpu":
         return False
     majors = _find_cuda_majors(facts, r"jax-cuda(\d+)-plugin")
@@ -172,7 +174,8 @@ def _judge_gpu(name: str, gpu: Gpu, driver: str) -> Iterator[Finding]:
 
 
 def judge_process_slots(found: Examination, slots: ProcessSlots) -> Iterator[Finding]:
-    """Yield the findings about whether the processes that each host gets have enough GPUs on it.
+    """Yield the findings (statements with a verdict and a remedy) about whether each host has enough GPUs for
+    the processes that it gets.
 
     Args:
         found: the examination.
@@ -228,11 +231,10 @@ def _judge_processes(
 def _find_refusal(
     report: HostReport, facts: HostFacts, num_processes: int, slots: ProcessSlots, asked: RequestedRun
 ) -> Finding | None:
-    """Return a finding with the error that a mesh would raise when it starts its processes on a host; None if
-    it would start them.
+    """Return an error finding if a mesh would refuse to start its processes on a host, with the text of the
+    mesh's own error; return None if the mesh would start them.
 
-    The check calls the mesh's own functions, so that the finding has the text of the error that they would
-    raise.
+    To get that text, this function calls the functions with which the mesh itself checks its processes.
 
     Args:
         report: all that is known about the host.
@@ -259,15 +261,16 @@ def _find_refusal(
 
 
 def _report_unknown_gpu(report: HostReport, facts: HostFacts, name: str) -> Finding:
-    """Make the finding about a name in `CUDA_VISIBLE_DEVICES` that is not the name of any GPU.
+    """Make the finding about a name in `CUDA_VISIBLE_DEVICES` that does not stand for exactly one GPU of the
+    host.
 
-    CUDA silently stops reading the list at such a name. The finding is an error if the user gave the list for
-    this run, because the mesh then refuses the name, and otherwise a warning.
+    CUDA stops reading the list at such a name, without an error. If the user gave the list for this run, the
+    mesh refuses the name, and the finding is an error. Otherwise the finding is a warning.
 
     Args:
         report: all that is known about the host.
         facts: the facts in that report.
-        name: the name that is wrong.
+        name: the wrong name.
     """
     there = f"there {'is' if len(facts.gpus) == 1 else 'are'} {len(facts.gpus)}"
     what = (
@@ -281,7 +284,13 @@ def _report_unknown_gpu(report: HostReport, facts: HostFacts, name: str) -> Find
 
 
 def _suggest_fewer(fits: int, slots: ProcessSlots, found: Examination) -> str:
-    """Return advice on how to start no more than `fits` processes on a host."""
+    """Return advice on how to start fewer processes on a host.
+
+    Args:
+        fits: the number of processes for which the host has enough GPUs.
+        slots: the number of processes of each actor, and the number of slots that each process takes.
+        found: the examination of the run.
+    """
     if found.is_local:
         most = max(1, fits // slots.per_actor)
         return f"start at most {most} actor{'s' * (most != 1)}"
@@ -390,8 +399,8 @@ def _list_nccl(facts: HostFacts) -> str:
 
 
 def _find_old_nccl(facts: HostFacts) -> str | None:
-    """Return the name of the installed package with a version of NCCL whose grouped transfers may hang; None
-    if there is none.
+    """Return the name of the installed NCCL package if its version is so old that grouped transfers may hang;
+    return None if there is no such package.
     """
     for package, version in facts.packages.items():
         numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
@@ -401,7 +410,9 @@ def _find_old_nccl(facts: HostFacts) -> str | None:
 
 
 def _find_nccl_version(facts: HostFacts) -> str:
-    """Return the version of NCCL itself that is installed with pip; empty if it is not installed."""
+    """Return the version of the NCCL library that pip has installed on the host; empty if pip has installed
+    none.
+    """
     found = (version for package, version in facts.packages.items() if package.startswith("nvidia-nccl-"))
     return next(found, "")
 
@@ -429,9 +440,10 @@ def _group_by_value(by_name: Mapping[str, object]) -> dict[object, list[str]]:
 
 
 def _first_numbers(version: str) -> tuple[str, ...]:
-    """Return the first three numbers of a version, to compare JAX's CUDA plugin with jaxlib.
+    """Return the first three numbers of a version as strings, in order to compare the versions of jaxlib and
+    of JAX's CUDA plugin.
 
-    Further numbers are left out, because a later build of the plugin may differ from jaxlib in them.
+    Further numbers are left out, because a later build of the plugin for the same jaxlib may differ in them.
     """
     return tuple(version.split(".")[:3])
 

@@ -1,5 +1,5 @@
-"""Make the doctor's findings about the network: UCX, InfiniBand, the hosts' connections to this machine, and
-the links that were measured.
+"""Make the doctor's findings (statements with a verdict and a remedy) about the network: UCX, InfiniBand, the
+hosts' connections to this machine, and the links that were measured.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _RDMA = ("rc", "dc", "ud")
 
 
 def judge_ucx(name: str, facts: HostFacts, asked: RequestedRun) -> Iterator[Finding]:
-    """Yield the findings (statements with a verdict and a remedy) about UCX on one host: whether it starts,
-    and has the transports that the run needs.
+    """Yield the findings (statements with a verdict and a remedy) about UCX on one host: whether UCX starts
+    there, and whether it has the transports that the run needs.
 
     Args:
         name: the name of the host.
@@ -80,7 +80,7 @@ def _prefers_system(facts: HostFacts) -> bool:
 
 
 def _suggest_for_start(facts: HostFacts) -> str:
-    """Return advice on what to do about a UCX that does not start."""
+    """Return advice on what to do if UCX does not start on a host."""
     if "network device" in facts.ucx_error:
         return "correct interface= (or UCX_NET_DEVICES): name one of these"
     if _prefers_system(facts):
@@ -125,12 +125,12 @@ def _suggest_ucx_with_cuda(facts: HostFacts) -> str:
 
 
 def _suggest_ucx_tls(facts: HostFacts, needed: str = "tcp") -> str:
-    """Return advice on what to do if the variable `UCX_TLS` excludes needed transports; empty if the variable
-    is not set.
+    """Return advice on what to do if a needed transport is missing because the variable `UCX_TLS` excludes
+    it; empty if the variable is not set.
 
     Args:
         facts: the facts about the host.
-        needed: the name of the transport to add to the variable.
+        needed: the name of the transport that the advice says to add to the variable.
     """
     given = facts.settings.get("UCX_TLS", "")
     return f"UCX_TLS={given} leaves them out: add {needed}, or unset it" if given else ""
@@ -140,7 +140,8 @@ def _suggest_ucx_tls(facts: HostFacts, needed: str = "tcp") -> str:
 
 
 def judge_infiniband(name: str, facts: HostFacts, asked: RequestedRun) -> Iterator[Finding]:
-    """Yield the findings about the RDMA ports of one host, and about whether UCX can use them.
+    """Yield the findings (statements with a verdict and a remedy) about the RDMA ports of one host, and about
+    whether UCX can use them.
 
     Args:
         name: the name of the host.
@@ -206,7 +207,9 @@ def _explain_missing_rc(facts: HostFacts) -> tuple[str, str]:
 
 
 def judge_control(found: Examination) -> Iterator[Finding]:
-    """Yield a finding for each host on whether actors on it could connect to this machine."""
+    """Yield a finding (a statement with a verdict and a remedy) for each host, which says whether actors on
+    that host could connect to this machine.
+    """
     if found.control_error:
         remedy = "choose an address with control_address="
         yield error("control", found.here.name, found.control_error, remedy)

@@ -1,9 +1,9 @@
-"""Test whether JAX or UCX starts, as it would in an actor: `python -m jaxpp_async.doctor.probe_programs
-jax|ucx`.
+"""Test on this host whether JAX or UCX starts as it would in an actor. The command is `python -m
+jaxpp_async.doctor.probe_programs ucx`, or the same with `jax PLATFORM` instead of `ucx`.
 
-The program prints one line of JSON: an object with what the library found, or a string that says why it did
-not start. `jax PLATFORM` also makes the folder of the compilation cache as an actor would, so that an
-unusable folder is found as well.
+The program prints one line of JSON: an object with what the library found, or a string that says why the
+library did not start. The test of JAX also makes the folder of the compilation cache as an actor would, so
+that the test shows whether the folder can be used.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from jaxpp_async.errors import InstallError, MeshError
 
 
 def probe_jax(platform: str) -> dict[str, object] | str:
-    """Start JAX on a platform and make the compilation cache's folder, to see whether an actor could.
+    """Start JAX on a platform and make the folder of the compilation cache, to test whether an actor could do
+    the same.
 
     Args:
         platform: the name of the platform in `JAX_PLATFORMS`.
 
     Returns:
-        The fields of `facts.JaxStart` by name, or the error with which JAX did not start.
+        A dictionary with the fields of `facts.JaxStart`, or the text of the error if JAX did not start.
     """
     os.environ["JAX_PLATFORMS"] = platform
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # another run may need the memory
@@ -51,11 +52,11 @@ def probe_jax(platform: str) -> dict[str, object] | str:
 
 
 def probe_ucx() -> dict[str, object] | str:
-    """Start UCX as an actor does, to see whether it works.
+    """Start UCX as an actor does, to test whether UCX works on this host.
 
     Returns:
-        A dictionary with UCX's version, the path of the loaded library and its transports; or the error with
-        which UCX did not start.
+        A dictionary with UCX's version, the path of the loaded library and its transports; or the text of the
+        error if UCX did not start.
     """
     from jaxpp_async.transport.ucx.context import open_context, resources  # JAX's probe does not need it
 

@@ -1,8 +1,8 @@
 """Define the messages that the doctor (the command that checks whether a run would work) and its program on a
-host exchange as lines of JSON.
+host exchange. Each message is a line of JSON.
 
-The doctor sends orders, and the program answers each of them with a record. `protocol.line_protocol` writes
-and reads the lines.
+The doctor sends orders (requests), and the program answers each of them with a record.
+`protocol.line_protocol` writes and reads the lines.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from jaxpp_async.protocol.line_protocol import LineProtocol
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """An order to a host to set environment variables, before any other order. The answer is `Completed`."""
+    """A message that tells the doctor's program on a host to set environment variables, sent before all other
+    messages. The answer is `Completed`.
+    """
 
     env: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class AskFacts:
-    """An order to a host to gather its facts, for which JAX is started on the given platform. The answer is
-    `Facts`.
+    """A message that tells the doctor's program on a host to gather the facts about the host, among them
+    whether JAX starts on the given platform. The answer is `Facts`.
     """
 
     platform: str
@@ -32,13 +34,15 @@ class AskFacts:
 
 @dataclass(frozen=True, slots=True)
 class AskClock:
-    """An order to a host to read its wall clock. The answer is `ClockIs`."""
+    """A message that tells the doctor's program on a host to read the host's wall clock. The answer is
+    `ClockIs`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class CallBack:
-    """An order to a host to connect to the doctor's machine, as an actor would, and to send a token. The
-    answer is `Completed`.
+    """A message that tells the doctor's program on a host to connect to the doctor's machine, as an actor
+    would, and to send a token. The answer is `Completed`.
 
     Args:
         host: the address of the doctor's machine.
@@ -53,7 +57,8 @@ class CallBack:
 
 @dataclass(frozen=True, slots=True)
 class OpenEnd:
-    """An order to a host to open an end of the data plane for a measurement. The answer is `EndOpened`.
+    """A message that tells the doctor's program on a host to open one end of a link that is to be measured.
+    The answer is `EndOpened`.
 
     Args:
         peer: the number of this end; the two ends of a link have the numbers 0 and 1.
@@ -64,13 +69,13 @@ class OpenEnd:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """An order to a host to connect its end of the data plane to the other end, and to measure the link. The
-    answer is `Measured`.
+    """A message that tells the doctor's program on a host to connect its end of a link to the other end, and
+    to measure the link. The answer is `Measured`.
 
     Args:
         peer: the number of the other end.
         address: the address of the other end, as base64.
-        leads: whether this end sends and measures, while the other end replies.
+        leads: whether this end sends and measures; otherwise this end replies. Exactly one end leads.
     """
 
     peer: int
@@ -80,8 +85,8 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first record of the doctor's program on a host, which tells that Python and this package have
-    started.
+    """The first message of the doctor's program on a host, which shows that Python and this package have
+    started there.
     """
 
     version: str
@@ -103,15 +108,15 @@ class ClockIs:
 
 @dataclass(frozen=True, slots=True)
 class EndOpened:
-    """The answer to `OpenEnd`, with the address, as base64, of the end of the data plane that was opened."""
+    """The answer to `OpenEnd`, with the address of the opened end of the link, as base64."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The answer to `Measure`, with the figures of a `facts.LinkReport`; they are zeros from the end that did
-    not lead.
+    """The answer to `Measure`, with the measured latency in seconds and the rate in bytes per second. Both
+    are 0 if this end of the link did not lead the measurement.
     """
 
     latency_s: float
@@ -120,12 +125,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The answer to an order that was carried out and has no result."""
+    """The answer to a request that was carried out and has no result."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailed:
-    """The answer to an order that could not be carried out, with the reason in words."""
+    """The answer to a request that could not be carried out, with the reason in words."""
 
     error: str
 

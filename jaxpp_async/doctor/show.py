@@ -1,4 +1,4 @@
-"""Show what the doctor (the command that checks whether a run would work) found: as tables or lines for a
+"""Show the findings of the doctor (the command that checks whether a run would work) as tables or lines for a
 person, or as JSON for a program.
 """
 

@@ -2,8 +2,8 @@
 
 To add a launcher, write its module with a `LauncherKind` and add one line to `LAUNCHERS`. Options that
 contradict each other are errors, and so are options that would have no effect: a mesh never falls back
-silently to a run on this machine. This module may read a hostfile and run Slurm's query commands, and it
-starts no actors.
+silently to a run on this machine. This module may read a hostfile and run Slurm's query commands, but starts
+no actors.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def choose_hosts(options: LaunchOptions) -> tuple[tuple[Host, ...] | None, Reach
         alone.
 
     Raises:
-        MeshError: the options are wrong in a way that `choose_launcher` refuses too, or the launcher knows
-            its hosts only once it has started something.
+        MeshError: `choose_launcher` would refuse the options too, or a launcher of this kind knows its hosts
+            only after it has started something.
     """
     kind = _checked_kind(options)
     if kind.find_hosts is None:
@@ -80,8 +80,8 @@ def _checked_kind(options: LaunchOptions) -> LauncherKind:
     that the user set.
 
     Raises:
-        MeshError: an option has no effect with this kind of launcher, or `processes_per_actor` is not
-            possible.
+        MeshError: an option has no effect with this kind of launcher; or `processes_per_actor` does not
+            divide the number of devices of an actor, or is above 1 for a kind that allows only 1.
     """
     kind = _kind(options)
     for name in options.given:
@@ -121,15 +121,17 @@ def _kind(options: LaunchOptions) -> LauncherKind:
 
 
 def _defines(launcher: Any, name: str) -> bool:
-    """Return whether an object has a member of `Launcher` that it does not merely inherit from `Launcher`."""
+    """Return whether an object has a member with this name that is more than the empty one in the interface
+    `Launcher`.
+    """
     return hasattr(launcher, name) and getattr(type(launcher), name, None) is not getattr(Launcher, name)
 
 
 def _set_process_slots(options: LaunchOptions, launcher: Any, num_actors: int) -> int:
     """Decide how many processes each actor has, and how many slots of a host each process takes.
 
-    A slot is a device of a host, or under Slurm and Ray a process. If the launcher's hosts are known already,
-    the number of slots is stored in its `slots_each`.
+    A slot is a device of a host, but under Slurm and Ray a slot is a process. If slots are devices and the
+    launcher's hosts are known already, the number of slots per process is stored in `launcher.slots_each`.
 
     Returns:
         The number of processes of each actor.

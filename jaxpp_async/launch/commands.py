@@ -1,5 +1,5 @@
-"""Make the command lines of this package's own programs, so that they import nothing from the working
-directory.
+"""Make the command lines that run programs of this package, in such a way that these programs import nothing
+from the working directory.
 
 Every interpreter gets the option `-P`, with which it imports only from installed packages and `PYTHONPATH`.
 The options `-E`, `-I` and `-s` of this process are passed on.
@@ -31,7 +31,7 @@ def command_there(python: str, module: str, *arguments: str) -> list[str]:
     """Return the argument vector that runs a module of this package with another interpreter, on this host or
     another one.
 
-    The interpreter imports its own copy of the package.
+    The interpreter imports the copy of the package that is installed for that interpreter.
 
     Args:
         python: the path of the interpreter.
@@ -43,11 +43,12 @@ def command_there(python: str, module: str, *arguments: str) -> list[str]:
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return this process's environment for another process on this machine. If this process was started with
-    `-E`, which makes Python ignore the variables `PYTHON*`, those variables are left out.
+    """Return the environment variables that a child process on this machine inherits from this process. If
+    this process was started with `-E`, which makes Python ignore the variables `PYTHON*`, those variables are
+    left out.
 
-    The other process does not get the option `-E` itself, because a mesh and its user also pass settings in
-    these variables.
+    The child process does not get the option `-E`, because a mesh and its user also pass settings to the
+    child in variables `PYTHON*`.
     """
     ignored = "PYTHON" if sys.flags.ignore_environment else "\0"
     return {name: value for name, value in os.environ.items() if not name.startswith(ignored)}

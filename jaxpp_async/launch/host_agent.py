@@ -1,15 +1,15 @@
 """The host agent: the program `python -m jaxpp_async.launch.host_agent`, which a launcher runs on another
 host to start and end the actors of that host.
 
-The launcher sends orders to the agent's stdin, and the agent writes records to its stdout
-(`host_agent_protocol`). The agent starts actors, forwards the lines that they print and reports how they end.
-When its stdin reaches end of file, or is silent for longer than a time limit (the lease), the agent ends the
-actors. All processes that the actors started end with them, also those that left the actors' process groups,
-because the agent is the subreaper of its descendants: the kernel makes it the parent of every orphan among
-them.
+The launcher writes orders (requests) to the agent's stdin, and the agent writes records (its messages to the
+launcher) to its stdout; `host_agent_protocol` defines both. The agent starts actors, forwards the lines that
+they print and reports how they end. When its stdin reaches end of file, or is silent for longer than a time
+limit (the lease), the agent ends the actors. The agent also ends all processes that the actors started, even
+those that left the actors' process groups. This is possible because the agent is the subreaper of its
+descendants, which means that the kernel makes the agent the parent of every orphan among them.
 
-The agent sends a greeting before it receives anything, so that the launcher sends no secret to another
-program that may have been started instead.
+The agent's first record is a greeting. The launcher sends the mesh's secret only after it has received the
+greeting, so that no other program that was started by mistake gets the secret.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _END_S = 2.0
 
 
 class HostAgent:
-    """The state of the host agent, which runs the actors of one host. `obey` and `end` are called from one
-    thread.
+    """The state of the host agent, which runs the actors of one host. The methods `obey` and `end` must be
+    called from the same thread.
 
     Args:
-        lease: the time after which the agent, and each actor, ends itself if it hears nothing from the
+        lease: the longest time for which the agent and its actors continue if they hear nothing from the
             driver (the user's process).
     """
 
@@ -68,8 +68,8 @@ class HostAgent:
             self._records.put(kp.write_record(record))
 
     def obey(self, order: kp.Order) -> None:
-        """Carry out an order to start or to signal an actor. The caller of this method handles the order
-        `Close`.
+        """Carry out an order (a request of the launcher) to start or to signal an actor. The caller of this
+        method handles the order `Close`.
         """
         if isinstance(order, kp.StartActor):
             self._start(order)
@@ -77,15 +77,18 @@ class HostAgent:
             self._actors[order.key].process.signal_group(order.signum)
 
     def expire(self) -> None:
-        """Report to the driver (the user's process) that the actors end because the driver was silent for
-        longer than the lease. A driver that was only stopped reads this when it resumes.
+        """Send a last message about each actor, which tells the driver (the user's process) that the actor
+        ends because the driver was silent for longer than the lease. A driver that was suspended reads the
+        message when it resumes.
         """
         self._is_expired = True
         for key in tuple(self._actors):
             self._forward(key, self._lease.last_words)
 
     def end(self) -> None:
-        """Kill all actors and the processes that they started, and write the records still queued."""
+        """Kill all actors and the processes that they started, and write the records (messages to the
+        launcher) that are still queued.
+        """
         with contextlib.suppress(TimeoutError):  # some process does not die: exit nevertheless
             self._supervisor.close().result(_END_S)
         kill_descendants(_END_S)
@@ -154,8 +157,8 @@ def main() -> None:
 
 
 def obey_orders(host_agent: HostAgent, descriptor: int, lease: Lease) -> ExitCode:
-    """Read the launcher's orders from a file descriptor and carry them out, until an order says to end, the
-    input ends or is not valid, or the lease expires.
+    """Read the launcher's orders (requests) from a file descriptor and carry them out. Stop if an order tells
+    the agent to exit, if the input ends or is not valid, or if the lease expires.
 
     Args:
         host_agent: the agent that carries out the orders.

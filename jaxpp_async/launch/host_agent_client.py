@@ -1,8 +1,8 @@
 """Talk to a program on a host, such as a host agent, over a stream of bytes, and control the actors that a
 host agent starts.
 
-A `Reach` opens the stream by ssh, by srun, through Ray, or by any other connection that carries bytes to the
-program and lines back from it.
+A `Reach` is an object that starts programs on hosts, and opens such a stream to each program. The stream may
+be a connection by ssh, by srun, through Ray, or by any other command that passes on stdin and stdout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ T = TypeVar("T")
 class Stream(Protocol):
     """A connection that carries bytes to the stdin of a program on a host.
 
-    A separate thread sends the program a sign of life (one byte) every few seconds.
+    A separate thread sends a heartbeat (one byte) every few seconds, so that the program knows that this
+    process still runs.
     """
 
     def write(self, data: bytes) -> None:
@@ -171,7 +172,7 @@ class HostProgram(Generic[R]):
         """Wait until the host has accepted the login, which the login mark or a record shows.
 
         Raises:
-            ProgramNotStartedError: the stream ended, or took longer than `timeout_s` seconds.
+            ProgramNotStartedError: the stream ended, or the login took longer than `timeout_s` seconds.
         """
         await self._wait(self._logged_in.wait(), timeout_s)
 
@@ -183,7 +184,7 @@ class HostProgram(Generic[R]):
             timeout_s: the number of seconds to wait at most.
 
         Raises:
-            ProgramNotStartedError: the stream ended first, or the program took longer.
+            ProgramNotStartedError: the stream ended first, or the program did not answer in time.
         """
         assert self._over is not None
         task = asyncio.ensure_future(wanted)
@@ -197,8 +198,8 @@ class HostProgram(Generic[R]):
             task.cancel()
 
     async def _end(self, timeout_s: float = 0.0) -> None:
-        """Wait at most `timeout_s` seconds for the program to end by itself, then kill the stream. A second
-        call does nothing.
+        """Wait at most `timeout_s` seconds for the program to exit, then end the stream, which also ends a
+        program that still runs. A second call does nothing.
         """
         if self._stream is None or self._over is None:
             return
@@ -241,7 +242,9 @@ class HostProgram(Generic[R]):
             del self._said[:-TAIL_LINES]
 
     def _take_end(self, end: Death) -> None:
-        """Handle the end of the stream to the program; subclasses override this."""
+        """Handle the end of the stream to the program. This method does nothing; subclasses may override
+        it.
+        """
 
 
 # ---------------------------------------------------------------- host agents
@@ -252,8 +255,9 @@ class _Actor:
     """The launcher's record of an actor process that a host agent was told to start.
 
     Attributes:
-        started: a future of the process id, which fails with OSError if the process could not be started.
-        dead: a future of the report of how the process ended.
+        started: a future whose result is the process id; the future fails with OSError if the process could
+            not be started.
+        dead: a future whose result is a report on how the process ended.
         forward: a function that is called with each line that the process prints.
         tail: the last lines that the process printed.
         position: the process's last position in its program (the instruction that it had reached); None until
@@ -278,7 +282,7 @@ class HostAgentClient(HostProgram[kp.Record]):
             line.
 
     Attributes:
-        hello: a future of the agent's greeting.
+        hello: a future whose result is the agent's greeting.
     """
 
     def __init__(self, name: str, forward: Callable[[str], None], *, login_mark: str | None = None):
@@ -381,7 +385,7 @@ class HostAgentClient(HostProgram[kp.Record]):
 
 
 class HostAgentHandle:
-    """An `ActorHandle` on an actor process that a host agent started."""
+    """A handle on an actor process on another host, which a host agent started (see `ActorHandle`)."""
 
     def __init__(self, link: HostAgentClient, key: str, actor: _Actor, host: str, pid: int):
         self._link, self._key, self._actor = link, key, actor

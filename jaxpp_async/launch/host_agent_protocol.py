@@ -1,7 +1,8 @@
 """Define the messages between a launcher and a host agent, the program that starts and ends the actors of
 another host.
 
-The launcher sends orders and the agent sends records, each as a line of text (see `protocol.line_protocol`).
+The launcher sends orders (requests), and the agent sends records (reports). Each of them is a line of text
+(see `protocol.line_protocol`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ record of this size is a line that a pipe transfers as a whole.
 
 @dataclass(frozen=True, slots=True)
 class StartActor:
-    """An order to a host agent to start an actor process.
+    """A message that tells a host agent to start an actor process.
 
     Args:
         key: the name by which later messages refer to the process.
@@ -37,7 +38,9 @@ class StartActor:
 
 @dataclass(frozen=True, slots=True)
 class SignalActor:
-    """An order to a host agent to send a signal to an actor process and to all processes that it started."""
+    """A message that tells a host agent to send a signal to an actor process and to all processes that it
+    started.
+    """
 
     key: str
     signum: int
@@ -49,12 +52,12 @@ class SignalActor:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """An order to a host agent to kill the actors that still run, and to end."""
+    """A message that tells a host agent to kill the actors that still run, and then to exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentHello:
-    """The greeting that a host agent sends as its first record, once it has started.
+    """The greeting of a host agent: the first message that the agent sends, once it has started.
 
     Args:
         host: the name of the agent's host.
@@ -72,7 +75,7 @@ class AgentHello:
 
 @dataclass(frozen=True, slots=True)
 class ActorStarted:
-    """The record with which a host agent reports that it has started an actor process."""
+    """The message with which a host agent reports that it has started an actor process."""
 
     key: str
     pid: int
@@ -80,7 +83,7 @@ class ActorStarted:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """The record with which a host agent reports that an actor process could not be started, and why."""
+    """The message with which a host agent reports that an actor process could not be started, and why."""
 
     key: str
     error: str
@@ -88,7 +91,9 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class OutputLine:
-    """The record of a line that an actor printed, or of a piece of a line that is too long for one record."""
+    """The message with which a host agent passes on a line that an actor printed. A line that is too long for
+    one message is sent in several pieces.
+    """
 
     key: str
     text: str
@@ -96,7 +101,7 @@ class OutputLine:
 
 @dataclass(frozen=True, slots=True)
 class ActorEnded:
-    """The record with which a host agent reports that an actor process has ended.
+    """The message with which a host agent reports that an actor process has ended.
 
     Args:
         key: the name of the process.

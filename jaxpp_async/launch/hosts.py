@@ -1,5 +1,5 @@
-"""Describe the hosts of a mesh, read them from hostfiles, place processes on them, and find addresses by
-which hosts and this machine reach each other.
+"""Describe the hosts of a mesh, read them from hostfiles, place processes on them, and find the addresses by
+which hosts and this machine can connect to each other.
 
 A hostfile has one host per line:
 
@@ -8,9 +8,9 @@ A hostfile has one host per line:
     node2:4                                  # MPICH's form
     alice@node3 port=2222 python=/opt/venv/bin/python env=OMP_NUM_THREADS=4 cpus=0-15,32-47 interface=ib0
 
-Every mistake is an error that names file and line; a mesh never falls back silently to a run on this machine.
-Only `load_hostfile` and the functions for addresses do I/O. The functions for addresses look names up and may
-block, so call them in a thread.
+Every mistake in a hostfile is an error that names the file and the line; a mesh never falls back silently to
+a run on this machine. Only `load_hostfile` and the functions that find addresses do I/O. The functions that
+find addresses look up host names, which may block, so call these functions in a thread.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Settings:
         devices: the GPUs that the actors of a host share, in order, as `CUDA_VISIBLE_DEVICES` names them;
             None to leave that variable as it is.
         interface: the network device of the data plane, as `UCX_NET_DEVICES` names it (`"eth0"`,
-            `"mlx5_0:1"`).
-        ports: the first and the last TCP port that the data plane may use.
+            `"mlx5_0:1"`); None to leave that variable as it is.
+        ports: the first and the last TCP port that the data plane may use; None for any port.
 
     Raises:
         MeshError: a value is not possible.
@@ -143,8 +143,12 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlacement:
-    """The host of one process of an actor, and which one of the host's `count` processes it is: `index`,
-    counted from 0.
+    """The place of one process of an actor: a host, and a number on that host.
+
+    Args:
+        host: the host on which the process runs.
+        index: the number of the process among the mesh's processes on the host, counted from 0.
+        count: the number of the mesh's processes on the host.
     """
 
     host: Host
@@ -168,9 +172,9 @@ class Spread:
 def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: int | None = None) -> Spread:
     """Decide how many processes each actor has, and how many slots of a host each process takes.
 
-    A slot is a device, and a process uses devices of one host only. An actor gets as few processes as
-    possible: one if it fits on a host, otherwise one process on each of several hosts. If every host has one
-    slot, that slot takes a process with any number of devices.
+    A slot is a device, and a process uses devices of one host only. All processes of an actor have the same
+    number of devices, and an actor gets as few processes as possible. If every host has one slot, then that
+    slot takes a process with any number of devices.
 
     Args:
         hosts: all hosts of the mesh.
@@ -264,8 +268,8 @@ def defaults(settings: Settings) -> dict[str, str]:
 
 
 def environment(settings: Settings, platform: str) -> dict[str, str]:
-    """Return the environment variables that an actor's process gets in addition to its host's environment,
-    and that override it.
+    """Return the environment variables that an actor's process gets in addition to the environment of its
+    host. These variables override variables of the same name in that environment.
 
     Args:
         settings: the settings of the process; its `env` overrides the other variables.
@@ -467,20 +471,22 @@ _ELSEWHERE = "192.0.2.1"  # RFC 5737: nobody has this address, so the default ro
 
 
 def address_towards(host: str) -> str | None:
-    """Return the IPv4 address of this machine from which packets to `host` leave; None if there is no route,
-    or no host of that name.
+    """Return the IPv4 address of this machine from which packets to `host` leave. Return None if no host has
+    that name, or if there is no route to the host.
 
-    Nothing is sent: connecting a datagram socket only consults the routing table.
+    This function sends nothing, because connecting a datagram socket only consults the routing table.
     """
     way = _route_to(host)
     return way and way[0]
 
 
 def _route_to(host: str) -> tuple[str, str] | None:
-    """Return two IPv4 addresses: the one of this machine from which packets to a host leave, and the host's.
-    None if there is no route, or no host of that name.
+    """Return the two ends of the network route from this machine to a host. Return None if no host has that
+    name, or if there is no route to the host.
 
-    The two addresses are equal if the host is this machine.
+    Returns:
+        Two IPv4 addresses: this machine's address, from which packets to the host leave, and the host's
+        address. The two are equal if the host is this machine.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -491,11 +497,13 @@ def _route_to(host: str) -> tuple[str, str] | None:
 
 
 def addresses_of_hosts(ends: Sequence[tuple[str, str]]) -> list[str]:
-    """Return one address per process, by which other processes can connect to the host of that process.
+    """Return, for each process of the mesh, an address by which other processes can connect to the host of
+    that process.
 
     Args:
-        ends: one pair per process. The process has a connection to this process; the pair has the process's
-            address on that connection, then this machine's address on it.
+        ends: one pair of addresses per process, for the connection between that process and the controller
+            (this process). The first address is that of the process's end, the second one that of the
+            controller's end.
     """
     outside = [own for theirs, own in ends if not is_loopback(theirs)]
     if not outside:
@@ -505,12 +513,12 @@ def addresses_of_hosts(ends: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def control_address(hosts: Sequence[str]) -> str:
-    """Return the one address by which all hosts can connect to this machine: loopback if all of them are this
-    machine.
+    """Return the address by which all hosts can connect to this machine. If all hosts are this machine, this
+    is the loopback address.
 
     Args:
-        hosts: names or addresses of the hosts. Names that cannot be looked up on this machine are ignored;
-            starting actors on these hosts fails later, with the reason.
+        hosts: names or addresses of the hosts. Names that cannot be looked up on this machine are ignored,
+            because starting actors on these hosts fails later with a better error.
 
     Raises:
         MeshError: no single address works, because the routes to the hosts leave from different addresses of

@@ -35,7 +35,7 @@ class InlineLauncher:
     Args:
         actor: the actor class as `module:name`, for tests of the control plane.
         make_transport: a function that makes the transport of one peer from the transport's name and the
-            peer's id, for tests; None for the transports of the registry.
+            peer's id, for tests; None to look the transport up by its name.
     """
 
     listen_host = None
@@ -58,8 +58,8 @@ class InlineLauncher:
         return self._make_transport(kind, CONTROLLER)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
-        """Start an actor as a task on this event loop, and give the controller its end of a socket pair; see
-        `Launcher.start`.
+        """Start an actor as a task on this event loop. The actor and the controller each get one end of a new
+        socket pair; see `Launcher.start`.
         """
         here, there = socket.socketpair()
         adopt(here)

@@ -1,4 +1,5 @@
-"""Define the interface of every launcher: it gets the `LaunchSpec` of a process and returns an `ActorHandle`.
+"""Define the interface of launchers, which start the processes of actors. A launcher gets a `LaunchSpec`,
+which describes a process, starts the process, and returns an `ActorHandle`, which controls the process.
 
 The interface is public: `docs/launching.md` says what a user's own launcher has to do, and shows an example.
 """
@@ -30,12 +31,12 @@ class LaunchSpec:
         process_id: the number of the process in the mesh, counted from 0.
         num_processes: the number of processes of the whole mesh, so that launchers can give each process its
             share of the CPU cores.
-        incarnation: which life of the process this is, counted from 0; each restart adds one.
+        incarnation: the number of times that the mesh has restarted the process; 0 at the first start.
         secret: the mesh's shared secret, 32 bytes, with which processes prove that they belong to it.
         controller: the host and port of the controller, to which the process connects; None for launchers
             that give the controller a connected socket instead (`Launcher.listen_host`).
         platform: the JAX platform of the process, `"cpu"` or `"cuda"`.
-        env: environment variables to add.
+        env: environment variables to add to those of the host.
         max_frame_bytes: the size in bytes of the longest message on the control connection.
         processes_per_actor: the number of processes of each actor. The processes of one actor have
             consecutive numbers, and should run on the same host or on neighbouring ones.
@@ -65,9 +66,9 @@ class LaunchSpec:
         stdin.
 
         The configuration contains the secret, so it may travel over pipes and authenticated channels only. A
-        launcher may add three entries: `parent_pid`, so that the process ends with the thread that spawned
-        it; `cores`, the numbers of the CPUs to run on; and `progress_page`, the file descriptor of the shared
-        memory page where the process writes its progress.
+        launcher may add three entries: `parent_pid`, the process id of the parent, so that the process ends
+        when its parent does; `cores`, the numbers of the CPUs to run on; and `progress_page`, the file
+        descriptor of the shared memory page where the process writes its progress.
 
         Args:
             actor: the actor class as `module:name`.

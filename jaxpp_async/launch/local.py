@@ -99,7 +99,7 @@ class LocalLauncher:
 
 
 class _LocalHandle:
-    """An `ActorHandle` on a process that this process's `ProcessSupervisor` started."""
+    """A handle on an actor process that runs as a child process on this machine (see `ActorHandle`)."""
 
     def __init__(self, actor: ActorProcess):
         self._process, self.host, self.pid = actor.process, socket.gethostname(), actor.process.pid

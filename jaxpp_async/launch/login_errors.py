@@ -37,7 +37,7 @@ def explain_ssh(
         host: the host.
         said: all lines that were printed before the program on the host answered.
         exit_status: the exit status of ssh; None if ssh had not ended yet.
-        is_logged_in: whether the login shell on the host has run the command.
+        is_logged_in: whether the login shell on the host has run the command; if so, the result is None.
     """
     if is_logged_in:
         return None

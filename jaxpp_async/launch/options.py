@@ -62,12 +62,14 @@ class LaunchOptions:
 
     @property
     def gpus_per_actor(self) -> int:
-        """The number of GPUs that a cluster which assigns devices has to reserve for one actor; 0 on CPUs."""
+        """The number of GPUs to reserve for one actor in a cluster that assigns devices to processes; 0 if
+        the platform is the CPU.
+        """
         return self.num_devices if self.platform == "cuda" else 0
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The names of those options that the user set and that only some launchers use."""
+        """The names of the options that only some launchers use and that the user has set."""
         is_given = {"lease_s": self.lease_s != LEASE_S, "ssh_options": len(self.ssh_options) > 0}
         return tuple(n for n in _OF_SOME if is_given.get(n, getattr(self, n) is not None))
 
@@ -86,11 +88,11 @@ class LaunchOptions:
         )
 
     def settings_here(self) -> Settings:
-        """Make the settings of actors on this machine, after a check that the machine has the CPUs, network
-        device and interpreter that they name.
+        """Make the settings of actors on this machine. First check that this machine has the CPUs, the
+        network device and the interpreter that the options name.
 
         Raises:
-            MeshError: a value is not possible, or this machine does not have what it names.
+            MeshError: a value is not possible, or names something that this machine does not have.
         """
         settings = self.settings()
         if settings.cpus is not None:
@@ -124,12 +126,13 @@ class LauncherKind:
         make: a function that makes the launcher from the options and the number of processes of the mesh.
         phrase: a phrase that names the launcher in errors, such as `"launcher='local', whose actors run on
             this machine"`.
-        uses: the names of the options in `LaunchOptions.given` that the launcher uses; giving any other one
-            of them is an error.
+        uses: the names of the options in `LaunchOptions.given` that the launcher uses. If the user sets
+            another one of the options in `given`, that is an error.
         find_hosts: a function that returns the hosts and the `Reach` that runs programs on them, without
             starting anything; it returns (None, None) for this machine alone. None if launchers of this kind
             know their hosts only once they have started something.
-        splits_actors: whether an actor may consist of several processes.
+        splits_actors: whether an actor may consist of several processes; if not, a `processes_per_actor`
+            above 1 is an error.
     """
 
     make: Callable[[LaunchOptions, int], Any]

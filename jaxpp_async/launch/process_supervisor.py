@@ -1,8 +1,9 @@
-"""Spawn, supervise and reap child processes on a thread of their own, independently of the event loop.
+"""Spawn, supervise and reap child processes on a separate thread, independently of the event loop.
 
-The thread starts the processes, writes signs of life (single bytes) to them, reads their output and detects
-their deaths. None of this depends on the event loop, because a user may block it. The thread runs as long as
-its processes, because `PR_SET_PDEATHSIG` ends a process when the thread that spawned it ends.
+The thread starts the processes, sends them heartbeats (single bytes), reads their output and detects their
+deaths. None of this may depend on the event loop, because the user's code may block the event loop. The
+thread runs as long as its processes do, because `PR_SET_PDEATHSIG` ends a process when the thread that
+spawned it ends.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Death:
 
 @dataclass(slots=True)
 class OutputLines:
-    """A splitter that turns the bytes which a process prints into lines, forwards each line and keeps the
-    last ones.
+    """A filter for the output of a process. The filter splits the bytes of the output into lines, forwards
+    each line, and keeps the last lines.
 
     Args:
         forward: a function that is called with each line.
@@ -117,7 +118,8 @@ class ProcessSupervisor:
     """A thread that starts, feeds, watches and reaps child processes.
 
     Args:
-        beat_s: the number of seconds between two signs of life, each one byte, on the stdin of every process.
+        beat_s: the number of seconds between two heartbeats, which are single bytes that the thread writes to
+            the stdin of every process.
     """
 
     def __init__(self, beat_s: float):
@@ -146,19 +148,21 @@ class ProcessSupervisor:
         noise: str = "",
         descriptors: Sequence[int] = (),
     ) -> concurrent.futures.Future[SupervisedProcess]:
-        """Start a process in a session of its own and write `first_line` to its stdin.
+        """Start a process in a new session (as `setsid` does) and write `first_line` to its stdin.
 
         Args:
             command: the argument vector.
             env: the whole environment of the process.
-            first_line: the first line of its stdin, which holds configuration and secret.
+            first_line: the bytes to write first to the stdin of the process. For an actor this is a line with
+                its configuration and the mesh's secret.
             forward: a function that is called on the supervisor's thread with each line of the process's
                 stdout and stderr.
             noise: a text; lines of output that contain it are dropped.
             descriptors: file descriptors that the process inherits, under the same numbers.
 
         Returns:
-            A future of the started process; it fails with OSError if the process could not be started.
+            A future whose result is the started process; the future fails with OSError if the process could
+            not be started.
         """
         spawned: concurrent.futures.Future[SupervisedProcess] = concurrent.futures.Future()
 
@@ -178,8 +182,8 @@ class ProcessSupervisor:
     def write(self, process: SupervisedProcess, data: bytes) -> None:
         """Queue bytes for a process's stdin, in order and without waiting. Any thread may call this.
 
-        Signs of life never split the bytes of one call. Data that the process has not read when it ends is
-        dropped.
+        No heartbeat is written between the bytes of one call. Bytes that the process has not read when it
+        exits are dropped.
         """
         self._do(lambda: self._write(process, data))
 

@@ -1,11 +1,13 @@
 """Start actors in a Ray cluster, with one placement group.
 
-Ray starts and supervises one bundle for each process and does nothing else: control channel, data plane and
-arrays remain this package's. In each bundle a Ray actor runs a host agent (the program that starts this
-package's actors) as its child process, and passes bytes between the driver and the agent's stdin and stdout.
-The mesh's secret is therefore in no argument vector, environment or file, but it passes through Ray as an
-argument of a method call. Whoever can observe the cluster's own traffic may see it, unless Ray runs with TLS
-(docs/launching.md).
+Ray reserves one bundle of resources for each process of the mesh, and runs one Ray actor in each bundle. The
+Ray actor runs a host agent (the program that starts this package's actors) as a child process, and passes
+bytes between the driver and the agent's stdin and stdout. Ray does nothing else: the control connection and
+all transfers of arrays are this package's own.
+
+The mesh's secret is sent as an argument of a method call of the Ray actor, so that the secret is in no
+command line, environment variable or file. Whoever can observe the cluster's own traffic may see the secret,
+unless Ray runs with TLS (docs/launching.md).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _NAME = "jaxpp_async"
 
 class HostAgentRunner:
     """The Ray actor class that runs a host agent as a child process on the node that Ray chose. Ray calls
-    each method in a concurrency group of its own.
+    `read` and `write` on different threads, so that a waiting `read` does not delay `write`.
 
     Args:
         command: the agent's argument vector; None in the place of the interpreter stands for the interpreter
@@ -72,8 +74,8 @@ class HostAgentRunner:
 
 
 class RayReach:
-    """A `Reach` that starts host agents on the nodes of a Ray placement group, one bundle and one agent per
-    process.
+    """A `Reach` (an object that starts programs on hosts) that starts host agents on the nodes of a Ray
+    placement group, one bundle and one agent per process.
 
     Args:
         bundle: the resources that Ray reserves for each process.
@@ -97,7 +99,7 @@ class RayReach:
         reserved.
 
         Returns:
-            The hosts on which Ray placed bundles, each with its number of bundles as its number of slots.
+            The hosts on which Ray placed bundles, each with as many slots as it has bundles.
 
         Raises:
             InstallError: Ray is not installed.
@@ -195,8 +197,8 @@ class RayReach:
 class _RayStream:
     """A `Stream` to a host agent through a Ray actor.
 
-    The stream has a thread of its own, so that a blocked event loop does not delay the signs of life without
-    which the agent would end itself.
+    The stream has a thread of its own, so that a blocked event loop does not delay the heartbeats without
+    which the agent would exit.
     """
 
     def __init__(self, ray: Any, actor: Any, on_line: Callable[[str], None], beat_s: float):
@@ -245,8 +247,8 @@ class _RayStream:
         self._over.set()
 
     def _read(self) -> int:
-        """Until the agent's output ends, forward it and send the signs of life without which the agent would
-        end itself. Return the agent's exit status.
+        """Forward the agent's output until it ends, and return the agent's exit status. Meanwhile send the
+        heartbeats without which the agent would exit.
         """
         reading = self._actor.read.options(concurrency_group="read").remote()
         next_beat_s = time.monotonic() + self._beat_s

@@ -1,10 +1,10 @@
 """Start actors on other hosts, through a host agent (a program that starts and ends actors) on each host.
 
-A `Reach` starts the agent by ssh, srun, Ray, or any command that runs a program on another host with its
-stdin and stdout connected. Hosts start in parallel, and at most `MAX_HANDSHAKES` of them log in at a time. If
-a host does not start, a `LaunchError` says which host, why, and what to do. If a host has other versions of
-packages than this machine, a `HandshakeError` says so. Only agents that have sent their greeting get the
-mesh's secret.
+A `Reach` is an object that starts the agent by ssh, srun, Ray, or any command that runs a program on another
+host and passes on its stdin and stdout. Hosts start in parallel, and at most `MAX_HANDSHAKES` of them log in
+at a time. If a host does not start, a `LaunchError` says which host, why, and what to do. If a host has other
+versions of packages than this machine, a `HandshakeError` says so. Only agents that have sent their greeting
+get the mesh's secret.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class RemoteLauncher:
         actor: the actor class as `module:name`, for tests of the control plane.
         forward: a function that is called with each line that an actor or a host prints, prefixed with its
             name; None to print the lines to `sys.stderr`.
-        lease_s: the number of seconds after which actors and host agents end themselves if the driver gives
-            no sign of life.
+        lease_s: the number of seconds after which actors and host agents end themselves if the driver (the
+            user's process) sends no heartbeat.
         timeouts: the limits on how long hosts may take to start.
 
     Attributes:
@@ -195,9 +195,10 @@ class RemoteLauncher:
     # ------------------------------------------------------------ host agents
 
     async def _link(self, placement: ProcessPlacement, spec: LaunchSpec) -> HostAgentClient:
-        """Return the client of the host agent that is to start a process.
+        """Return the client that controls the host agent which is to start a process.
 
-        The first caller starts the agent, and the others wait for it. An agent that has ended is replaced.
+        If that agent does not run yet, or has ended, the first caller starts it, and other callers wait until
+        it has started.
         """
         key: Hashable = spec.process_id if self._reach.agent_per_process else placement.host.where
         task = self._links.get(key)
@@ -291,8 +292,9 @@ class RemoteLauncher:
 
 
 class CommandReach:
-    """A `Reach` that starts host agents by a command which runs a program on a host with stdin and stdout
-    connected, such as `docker exec -i` or `kubectl exec -i`.
+    """A `Reach` (an object that starts programs on hosts) that starts host agents by a command such as
+    `docker exec -i` or `kubectl exec -i`. The command has to run a program on a host and to pass on the
+    program's stdin and stdout.
 
     Args:
         command: a function that makes the argument vector of the command, which runs on this machine, from
@@ -381,7 +383,8 @@ state, because a live display that is taller than its terminal flickers.
 class HostLines:
     """A display of how the launch proceeds, with one line for each host.
 
-    The lines are updated live on a terminal, and written as log records otherwise. Used from one thread.
+    The lines are updated live on a terminal, and written as log records otherwise. All methods must be called
+    from the same thread.
 
     Args:
         console: the console to write to; None for stderr.

@@ -34,9 +34,9 @@ def srun_command(
     Args:
         placement: the process and its host.
         host_agent: the agent's argument vector.
-        version: the version of Slurm, such as (22, 5, 8). Since 20.11 a step has its resources to itself
-            unless it asks for `--overlap`. Without that option the step of the driver, or of another actor,
-            would block this step for ever.
+        version: the version of Slurm, such as (22, 5, 8). Since version 20.11, a job step gets its resources
+            exclusively unless it has the option `--overlap`. Without the option, the step of the driver or of
+            another actor would block this step for ever.
     """
     overlap = ["--overlap"] if version >= _OVERLAP_SINCE else []
     # The step asks for no CPUs and no memory of its own: actors share those of the host among themselves.
@@ -47,7 +47,8 @@ def srun_command(
 
 
 class SlurmReach(CommandReach):
-    """A `Reach` that starts host agents by srun on the hosts of a Slurm allocation, one agent per process.
+    """A `Reach` (an object that starts programs on hosts) that starts host agents by srun on the hosts of a
+    Slurm allocation, one agent per process.
 
     Args:
         version: the version of Slurm, such as (22, 5, 8).
@@ -70,7 +71,8 @@ def explain_srun(said: Sequence[str], *, is_late: bool) -> Explanation | None:
 
     Args:
         said: the lines that srun, and the program that it started, printed.
-        is_late: whether srun was still running when the time for the start was over.
+        is_late: whether srun was still running when the time for the start was over; if so, and no other
+            reason is found, the reason is taken from the last line of srun.
     """
     own = [line for line in said if re.match(r"(srun|slurmstepd): ", line)]
     text = "\n".join(own)
@@ -122,7 +124,8 @@ def slurm_reach(env: Mapping[str, str] | None = None) -> tuple[tuple[Host, ...],
 
 
 def allocation(env: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts of the Slurm allocation, each with as many slots as the user asked for tasks on it.
+    """Return the hosts of the Slurm allocation, each with one slot for every task that the user requested on
+    that host.
 
     Args:
         env: the environment with Slurm's variables.

@@ -57,7 +57,8 @@ def spawn_actor(
         forward: a function that is called on the supervisor's thread with each line that the actor prints.
 
     Returns:
-        A future of the started process; it fails with OSError if the process could not be started.
+        A future whose result is the started process; the future fails with OSError if the process could not
+        be started.
 
     Raises:
         MeshError: this host does not have the CPUs, GPUs or network devices that the actor is to use.
@@ -199,7 +200,8 @@ def check_cpus(cpus: Sequence[int]) -> None:
 def _online_cpus() -> str:
     """Return the numbers of this host's CPUs as text, such as `"0-3,8-11"`.
 
-    Numbers may be missing, and this process may not be allowed to use all of these CPUs.
+    Some numbers may be missing in between, because a CPU can be offline. This process may not be allowed to
+    use all of these CPUs.
     """
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if text := _ONLINE.read_text().strip():
@@ -208,8 +210,12 @@ def _online_cpus() -> str:
 
 
 def share_out(items: Sequence[T], count: int) -> list[list[T]]:
-    """Divide items, such as CPU cores, among actors: adjacent items for each actor, or one item each in turn
-    if there are more actors than items.
+    """Divide items, such as CPU cores, among actors. Each actor gets adjacent items. If there are more actors
+    than items, each actor gets one item, and several actors share an item.
+
+    Args:
+        items: the items.
+        count: the number of actors.
 
     Returns:
         One list of items per actor.

@@ -1,11 +1,11 @@
-"""Start actors on other hosts with the system's own `ssh`, so that every option, ssh agent and jump host of
-the user works.
+"""Start actors on other hosts with the system's own `ssh`, so that the user's ssh configuration, ssh agents
+and jump hosts work.
 
 Each host has one connection, whatever the number of its actors. This needs the fewest logins, and no new
-login when an actor is replaced; the end of the one stream tells that the connection is lost. The connection
-is never shared with a connection of the user (ControlMaster), because both would end together. Signals do not
-travel over ssh. Instead the host agent, the program that starts actors on the host, ends the actors when its
-stdin ends, or is silent for longer than a time limit (the lease).
+login when an actor is replaced. If the connection is lost, its stream ends, which tells both sides of the
+loss. The connection is never shared with a connection of the user (ControlMaster), because the end of one
+would end the other. Signals do not travel over ssh. Instead the host agent, the program that starts actors on
+the host, ends the actors when its stdin ends, or is silent for longer than a time limit (the lease).
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def ssh_command(
 
 
 class SSHReach(CommandReach):
-    """A `Reach` that starts host agents by ssh, with one connection per host.
+    """A `Reach` (an object that starts programs on hosts) that starts host agents by ssh, with one connection
+    per host.
 
     Args:
         ssh_options: the user's options for `ssh`, such as `["-i", "key", "-o", "ProxyJump=gate"]`.
