@@ -314,9 +314,9 @@ class RemoteMesh:
         results (a result of the same structure, shapes and dtypes), the argument's `RemoteArray`s then refer
         to that result, so that the same variables can be used with the next batch. Other results are lost. A
         warning in the log says so, and docs/failures.md says which result continues which argument. The next
-        step waits until the cancelled one has ended: the event `waiting` reports that after 5 s. Host arrays
-        of the cancelled step may not have been sent completely yet: with `max_restarts=0` do not change them
-        in place before another step has returned.
+        step waits until the cancelled one has ended; if this takes longer than 5 s, the event `waiting` is
+        reported. Numpy arrays that were passed to the cancelled step may not have been sent completely yet.
+        With `max_restarts=0`, do not change these arrays in place before another step has returned.
 
         Args:
             step: a step that `distributed` has made.
@@ -405,16 +405,17 @@ class RemoteMesh:
 
         Args:
             tree: a tree of arrays, scalars and PRNG keys.
-            like: where to put the values. `(step, argnum)` is the place where that step, which is compiled
-                already, keeps that argument. A tree of `RemoteArray`s of the same structure stands for the
-                places of these arrays. With None, the values stay in this process until their first use.
+            like: where to put the values. With a pair `(step, argnum)`, the values are put where `step`,
+                which must have been compiled already, keeps its argument number `argnum`. With a tree of
+                `RemoteArray`s of the same structure as `tree`, each value is put where the corresponding
+                `RemoteArray` is. With None, the values stay in this process until their first use.
 
         Returns:
             The tree, of `RemoteArray`s.
 
         Raises:
-            ArrayError: `like` has other leaves than `tree`, or a sharding in `like` does not divide its
-                array.
+            ArrayError: `like` and `tree` do not have the same leaves, or a sharding in `like` does not divide
+                its array.
             ActorError: an actor or the mesh failed.
         """
         with HiddenFrames():
@@ -453,16 +454,18 @@ class RemoteMesh:
         """Save a tree of arrays, with the values that they have after all steps submitted before this call.
 
         Each actor writes the arrays that it has; an array on several actors is written once. The folder then
-        contains this checkpoint. If anything fails, the folder keeps its previous content. One save is under
-        way at a time; another save waits for it.
+        contains this checkpoint. If anything fails, the folder keeps its previous content. Only one save is
+        under way at a time; a further save waits until the current one has ended.
 
         Args:
             path: the checkpoint's folder, created if it is missing. Text, bytes or a `Path`.
             tree: a tree of `RemoteArray`s, host arrays, PRNG keys, and Python's bool, int, float, complex and
                 str.
-            wait: whether to return only when the save is complete. Otherwise return once the actors have
-                secured the arrays, which may then be donated while files are written.
-            on_progress: called with the `Saving` each time that a file is on the disk.
+            wait: whether to return only when the save is complete. If False, return as soon as the actors
+                have retained the arrays' values. The arrays may then be donated to steps while the files are
+                written.
+            on_progress: called with the `Saving` each time that a file has been written to the disk; None for
+                no calls.
 
         Returns:
             The save, which is complete; with `wait=False` it may still be under way and can be awaited.
@@ -486,11 +489,11 @@ class RemoteMesh:
             path: the checkpoint's folder, which this process and every actor must be able to read under this
                 path.
             like: a tree that says what to restore and where to put it; its leaves have the same paths as in
-                the saved tree. `(step, argnum)` stands for that argument of a step that is compiled already:
-                each array is put where the step keeps it. A `RemoteArray` asks for an array in the place of
-                that `RemoteArray`. A `ShapeDtypeStruct` (as `jax.eval_shape` returns) asks for a
-                `RemoteArray` whose value stays in this process until its first use. Numpy and JAX arrays and
-                Python scalars ask for a value of their kind.
+                the saved tree. A pair `(step, argnum)` stands for the argument number `argnum` of `step`,
+                which must have been compiled already; each array is put where the step keeps this argument. A
+                `RemoteArray` asks for an array in the place of that `RemoteArray`. A `ShapeDtypeStruct` (as
+                `jax.eval_shape` returns) asks for a `RemoteArray` whose value stays in this process until its
+                first use. Numpy and JAX arrays and Python scalars ask for a value of their kind.
 
         Returns:
             The restored tree.

@@ -1,5 +1,5 @@
-"""Offer general tools that the other packages use. Of this project, the tools import only the module `errors`.
-The modules in reading order:
+"""Offer general tools that the other packages use. The tools import only the module `errors` of this
+project. The modules in reading order:
 
 events            records what happens to a mesh, for any number of readers
 gpu_inventory     finds a host's GPUs and divides them and their memory among processes

@@ -129,8 +129,7 @@ class EventLog:
                 waiting.set_result(None)
 
     def subscribe(self, *, history: bool = True) -> Events:
-        """Return a new iterator over the events. Each iterator has a position in the log that other iterators
-        do not change.
+        """Return a new iterator over the events. Reading from one iterator does not affect the others.
 
         Args:
             history: whether to begin with the oldest event that is remembered; if False, begin with the next

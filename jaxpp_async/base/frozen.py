@@ -22,7 +22,7 @@ def frozen(*, eq: bool = True, slots: bool = True) -> Callable[[type[_T]], type[
     checks this at run time.
 
     Args:
-        eq: whether instances with equal fields are equal and have the same hash; otherwise an instance equals
+        eq: whether instances with equal fields are equal and have the same hash; if False, an instance equals
             only itself.
         slots: whether the class gets `__slots__`, so that instances have no attributes besides the fields.
     """

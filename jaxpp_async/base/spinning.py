@@ -81,9 +81,9 @@ def has_spare_core(hosts: Iterable[str]) -> bool:
     host keeps one core busy.
 
     A mesh asks once, when it starts, and counts its own actors. Other meshes of this process are not counted,
-    and neither is a container's quota of CPU time, which may be less than its cores. If no core is free
-    because of these, polling delays an actor by up to `LONGEST_S` per reply; while replies take longer than
-    that, nothing polls and no time is lost.
+    and neither is a container's quota of CPU time, which may be less than its cores. If such a mesh or quota
+    leaves no core free, polling delays an actor by up to `LONGEST_S` per reply. If replies take longer than
+    that, this process does not poll, and no time is lost.
 
     Args:
         hosts: the host name of each actor process.

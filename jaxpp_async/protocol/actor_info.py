@@ -198,15 +198,15 @@ def ignore_progress(
 
 
 def process_of(actor: ActorId, rank: int, size: int) -> ProcessId:
-    """Return the mesh-wide number of the process that has the given rank in an actor, where each actor has
+    """Return the number, in the mesh, of an actor's process with the given rank. Each actor of the mesh has
     `size` processes.
     """
     return actor * size + rank
 
 
 def actor_and_rank(process: ProcessId, size: int) -> tuple[ActorId, int]:
-    """Return the actor that a process belongs to, and the process's rank in it, counted from 0, where each
-    actor has `size` processes. This is the inverse of `process_of`.
+    """Return the actor that a process belongs to, and the process's rank in that actor, counted from 0. Each
+    actor of the mesh has `size` processes. This is the inverse of `process_of`.
     """
     return divmod(process, size)
 

@@ -149,9 +149,8 @@ class Clocks:
         return self._clocks[process]
 
     def name(self, process: ProcessId, name: str) -> None:
-        """Record the name of the clock that a process has sent (its `clock_name()`). If another name was
-        recorded for this process number, the process has been replaced, and the old process's clock is
-        forgotten.
+        """Record the `clock_name()` that a process has sent. If a different name is recorded for this process
+        number, the earlier process has been replaced, and its clock is forgotten.
         """
         clock = self.clock_of(process)
         if clock.name == name:
