@@ -4,23 +4,23 @@ A user marks the stages of a step function (`pipeline_yield`, `accumulate_grads`
 actors, and runs steps on it. Names load on first use, so that importing the package does not import JAX: an
 actor has to set its environment first. The packages in reading order:
 
-mesh, session   the objects that a user works with: a mesh, steps, arrays on actors
-markers         functions that mark stages, loops and shardings in a step function
+mesh, session   define the objects that a user works with: a mesh, steps, arrays on actors
+markers         defines functions that mark stages, loops and shardings in a step function
 compiler        turns a step function into one program per actor
-schedules       orders of tasks, their validation and their timing
-program         the frozen types of programs, which all other packages share
-controller      the user's side of the actors: requests, health, restarts
-actors          the actor process, which runs programs
-launch          launchers that start actors on this host, over ssh, and under Slurm or Ray
-protocol        messages and connections between controller and actors
+schedules       chooses the order in which each actor runs its tasks, and checks and times such orders
+program         defines the frozen types of programs, which all other packages share
+controller      runs in the user's process: sends requests to actors, watches them, replaces lost ones
+actors          defines the actor process, which runs programs
+launch          starts actors on this host, over ssh, and under Slurm or Ray
+protocol        defines messages and connections between controller and actors
 transport       moves arrays between actors: UCX, NCCL, shared memory
 layout          works out which process has which part of an array
 checkpoint      saves trees of arrays to files and restores them
-storage         the files and folders of checkpoints
-timeline        what actors did in a step, and where the time went
+storage         reads and writes the files and folders of checkpoints
+timeline        shows what actors did in a step, and where the time went
 doctor          checks whether a run would work on the given hosts
-jax_bridge      the only modules that touch private or unstable JAX
-base            small tools that need nothing else of this package
+jax_bridge      contains all code that uses private or unstable APIs of JAX
+base            offers small tools that all other packages use
 """
 
 from __future__ import annotations

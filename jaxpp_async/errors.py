@@ -41,7 +41,7 @@ class MeshError(JaxppAsyncError, ValueError):
 
 class ArrayError(JaxppAsyncError, ValueError):
     """A `RemoteArray` cannot be used: it belongs to another mesh, it was donated, deleted or lost, or it was
-    given to JAX as if it were a value.
+    passed to a JAX function, which accepts only local values.
     """
 
 
@@ -58,7 +58,7 @@ class ActorError(JaxppAsyncError):
     """Something failed on an actor, or between two actors.
 
     Attributes:
-        actor: the id of the actor, or None.
+        actor: the id of the actor, or None if the error concerns no single actor.
         host: the name of the actor's host, or None.
         pid: the process id of the actor, or None.
         step: the number of the user's step that was under way, or for which an argument was being moved,
@@ -85,12 +85,12 @@ class LaunchError(ActorError):
 
 
 class ActorDiedError(ActorError):
-    """An actor was lost: its process ended unexpectedly, or lost its connection to the controller although it
-    may still run.
+    """An actor was lost: its process ended unexpectedly, or its connection to the controller ended although
+    the process may still run.
 
     If the process ended, the message has its signal or exit code. In both cases the message ends with the
-    last lines that the process printed. This error also ends a mesh whose restart failed because of a bug or
-    of the launcher.
+    last lines that the process printed. This error is also raised if lost actors could not be replaced
+    because of a bug in this package or an error in the launcher.
     """
 
 
@@ -134,7 +134,9 @@ class StepAbortedError(ActorError):
 
 
 class MeshClosedError(ActorError):
-    """The mesh was closed, or failed earlier; the earlier failure is then the `__cause__` of this error."""
+    """The mesh cannot be used any more, because it was closed or because it failed earlier. If it failed, the
+    earlier failure is the `__cause__` of this error.
+    """
 
 
 class CheckpointError(JaxppAsyncError):

@@ -49,8 +49,8 @@ class RemoteMesh:
         launcher: `"local"` (processes on this machine, the default), `"inline"` (actors inside this process),
             `"ssh"` (the default with `hosts`), `"slurm"`, `"ray"`, or a `Launcher`. docs/launching.md
             describes them, and the options from `python` to `ssh_options`.
-        python: the interpreter on the hosts; default: the path of this process's interpreter. A host's own
-            setting wins over this option and over those below.
+        python: the interpreter on the hosts; default: the path of this process's interpreter. A setting that
+            a host has in `hosts` takes precedence over this option and over the next ones, up to `ports`.
         cpus, devices: CPU numbers (`"0-15"`) and `CUDA_VISIBLE_DEVICES` (`"0-7"`) that a host's actors divide
             among themselves.
         interface, ports: the network device and the range of TCP ports of the data plane (`"ib0"`,
@@ -67,7 +67,7 @@ class RemoteMesh:
             default: one, or with `hosts` as many as it takes if an actor is larger than a host. See
             docs/processes.md.
         max_restarts: how often actors that died or hang may be replaced within ten minutes; training then
-            continues from where it was, with the same numbers. With 0, a failure ends the mesh. See
+            continues from where it was, with the same numerical results. With 0, a failure ends the mesh. See
             docs/restarts.md.
         backup_every: with `max_restarts`, the number of steps between two copies of the state in the actors'
             memory.
@@ -79,11 +79,11 @@ class RemoteMesh:
             the folder that `JAX_COMPILATION_CACHE_DIR` names, else one for each host in the user's cache
             folder. With `launcher="inline"` this process's JAX uses it until the mesh closes, unless JAX has
             a cache of its own.
-        launch_timeout_s: the most seconds that each stage of starting an actor may take: to start its process
-            and connect it, and to start JAX and the transport.
-        lease_s: the seconds for which actors wait for a sign of life of this process, after which each actor
-            ends itself. This process sends signs of life unless it is stopped, or a native call holds
-            Python's GIL. See docs/operations.md.
+        launch_timeout_s: the most seconds that each of the two stages of starting an actor may take. The
+            first stage starts the actor's process and connects it; the second starts JAX and the transport.
+        lease_s: the seconds without a heartbeat from this process after which each actor ends itself. This
+            process sends heartbeats unless the process is stopped, or a native call holds Python's GIL. See
+            docs/operations.md.
 
     Raises:
         MeshError: options contradict each other, or ask for something that the machines do not have.
@@ -247,8 +247,8 @@ class RemoteMesh:
         docs/operations.md.
 
         Args:
-            history: whether to begin with the events that have happened so far; otherwise the next event
-                comes first.
+            history: whether to begin with the oldest event that the mesh remembers; if False, begin with the
+                next event that happens.
 
         Returns:
             An async iterator of `Event`s, which ends after the event `closed`.
@@ -281,8 +281,8 @@ class RemoteMesh:
         Args:
             fn: the step function.
             in_shardings: how the step's arguments are sharded over one actor's devices: a tree prefix of the
-                arguments made of `PartitionSpec`s, `NamedSharding`s, tuples of logical names, and None
-                (inferred).
+                arguments whose leaves are `PartitionSpec`s, `NamedSharding`s, tuples of logical names, and
+                None (inferred).
             out_shardings: how the step's results are sharded, in the same form.
             donate_argnums: the positions of arguments whose buffers the step may reuse. Such an argument
                 cannot be used afterwards, unless the step's `run` is cancelled. A host value is never
@@ -309,13 +309,14 @@ class RemoteMesh:
     async def run(self, step: DistributedStep, *args: Any) -> Any:
         """Run one step, and return when every actor has finished it.
 
-        If a `run` is cancelled after its step was sent (also by Ctrl-C and `asyncio.timeout`), the step goes
-        on running, and it counts. Each donated array whose new value is among the results (one of the same
-        structure, shapes and dtypes) then stands for that result, so that the same variables can be used with
-        the next batch; other results are lost. A warning in the log says so, and docs/failures.md says which
-        result continues which argument. The next step waits until the cancelled one has ended: the event
-        `waiting` reports that after 5 s. Host arrays of the cancelled step may not have been sent completely
-        yet: with `max_restarts=0` do not change them in place before another step has returned.
+        If a `run` is cancelled after its step was sent (also by Ctrl-C and `asyncio.timeout`), the actors
+        still finish the step, and its effect is kept. If a donated argument has a new value among the step's
+        results (a result of the same structure, shapes and dtypes), the argument's `RemoteArray`s then refer
+        to that result, so that the same variables can be used with the next batch. Other results are lost. A
+        warning in the log says so, and docs/failures.md says which result continues which argument. The next
+        step waits until the cancelled one has ended; if this takes longer than 5 s, the event `waiting` is
+        reported. Numpy arrays that were passed to the cancelled step may not have been sent completely yet.
+        With `max_restarts=0`, do not change these arrays in place before another step has returned.
 
         Args:
             step: a step that `distributed` has made.
@@ -404,16 +405,17 @@ class RemoteMesh:
 
         Args:
             tree: a tree of arrays, scalars and PRNG keys.
-            like: where to put the values. `(step, argnum)` is the place where that step, which is compiled
-                already, keeps that argument. A tree of `RemoteArray`s of the same structure stands for the
-                places of these arrays. With None, the values stay in this process until their first use.
+            like: where to put the values. With a pair `(step, argnum)`, the values are put where `step`,
+                which must have been compiled already, keeps its argument number `argnum`. With a tree of
+                `RemoteArray`s of the same structure as `tree`, each value is put where the corresponding
+                `RemoteArray` is. With None, the values stay in this process until their first use.
 
         Returns:
             The tree, of `RemoteArray`s.
 
         Raises:
-            ArrayError: `like` has other leaves than `tree`, or a sharding in `like` does not divide its
-                array.
+            ArrayError: `like` and `tree` do not have the same leaves, or a sharding in `like` does not divide
+                its array.
             ActorError: an actor or the mesh failed.
         """
         with HiddenFrames():
@@ -452,16 +454,18 @@ class RemoteMesh:
         """Save a tree of arrays, with the values that they have after all steps submitted before this call.
 
         Each actor writes the arrays that it has; an array on several actors is written once. The folder then
-        contains this checkpoint. If anything fails, the folder keeps its previous content. One save is under
-        way at a time; another save waits for it.
+        contains this checkpoint. If anything fails, the folder keeps its previous content. Only one save is
+        under way at a time; a further save waits until the current one has ended.
 
         Args:
             path: the checkpoint's folder, created if it is missing. Text, bytes or a `Path`.
             tree: a tree of `RemoteArray`s, host arrays, PRNG keys, and Python's bool, int, float, complex and
                 str.
-            wait: whether to return only when the save is complete. Otherwise return once the actors have
-                secured the arrays, which may then be donated while files are written.
-            on_progress: called with the `Saving` each time that a file is on the disk.
+            wait: whether to return only when the save is complete. If False, return as soon as the actors
+                have retained the arrays' values. The arrays may then be donated to steps while the files are
+                written.
+            on_progress: called with the `Saving` each time that a file has been written to the disk; None for
+                no calls.
 
         Returns:
             The save, which is complete; with `wait=False` it may still be under way and can be awaited.
@@ -482,13 +486,14 @@ class RemoteMesh:
         step another schedule.
 
         Args:
-            path: the checkpoint's folder, as every actor sees it.
+            path: the checkpoint's folder, which this process and every actor must be able to read under this
+                path.
             like: a tree that says what to restore and where to put it; its leaves have the same paths as in
-                the saved tree. `(step, argnum)` stands for that argument of a step that is compiled already:
-                each array is put where the step keeps it. A `RemoteArray` asks for an array in the place of
-                that `RemoteArray`. A `ShapeDtypeStruct` (as `jax.eval_shape` returns) asks for a
-                `RemoteArray` whose value stays in this process until its first use. Numpy and JAX arrays and
-                Python scalars ask for a value of their kind.
+                the saved tree. A pair `(step, argnum)` stands for the argument number `argnum` of `step`,
+                which must have been compiled already; each array is put where the step keeps this argument. A
+                `RemoteArray` asks for an array in the place of that `RemoteArray`. A `ShapeDtypeStruct` (as
+                `jax.eval_shape` returns) asks for a `RemoteArray` whose value stays in this process until its
+                first use. Numpy and JAX arrays and Python scalars ask for a value of their kind.
 
         Returns:
             The restored tree.

@@ -1,5 +1,5 @@
-"""Offer a pytest plugin for tests that run steps, with the fixture `remote_mesh`. Pytest loads the plugin by
-itself.
+"""A pytest plugin for tests that run steps, with the fixture `remote_mesh`. Pytest loads the plugin
+automatically once this package is installed.
 
     async def test_trains(remote_mesh):
         mesh = await remote_mesh(2, launcher="inline")
@@ -28,8 +28,8 @@ GetMesh: TypeAlias = "Callable[..., Awaitable[RemoteMesh]]"
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def remote_mesh() -> AsyncIterator[GetMesh]:
-    """Offer `await remote_mesh(num_actors, **options)` to tests: it returns a running `RemoteMesh` that all
-    tests of the session share, and that is closed at the session's end.
+    """A fixture: `await remote_mesh(num_actors, **options)` in a test returns a running `RemoteMesh`. All
+    tests of the session share the mesh, and it is closed at the session's end.
 
     The options are those of `RemoteMesh`. A mesh that has failed or closed is replaced by a new one.
     """

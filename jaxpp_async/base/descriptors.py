@@ -29,9 +29,9 @@ descriptor, to recognize a number that belongs to another file by now.
 def keep_from_children(*descriptors: int) -> None:
     """Prevent child processes from using the given file descriptors of this process.
 
-    In programs that this process starts, the descriptors are closed. In processes that it forks, pipes and
-    sockets are replaced by /dev/null; descriptors of other kinds stay open, since no process waits for their
-    end.
+    In programs that this process starts, the descriptors are closed. In forked copies of this process, pipes
+    and sockets are replaced by /dev/null. Descriptors of other kinds stay open there, since no other process
+    waits for them to be closed.
     """
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
@@ -117,8 +117,8 @@ def check_descriptors(needed: int, what: str) -> None:
 
 @contextlib.contextmanager
 def borrowed_socket(descriptor: int) -> Iterator[socket.socket]:
-    """Wrap a descriptor that other code owns in a Python socket for the length of a `with` block, and do not
-    close it afterwards.
+    """Wrap a descriptor that other code owns in a Python socket for the length of a `with` block. The
+    descriptor stays open afterwards.
 
     Raises:
         OSError: the descriptor is not a socket, or has been closed.

@@ -47,9 +47,11 @@ class Event:
         kind: the kind of the event.
         actor: the id of the actor to which it happened; None for the whole mesh.
         step: the number of the user's step that was under way; None for an event that concerns no step.
-        text: a description of one line, for people.
-        time_s: the time of the event by `time.monotonic()` of this process, in seconds; good for differences.
-        at: the time of day in UTC, for people; it jumps when the host's clock is set.
+        text: a one-line description, for people.
+        time_s: the time of the event by `time.monotonic()` of this process, in seconds, from which durations
+            can be computed.
+        at: the time of day in UTC, for people. This clock jumps when the host's time is set, so do not
+            compute durations from it.
         details: further facts, such as `seconds`, `path`, `host`, `pid`; docs/operations.md lists them for
             each kind.
     """
@@ -90,7 +92,7 @@ class EventLog:
     """A log of the latest events of one mesh, which any number of readers follow. The last event is `closed`.
 
     Args:
-        kept: how many events are remembered.
+        kept: how many events are remembered; older events are dropped.
     """
 
     def __init__(self, kept: int = KEPT):
@@ -127,8 +129,7 @@ class EventLog:
                 waiting.set_result(None)
 
     def subscribe(self, *, history: bool = True) -> Events:
-        """Return a new iterator over the events. Each iterator has a position in the log that other iterators
-        do not change.
+        """Return a new iterator over the events. Reading from one iterator does not affect the others.
 
         Args:
             history: whether to begin with the oldest event that is remembered; if False, begin with the next

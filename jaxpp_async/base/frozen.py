@@ -22,7 +22,7 @@ def frozen(*, eq: bool = True, slots: bool = True) -> Callable[[type[_T]], type[
     checks this at run time.
 
     Args:
-        eq: whether instances with equal fields are equal and have the same hash; otherwise an instance equals
+        eq: whether instances with equal fields are equal and have the same hash; if False, an instance equals
             only itself.
         slots: whether the class gets `__slots__`, so that instances have no attributes besides the fields.
     """
@@ -33,9 +33,9 @@ class cached_value(Generic[_T]):
     """A property that is computed when it is first read and then stored in the instance, for classes without
     `__slots__`.
 
-    This replaces `functools.cached_property`, which up to Python 3.11 locks at the first read, which costs
-    more time than the computations that this package caches. If two threads read the property at the same
-    time, both compute it.
+    This replaces `functools.cached_property`. Up to Python 3.11 that class takes a lock at the first read,
+    and the lock costs more time than the computations that this package caches. If two threads read the
+    property at the same time, both compute it.
     """
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:

@@ -87,13 +87,13 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         given: the GPUs that the process gets.
-        user: the environment variables that the process has otherwise, among them the user's settings. If
-            these variables set a fraction of the memory or an order of devices, that setting is kept.
+        user: the other environment variables of the process, which include the user's settings. If these
+            variables set a fraction of the memory or an order of devices, that setting is kept.
 
     Raises:
         MeshError: the user's fraction of the memory is not a number above 0 and up to 1, all processes on a
-            GPU together would take more than the GPU's memory, or the process would get several instances of
-            GPUs (MIG).
+            GPU together would take more than the GPU's memory, or the process would get several parts of GPUs
+            (MIG instances).
     """
     if len(given.devices) > 1 and any(map(is_mig_instance, given.devices)):
         raise MeshError(
@@ -136,9 +136,9 @@ class Visible:
 
     Args:
         names: the names of the GPUs in the form of `CUDA_VISIBLE_DEVICES`, each GPU once.
-        stopped_at: the first name that matches no GPU of this host; CUDA stops reading the variable at this
-            name. Empty if every name matches a GPU, or if the list was ended in a usual way (by an empty
-            name, or by a number such as -1).
+        stopped_at: the first name in the variable that matches no GPU of this host; CUDA ignores this name
+            and all later ones. Empty if every name matches a GPU, or if the user ended the list on purpose
+            (by an empty name or by a negative number such as -1).
     """
 
     names: tuple[str, ...]
@@ -187,7 +187,7 @@ def host_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def is_mig_instance(name: str) -> bool:
-    """Return whether a name in `CUDA_VISIBLE_DEVICES` is that of a part of a GPU (an instance of MIG)."""
+    """Return whether a name in `CUDA_VISIBLE_DEVICES` names a part of a GPU (a MIG instance)."""
     return _kind(name) == _PART
 
 

@@ -143,7 +143,8 @@ def jax_cuda_majors() -> tuple[int, ...]:
 
 
 def cuda_error(what: str) -> InstallError | None:
-    """Return an error that says that JAX for CUDA is not installed in this environment; None if it is.
+    """Return an error that says that JAX for CUDA is not installed in this environment; None if JAX for CUDA
+    is installed.
 
     Args:
         what: the option that asked for CUDA, such as `"platform='cuda'"`.

@@ -29,11 +29,12 @@ def shown(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
 
 
 class ErrorInWords(Exception):
-    """An error that has only the text of another error. Objects that remember an error keep this copy.
+    """An error that contains only the text of another error. An object that stores an error for later stores
+    this copy instead of the original.
 
-    The frames of the original error's traceback refer to arrays, and often to the object that remembers the
-    error. Only the garbage collector frees such a cycle, and an actor creates so few objects that a full
-    collection hardly ever happens.
+    The frames of the original error's traceback refer to arrays, and often to the object that stores the
+    error. Such a reference cycle would keep the arrays in memory until a full garbage collection, and in an
+    actor these hardly ever happen, because an actor creates few objects.
 
     Args:
         exception_type: the qualified name of the original error's type.

@@ -1,9 +1,11 @@
-"""Make folders that only their user can write, for files that this package trusts as much as its own code.
+"""Make folders to which only their owner can write, for files that this package trusts as much as its own
+code.
 
 A folder is judged as sshd judges `~/.ssh` (StrictModes): by the permissions of the folder itself and of every
-folder above it, including the folders that symbolic links lead through, since whoever can write one of those
-can put another folder in its place. As with Debian's sshd, a group may have write permission if it has no
-other member, because systems where each user has a group of his own create such folders (umask 002).
+folder above it, including the folders that symbolic links lead through, since a user who can write to one of
+these folders can put another folder in the place of the private one. As with Debian's sshd, a group may have
+write permission if it has no other member, because systems where each user has a group of his own create such
+folders (umask 002).
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ _GROUP_OR_OTHERS_ENTER = 0o011
 
 
 class NotPrivateError(Exception):
-    """Another user can write a folder that has to be private. The message names the folder and says what to
-    do.
+    """A folder that has to be private is not: another user has permission to write to it or to replace it.
+    The message names the folder and says what to do.
     """
 
 
 def make_private_folder(folder: str) -> None:
-    """Create a folder that only this user can write, and its missing parents, with mode 0700; check that the
-    folders on its path that exist are private.
+    """Create a folder to which only this user can write, and its missing parents, with mode 0700. Check also
+    that the folders on its path that exist already are private.
 
     Args:
         folder: an absolute path.
 
     Raises:
-        NotPrivateError: a user who is neither this user nor root could write or replace the folder.
+        NotPrivateError: a user who is neither this user nor root could write to the folder or replace it.
         OSError: the folder cannot be created.
     """
     missing: list[str] = []
@@ -51,11 +53,11 @@ def make_private_folder(folder: str) -> None:
 
 
 def _check_path(folder: str) -> None:
-    """Check that no other user can write or replace a folder on the path from the root folder to `folder`;
-    follow links as the kernel does.
+    """Check that no other user can write to or replace any folder on the path from the root folder to
+    `folder`. Symbolic links are followed as the kernel follows them.
 
     Raises:
-        NotPrivateError: another user could write or replace one of these folders.
+        NotPrivateError: another user could write to or replace one of these folders.
         OSError: there are too many links, or a part of the path is missing or is not a folder.
     """
     left, here, num_links = deque(folder.strip("/").split("/")), "/", 0
@@ -109,12 +111,12 @@ def _root_uid() -> int:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Return whether this process's user is the only member of a group. For root's group, return instead
-    whether the group lists no member besides root. Users whose first group is root's do not count, since
-    system accounts have root's group as their first one.
+    """Return whether this process's user is the only member of a group, so that the group may have write
+    permission.
 
-    A directory service may not list the users whose first group it is, so the group must also have the user's
-    name.
+    The group must also have the user's name, because a directory service may not list all users whose primary
+    group this is. Root's group is treated differently: the result is whether the group lists no member
+    besides root. Users whose primary group is root's group are ignored there, since they are system accounts.
     """
     try:
         group = grp.getgrgid(gid)

@@ -5,10 +5,10 @@ for a message that does not come costs a core's time. `AdaptiveSpin` chooses for
 the lengths of the last waits: a short wait makes the next poll longer, a long wait makes it shorter, down to
 none.
 
-`LoopSpin` keeps an event loop awake for that long, and the loop itself finds the message while it is awake. A
-training loop sends the next step as soon as it has the reply to the last one, and small steps end soon.
-Therefore an actor without a step, and a controller with a step under way, stay awake. When messages have been
-coming too late for that, both go to sleep immediately.
+`LoopSpin` keeps an event loop running for that long, so that the loop receives a message without having to be
+woken. A training loop sends the next step as soon as it has the reply to the last one, and small steps end
+soon. Therefore an actor without a step, and a controller with a step under way, stay awake. If the latest
+messages came later than the longest time to poll, both sleep immediately.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class AdaptiveSpin:
     waits.
 
     A wait of at most `longest_s` could have been spent polling, so such a wait doubles `limit_s`; a longer
-    wait halves `limit_s`. Callers pass the current time, in seconds, always of the same clock.
+    wait halves `limit_s`. Callers pass the current time to the methods, in seconds, always from the same
+    clock.
 
     Args:
         longest_s: the longest time to poll for one message, in seconds.
@@ -80,9 +81,9 @@ def has_spare_core(hosts: Iterable[str]) -> bool:
     host keeps one core busy.
 
     A mesh asks once, when it starts, and counts its own actors. Other meshes of this process are not counted,
-    and neither is a container's quota of CPU time, which may be less than its cores. If no core is free
-    because of these, polling delays an actor by up to `LONGEST_S` per reply; while replies take longer than
-    that, nothing polls and no time is lost.
+    and neither is a container's quota of CPU time, which may be less than its cores. If such a mesh or quota
+    leaves no core free, polling delays an actor by up to `LONGEST_S` per reply. If replies take longer than
+    that, this process does not poll, and no time is lost.
 
     Args:
         hosts: the host name of each actor process.

@@ -1,7 +1,7 @@
 """Define the control protocol between the controller and the actor processes. The modules in reading order:
 
 messages         defines the messages
-actor_info       numbers the processes of a mesh and describes actors and their progress
+actor_info       assigns numbers to the processes of a mesh and describes actors and their progress
 codec            turns messages into bytes, and bytes into messages whose fields it has checked
 frames           signs messages and authenticates both sides (a pure state machine)
 connection       runs a conversation of signed frames over a socket with asyncio

@@ -1,13 +1,16 @@
-"""Number the processes of a mesh, describe its actors, and share how far each actor has come in its program.
+"""Assign numbers to the processes of a mesh, describe the mesh's actors, and share how far each actor has
+come in its program.
 
-Processes have consecutive numbers, and those of one actor follow each other; only `process_of` and
-`actor_and_rank` compute with these numbers. With one process per actor, process and actor have the same
-number. A process runs, listens, sends heartbeats and data, and can die; an actor has a program.
+An actor is one process or a group of several processes. The processes of a mesh have consecutive numbers, and
+the numbers of one actor's processes follow each other; only `process_of` and `actor_and_rank` compute with
+these numbers. If every actor has one process, a process has the same number as its actor. Programs are
+compiled for actors; connections, heartbeats and failures concern processes.
 
-Each actor shares a page of memory with the process that started the actor, and writes its progress to the
-page at every instruction (this takes under a microsecond and sends no message). The actor's heartbeat thread
-reads the page. The starting process reads the page if the actor has died and cannot be asked. The page has no
-file and no name, so that nothing is left behind.
+Each actor process shares a page of memory with the process that started it, and writes its progress to the
+page at every instruction (this takes under a microsecond and sends no message). The actor process's heartbeat
+thread reads the page. The process that started the actor process also reads the page, if the actor process
+has died and cannot be asked. The page is anonymous memory without a file or a name, so nothing has to be
+removed afterwards.
 """
 
 from __future__ import annotations
@@ -30,12 +33,13 @@ class ActorInfo:
 
     Args:
         id: the actor's number.
-        host, pid: the host and the process id; for an actor of several processes, those of the first one.
+        host, pid: the host and the process id; for an actor of several processes, the host and the process id
+            of the first process.
         devices: one text per device, such as `"cpu:0"`.
         state: `"starting"`, `"ready"`, `"failed"` or `"closed"`. While lost actors are being replaced, the
             lost ones are `"restarting"` and all others `"waiting"`.
-        rank, size: for a process of an actor that has several: the process's number in the actor, and the
-            number of processes of the actor.
+        rank, size: in the description of a process whose actor has several processes: the process's number in
+            the actor, and the number of the actor's processes. Otherwise 0 and 1.
         processes: for an actor, the descriptions of its processes in order of rank; empty for a process.
         gpus: the UUIDs of the GPUs, or of parts of one (MIG), as `nvidia-smi -L` lists them; empty without
             GPUs.
@@ -91,8 +95,8 @@ _LAYOUT = struct.Struct("<?qqq??")
 
 
 class NoteProgress(Protocol):
-    """The type of a function that records how far an actor has come in its program; the arguments are the
-    fields of `Position`.
+    """The type of a function that records how far an actor has come in its program. The function's arguments
+    are the fields of `Position`.
     """
 
     def __call__(
@@ -122,8 +126,9 @@ class Position:
 
 
 def furthest_behind(positions: Sequence[Position | None]) -> Position | None:
-    """Return the position of an actor's process that is furthest behind; this counts as the actor's position.
-    The other processes may be waiting for that process, in a task that they compute together.
+    """Compare the positions of an actor's processes, and return the position that is furthest behind, which
+    is used as the position of the whole actor. The other processes may be waiting for the slowest process, in
+    a task that all of them compute together.
 
     Args:
         positions: the position of each process of the actor; None for a process that has reported none.
@@ -138,8 +143,8 @@ def furthest_behind(positions: Sequence[Position | None]) -> Position | None:
 
 
 def make_page() -> int:
-    """Create a page of memory for an actor's progress and return its file descriptor, which a spawned process
-    can inherit.
+    """Create a page of shared memory for the progress of an actor process, and return the page's file
+    descriptor, which a process that is started with it can inherit.
     """
     descriptor = os.memfd_create("jaxpp-progress", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, mmap.PAGESIZE)
@@ -184,7 +189,8 @@ def ignore_progress(
     step: int, program_id: int, instruction: int, waiting: bool, computing: bool = False, /
 ) -> None:
     """Ignore an actor's position. This is the `NoteProgress` of inline actors, which run inside the
-    controller's process: they cannot die alone, so no process would read the position.
+    controller's process: such an actor cannot die while the controller lives on, so no other process has to
+    read its position.
     """
 
 
@@ -192,15 +198,15 @@ def ignore_progress(
 
 
 def process_of(actor: ActorId, rank: int, size: int) -> ProcessId:
-    """Return the mesh-wide number of the process that has the given rank in an actor, where each actor has
+    """Return the number, in the mesh, of an actor's process with the given rank. Each actor of the mesh has
     `size` processes.
     """
     return actor * size + rank
 
 
 def actor_and_rank(process: ProcessId, size: int) -> tuple[ActorId, int]:
-    """Return the actor that a process belongs to, and the process's rank in it, counted from 0, where each
-    actor has `size` processes. This is the inverse of `process_of`.
+    """Return the actor that a process belongs to, and the process's rank in that actor, counted from 0. Each
+    actor of the mesh has `size` processes. This is the inverse of `process_of`.
     """
     return divmod(process, size)
 
@@ -283,8 +289,8 @@ class ProcessRank:
         return actor_and_rank(self.process, self.size)[1]
 
     def __str__(self) -> str:
-        """Return a name of the process for users, such as `"actor 1"`, or `"actor 1 (process 1 of 2)"` where
-        an actor has several processes; the process is counted from 0.
+        """Return a name of the process for messages to users: `"actor 1"` if each actor has one process,
+        otherwise for example `"actor 1 (process 1 of 2)"`. Both numbers are counted from 0.
         """
         return (
             f"actor {self.actor}"

@@ -1,13 +1,14 @@
 """Compare the clocks of processes on other machines with this process's clock, and count the time for which
 this process was awake.
 
-Every process measures time with `time.monotonic()`. Processes under one kernel share one clock (`clock_name`
-identifies it), and nothing has to be estimated. Other clocks are read again and again, and the reading whose
-reply came soonest is the most precise, as in NTP: the other clock was read between two readings of our own
-clock, so the error is at most half of the time between these two readings.
+Every process measures time with `time.monotonic()`. Processes on one machine share this clock (`clock_name`
+identifies it), so nothing has to be estimated for them. The clock of a process on another machine is read
+repeatedly by a request and a reply, as in NTP. The other process reads its clock at some time between the
+request and the reply, so the error of a reading is at most half of the time between the two. The reading with
+the fastest reply is therefore the most precise.
 
-`SuspendAwareClock` leaves out time for which the process was stopped or its event loop was blocked, since the
-process could not receive messages then. Wall clocks are not used.
+`SuspendAwareClock` does not count the time for which the process was stopped or its event loop was blocked,
+because the process could not receive messages then. Wall clocks are not used.
 
 Source: D. Mills, RFC 5905, Network Time Protocol Version 4, 2010, section 10.
 """
@@ -88,8 +89,8 @@ Readings: TypeAlias = tuple[Reading, ...]
 
 
 class Clock:
-    """An estimate of another process's clock relative to this process's clock. If a new process replaces the
-    other one, the new process gets another `Clock`, and this object keeps the data of the old one.
+    """An estimate of another process's clock relative to this process's clock. Each `Clock` describes one
+    process. If that process dies and is replaced, a new `Clock` is made for the replacement.
 
     Args:
         is_own: whether the clock is known to be this process's own clock, which needs no readings.
@@ -97,8 +98,8 @@ class Clock:
     Attributes:
         name: the other process's `clock_name()`; None until that process has sent this name.
         is_own: the argument `is_own`, updated when the name is known.
-        readings: the latest readings. The tuple is never changed in place, so that callers can store a tuple
-            and have the readings of that time.
+        readings: the latest readings. The tuple is never changed in place, so that a caller can store the
+            tuple and still have the readings of that time later.
     """
 
     __slots__ = ("is_own", "name", "readings")
@@ -118,8 +119,8 @@ class Clock:
 
         Args:
             at_s: the time, in seconds of this process's clock.
-            kept: readings that the caller stored near that time, which are more precise for it than much
-                later ones.
+            kept: readings that the caller stored near that time, which are more precise for that time than
+                much later readings.
         """
         if self.is_own:
             return Offset(0.0, 0.0)
@@ -148,9 +149,8 @@ class Clocks:
         return self._clocks[process]
 
     def name(self, process: ProcessId, name: str) -> None:
-        """Record the name of the clock that a process has sent (its `clock_name()`). If another name was
-        recorded for this process number, the process has been replaced, and the old process's clock is
-        forgotten.
+        """Record the `clock_name()` that a process has sent. If a different name is recorded for this process
+        number, the earlier process has been replaced, and its clock is forgotten.
         """
         clock = self.clock_of(process)
         if clock.name == name:
@@ -182,7 +182,7 @@ class SuspendAwareClock:
     since a longer gap means that the process was stopped or its event loop was blocked.
 
     Args:
-        now: the current time of the monotonic clock, in seconds.
+        now: the time on the monotonic clock when counting begins, in seconds.
         tick_s: the intended time between two ticks, in seconds.
     """
 

@@ -1,9 +1,9 @@
 """Encode frozen dataclasses as msgpack, and decode them with a check of every field's type.
 
 A message is an array: the name of its type, then its fields in order. A nested dataclass is an array of its
-fields. The type hints say which dataclass a field holds, and where a tuple or an integer key is expected.
-Encoding trusts this process's own objects and lets msgpack walk them. Decoding trusts nothing: neither the
-lengths that a header announces, nor the depth of nesting. Nothing is pickled.
+fields. The type hints say which dataclass a field holds, and where a tuple or an integer key is expected. The
+encoder does not check types, because it gets only objects that this process has made. The decoder trusts no
+input: it also checks the lengths that a header announces and the depth of nesting. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _KEEP_BYTES = 1 << 20
 
 
 class _BadValue(Exception):
-    """A decoded value has the wrong type. `path` is extended while the error passes outwards through nested
-    values, so that the final message names the field.
+    """The error for a decoded value that has the wrong type. As the error propagates out of nested values,
+    each level adds its field to `path`, so that the final message names the whole path of the field.
     """
 
     def __init__(self, expected: str, value: object, got: str = ""):
@@ -88,8 +88,8 @@ class Encoder:
         """Encode a message as bytes: the name of its type, then its fields.
 
         Raises:
-            MeshError: the message is too long, or has text or numbers that msgpack cannot carry. No part of
-                the message stays in the buffer.
+            MeshError: the message is too long, or has text or numbers that msgpack cannot carry. The buffer
+                is empty then, so that the encoder can still be used.
         """
         packer = self._packer or msgpack.Packer(default=fields_of)
         self._packer = packer
@@ -173,8 +173,8 @@ def _refused(cls: type, bad: _BadValue) -> ProtocolError:
 
 
 def fields_of(value: object) -> tuple[Any, ...]:
-    """Return a dataclass's fields in order, in the form that `build` accepts; nested dataclasses are left as
-    they are.
+    """Return the values of a dataclass instance's fields, in order, as a tuple. A field that is itself a
+    dataclass instance is not converted.
 
     Raises:
         TypeError: the value is not a dataclass.
@@ -267,8 +267,8 @@ def _float(value: Any) -> float:
 
 
 def _anything(value: Any, depth: int = 0) -> Any:
-    """Check a decoded value whose type hint is `Any`, and return it. Plain values are allowed, and tuples and
-    dicts of them (lists arrive as tuples).
+    """Check a decoded value whose type hint is `Any`, and return it. Allowed are plain values, and tuples and
+    dicts of plain values (lists were decoded as tuples).
 
     Raises:
         _BadValue: the value is not plain, or is nested more than `MAX_DEPTH` levels deep.

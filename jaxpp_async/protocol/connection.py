@@ -1,8 +1,8 @@
 """Run one conversation of the control channel (a `frames.Wire`) over a stream socket with asyncio. The
 controller and the actor processes both use this module.
 
-Messages that arrive go to a callback, in order. Messages to send pass through a buffer of limited size.
-Another callback is called once when the conversation is over.
+Each message that arrives is passed to a callback, in order. Messages to send wait in a buffer of limited size
+until the socket accepts them. A second callback is called once, when the conversation is over.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class Connection(asyncio.Protocol):
     """An authenticated conversation between controller and actor process over one socket.
 
     Args:
-        wire: the state machine of this process's side of the conversation; its handshake has not begun.
+        wire: the state machine of this process's side of the conversation, in its initial state (before the
+            handshake).
         on_message: called with each message that arrives, in order; may be replaced at any time.
         on_closed: called once, when the socket is closed, with the error that ended the conversation, or None
-            at end of file.
+            if either side closed the connection without an error.
         lost_s: about how many seconds sent data may stay without an acknowledgement before the peer counts as
             lost.
 
@@ -90,22 +91,23 @@ class Connection(asyncio.Protocol):
 
     @property
     def source(self) -> str:
-        """The network address of the peer; empty if there is no connection yet, or if the peer has no
-        address, such as one end of a pair of sockets.
+        """The network address of the peer. This is an empty text if there is no connection yet, or if the
+        peer has no address (for example, a socket made by `socket.socketpair`).
         """
         peer = self._transport.get_extra_info("peername") if self._transport is not None else None
         return peer[0] if peer else ""
 
     def send(self, message: Message, encoded: bytes | None = None) -> None:
-        """Send a message without waiting. If the conversation is over, drop the message; `on_closed` has
-        reported the reason. A `Log` message is also dropped while much data is unsent.
+        """Send a message without waiting. If the conversation is over, the message is dropped without an
+        error, because `on_closed` reports the reason. A `Log` message is also dropped while a lot of data is
+        waiting to be sent.
 
         Args:
             message: the message.
-            encoded: the encoded message, if the caller has encoded it already.
+            encoded: the encoded message, if the caller has encoded it already; None to encode it here.
 
         Raises:
-            MeshError: the message cannot be encoded; the conversation goes on.
+            MeshError: the message cannot be encoded. The connection can still be used.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -123,11 +125,15 @@ class Connection(asyncio.Protocol):
             transport.writelines(pieces)
 
     async def drain(self) -> None:
-        """Wait until little data is left unsent, or until the conversation is over."""
+        """Wait until the amount of unsent data is small, so that the caller may send more, or until the
+        conversation is over.
+        """
         await self._writable.wait()
 
     def close(self) -> None:
-        """Close the socket once all unsent data has been sent; do not wait for that."""
+        """Close the socket after all unsent data has been sent. This method returns immediately;
+        `wait_closed` waits for the end.
+        """
         self._handshake_timer.cancel()
         if self._transport is not None:
             self._transport.close()

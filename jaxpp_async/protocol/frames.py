@@ -1,5 +1,5 @@
-"""Authenticate both sides of a control connection and protect every message on it, as a pure state machine
-over bytes.
+"""Authenticate both sides of a control connection and sign every message on it. The code is a pure state
+machine over bytes, without any I/O.
 
 A `Wire` is one side of one conversation. Pass the bytes that the peer has sent to `feed`; send the bytes that
 `take_outgoing` and `encode` return.
@@ -11,16 +11,19 @@ A `Wire` is one side of one conversation. Pass the bytes that the peer has sent 
                <=== frames, both ways ===>
 
 In the handshake, the actor sends a nonce, the controller answers with its own nonce and its proof, and the
-actor sends its proof. Both proofs and both keys are HMAC-SHA256, under the mesh's secret, of a label and of
-everything sent before (both nonces, roles, process, its incarnation, versions, channel; the incarnation
-counts the processes that had the same number before). A proof therefore holds for one conversation, one role,
-one actor and one channel, and can be neither replayed nor reflected. The secret is never printed or stored.
+actor sends its proof. The two proofs, and the two keys that sign the later messages, are computed by
+HMAC-SHA256 with the mesh's secret. Each of these is the HMAC of a label and of everything that was sent
+before: the nonces, roles and versions of both sides, the actor process's number, how many processes had this
+number before, and the channel. A proof is therefore valid only for one conversation, one role, one actor
+process and one channel, and can be neither replayed nor reflected. The secret is never printed or stored.
 
 After the handshake, each message is one frame: the payload's length (8 bytes), a sequence number (8 bytes),
-the payload, and a MAC of all of these. If the payload is longer than `SHORT_BYTES`, it is preceded by a MAC
-of the first 16 bytes, which is checked while the frame is still incomplete: of unauthenticated data, at most
-`SHORT_BYTES` are stored. Every error is final: the wire then refuses all data. Messages that were verified
-before the error are still returned, since they may explain it."""
+the payload, and a MAC of all of these. If the payload is longer than `SHORT_BYTES`, another MAC, of the
+length and the sequence number alone, comes before the payload and is checked before the payload has arrived.
+A stranger can therefore make a process store at most `SHORT_BYTES`. After any error the wire refuses all
+further data. Messages that were verified before the error are still returned, since they may explain the
+error.
+"""
 
 from __future__ import annotations
 
@@ -90,8 +93,8 @@ class Identity:
 
     Args:
         process_id: the number of the actor process in the mesh.
-        incarnation: how many processes had this number before: a lost process is replaced by a new one of the
-            same number.
+        incarnation: how many processes of the mesh had the number `process_id` before this one. A process
+            that replaces a lost one gets the number of the lost one.
         channel: the purpose of the conversation: `"control"` for requests and replies, or `"beats"` for
             heartbeats.
     """
@@ -111,13 +114,15 @@ class Wire:
         version: the version of this package in this process.
         identity: the identity of this actor process; the controller passes None and learns it from the peer.
         max_frame_bytes: the longest payload to accept or send, in bytes.
-        nonce: 32 fresh random bytes; given only by tests.
+        nonce: 32 random bytes for the handshake. Only tests pass it; None to generate them.
 
     Attributes:
-        state: `"greeting"`, `"proving"`, `"open"` or `"failed"`.
+        state: `"greeting"` (waiting for the peer's first handshake message), `"proving"` (the controller is
+            waiting for the actor's proof), `"open"` (both sides are authenticated) or `"failed"`.
         identity: the actor process's identity; on the controller's side None until the actor has
             authenticated itself.
-        error: the error in the bytes after the last messages that `feed` returned; None if there was none.
+        error: the error that `feed` found in the bytes after the messages that it returned; None if it found
+            no error.
     """
 
     error: ProtocolError | None = None
@@ -159,8 +164,8 @@ class Wire:
             self._greet(self._hello)
 
     def take_outgoing(self) -> bytes:
-        """Return the handshake bytes that have to be sent now, perhaps none; the wire does not return them
-        again.
+        """Return the handshake bytes that have to be sent now, and remove them from the wire. The result is
+        empty if nothing has to be sent.
         """
         data = b"".join(self._outgoing)
         self._outgoing.clear()
@@ -170,14 +175,15 @@ class Wire:
         """Process bytes from the peer, and return the messages that are now complete. The bytes may begin and
         end anywhere in a message.
 
-        If the bytes have complete messages and then an error, return the messages, set `error`, and let the
-        wire fail.
+        If the bytes contain complete messages followed by an error, the messages are returned, the attribute
+        `error` is set, and the wire has failed.
 
         Raises:
-            HandshakeError: the peer does not belong to this mesh, or runs another version (then `identity`
-                names it). The wire has failed.
+            HandshakeError: the peer does not belong to this mesh, or runs another version of this package. In
+                the second case the controller finds the peer's identity in the attribute `identity`. The wire
+                has failed.
             ProtocolError: a length, sequence number, MAC or message is wrong, and no message was complete
-                before it. The wire has failed.
+                before the error. The wire has failed.
         """
         if self.state == "failed":
             raise ProtocolError("this conversation has already failed")
@@ -300,7 +306,7 @@ class Wire:
 
     def _take_whole(self, data: bytes, messages: list[Message]) -> None:
         """Decode the complete frames in `data` without copying them to the buffer; append the rest of `data`
-        to the buffer. This saves a copy of most messages: those of a step usually arrive as complete frames.
+        to the buffer. Most messages arrive as complete frames, so this saves most copies.
 
         Args:
             data: bytes from the peer, which begin with a frame.
@@ -480,19 +486,19 @@ def transcript(hello: Hello, role: str, version: str, nonce: bytes) -> bytes:
 
 
 def prove(secret: bytes, role: Role, transcript_hash: bytes) -> bytes:
-    """Return the proof that the side of this role knows the secret, for one handshake.
+    """Return a proof that one side of a handshake knows the mesh's secret. The proof is valid for this
+    handshake only.
 
     Args:
         secret: the mesh's secret.
-        role: the side that proves itself.
+        role: the side that knows the secret and sends the proof.
         transcript_hash: the hash of the handshake's first messages, from `transcript`.
     """
     return _mac(secret, f"{role} proof", transcript_hash)
 
 
 def check_proof(secret: bytes, role: Role, transcript_hash: bytes, proof: bytes) -> None:
-    """Check that a peer's handshake proof shows that the peer knows the secret, in this role and for this
-    handshake.
+    """Check the proof that a peer has sent in a handshake, which must show that the peer knows the secret.
 
     Args:
         secret: the mesh's secret.
@@ -508,7 +514,8 @@ def check_proof(secret: bytes, role: Role, transcript_hash: bytes, proof: bytes)
 
 
 def derive_keys(secret: bytes, transcript_hash: bytes) -> Keys:
-    """Derive the keys that sign both directions of a conversation.
+    """Derive the two keys of a conversation: one signs the messages to the actor, and the other signs the
+    messages to the controller.
 
     Args:
         secret: the mesh's secret.
@@ -529,8 +536,8 @@ def check_handshake_message(role: str, expected: Role, nonce: bytes) -> None:
         nonce: the nonce in the message.
 
     Raises:
-        HandshakeError: the message has another role, such as a message of this process that an attacker sent
-            back, or its nonce has a wrong length.
+        HandshakeError: the message names another role, or its nonce has a wrong length. The role is wrong,
+            for example, if an attacker sends this process's own message back to it.
     """
     if role != expected:
         raise HandshakeError(
@@ -558,8 +565,9 @@ def check_versions(process_id: int, actor: str, controller: str) -> None:
 
 
 def format_mismatch(version: str, theirs: bytes) -> str | None:
-    """Return a text that tells users what to do about a peer whose handshake messages have another format
-    than those of this process.
+    """Return an error text for users about a peer whose handshake message has another format than the
+    messages of this process. The text says what to install. The caller has found already that the formats
+    differ.
 
     Args:
         version: the version of this package in this process.
@@ -567,7 +575,8 @@ def format_mismatch(version: str, theirs: bytes) -> str | None:
             authenticated yet.
 
     Returns:
-        The text; None if the bytes are not a handshake message.
+        The text; None if the bytes are not the beginning of a handshake message of this package in any
+        format.
     """
     number = theirs[len(MAGIC) - 1 : len(MAGIC)]
     if theirs[: len(MAGIC) - 1] != MAGIC[:-1] or not number.isdigit():

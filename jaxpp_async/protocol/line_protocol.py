@@ -1,10 +1,11 @@
 """Exchange messages with a program over its stdin and stdout, one message per line.
 
-Messages to the program are called orders. An order is a line of one JSON array: the message's name, then its
-fields. Dots before the array are signs of life and mean nothing else. Messages from the program are called
-records. A record is a line of `RECORD` (a control character) and such an array; any other line (a login
-banner, a warning of a shell) is not a record. Both sides check the type of every field, since a host may be
-broken or may not be the expected one.
+Messages to the program are called orders. An order is a line with one JSON array: the message's name, then
+its fields. Dots before the array are heartbeats: each dot was sent to show that the sender is alive, and has
+no other meaning. Messages from the program are called records. A record is a line that begins with `RECORD`
+(a control character) and continues with such an array. Any other line, such as a login banner or a warning of
+a shell, is not a record. Both sides check the type of every field, since a host may be broken or may not be
+the expected one.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class LineProtocol(Generic[O, R]):
         return _write(order)
 
     def read_order(self, line: bytes) -> O | None:
-        """Decode the order (a message to the program) in a line; return None if the line has nothing but
-        signs of life (dots).
+        """Decode the order (a message to the program) in a line; return None if the line has only heartbeats
+        (dots).
 
         Raises:
-            ValueError: the line has another content. The message does not quote the line, which may contain a
-                secret.
+            ValueError: the line is neither an order nor heartbeats. The error message does not quote the
+                line, which may contain a secret.
         """
         text = line.lstrip(SIGN_OF_LIFE).strip()
         return self._read(text, self._orders) if text else None

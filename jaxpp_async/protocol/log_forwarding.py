@@ -1,8 +1,9 @@
-"""Carry log records from actor processes to the controller's `logging`, with the actor and the step.
+"""Send the log records of actor processes to the controller, which logs them with the actor and the step
+added to each.
 
-In the actor process, `RecordSender` is a handler that sends records over the control channel as `Log`
-messages, a few at a time and at a limited rate. On the controller, `log_remote` logs them again. Neither side
-ever waits for the other.
+In the actor process, `RecordSender` is a `logging` handler that sends records over the control channel as
+`Log` messages, a few at a time and at a limited rate. On the controller, `log_remote` logs each record that
+arrives. Neither side ever waits for the other.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _HERE: contextvars.ContextVar[int | None] = contextvars.ContextVar("jaxpp_async_
 
 
 class RateLimit:
-    """A limit on the rate of log records. Up to `burst` records may be sent together, and `per_s` per second
-    in the long run; no record is accepted while `burst` records are queued.
+    """A limit on the rate of log records. Up to `burst` records may be sent at the same time, and on average
+    at most `per_s` records per second. No record is accepted while `burst` records are queued.
 
     Args:
-        per_s: the number of records per second.
-        burst: the number of records that may be sent together, and the number that may be queued.
-        now_s: the current time in seconds; the caller reads the clock.
+        per_s: the largest average number of records per second.
+        burst: the largest number of records that may be sent at the same time, and that may be queued.
+        now_s: the time now, in seconds of the clock that the caller uses for `admit` too.
 
     Attributes:
         num_refused: how many records were refused since the caller last set this to 0.
@@ -105,8 +106,8 @@ class RecordSender(logging.Handler):
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Handle a record as `logging.Handler` does, but without holding the handler's lock while the record
-        is formatted. To format an array, a thread waits for the device, and the event loop, which logs too,
-        must not wait for that.
+        is formatted. A thread that formats a JAX array waits until the device has computed the array. If the
+        thread held the lock meanwhile, a log call on the event loop would have to wait too.
         """
         kept = bool(self.filter(record))
         if kept:
@@ -183,7 +184,7 @@ def send_records(send: Callable[[Log], None], level: int) -> RecordSender:
         level: the lowest level to send.
 
     Returns:
-        The handler, which the caller closes at the end.
+        The handler, which the caller must close when the process ends.
     """
     sender = RecordSender(send)
     root = logging.getLogger()
@@ -231,7 +232,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def package_level() -> int:
-    """Return the lowest level of the log records that actors send: the effective level of the logger
+    """Return the lowest level of the log records that actors send, which is the effective level of the logger
     `jaxpp_async` at the time of the call.
     """
     return logging.getLogger(PACKAGE).getEffectiveLevel()
@@ -286,7 +287,8 @@ def name_actor(actor_id: int) -> contextvars.Context:
 
 def _label(record: logging.LogRecord) -> bool:
     """Add the attributes `actor`, `host` and `step` to a log record of this package if the record lacks them,
-    so that a format string may name them. This is a filter of `logging` that keeps every record.
+    so that a format string may use these attributes. This function is used as a `logging` filter, and always
+    returns True, so that no record is dropped.
     """
     fields = record.__dict__
     if fields.setdefault("actor", None) is None:

@@ -1,10 +1,10 @@
 """Define the messages that the controller and the actor processes exchange, in the order of their
 conversation.
 
-The controller sends requests, and each carries a number (`request`). The actor process answers a request with
-exactly one reply that has the same number: the reply that the request's docstring names, or `Failed`. An
-actor process sends `Beat` and `Log` without being asked. `codec` encodes messages as bytes, and `frames`
-signs them.
+The controller sends requests, and each request has a number (the field `request`). The actor process answers
+a request with exactly one reply that has the same number: the kind of reply that the request's docstring
+names, or `Failed`. An actor process sends `Beat` and `Log` without being asked. `codec` encodes messages as
+bytes, and `frames` signs them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def step_id(number: int, kind: RunKind = "step", ahead: int = 0) -> StepId:
 
 
 def step_number(step: StepId) -> int:
-    """Return the number of the user's step to which a run of a program belongs. The run is that step itself,
-    or it prepares the step: it moves an argument, or runs the program of a `step.init`.
+    """Return the number of the user's step to which a run of a program belongs. A run is either the user's
+    step itself or a preparation of the step (it moves an argument between actors, or runs the program of a
+    `step.init`).
 
     Args:
         step: the id of the run.
@@ -89,10 +90,10 @@ INLINE_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """A request to the first process of an actor to reserve a TCP port, to which the actor's other processes
+    """A request to the first process of an actor to reserve a TCP port to which the actor's other processes
     will connect.
 
-    The controller sends it before `Configure`, if actors have several processes. Reply: `Reserved`.
+    If actors have several processes, the controller sends this request before `Configure`. Reply: `Reserved`.
     """
 
     request: int
@@ -122,11 +123,12 @@ class Configure:
             folder that `JAX_COMPILATION_CACHE_DIR` names on the process's host, or else a default folder;
             None for no cache.
         setup: the name of a function to call before JAX starts, as `"module:function"`; None for no function.
-        setup_folder: the folder in which the module of `setup` is searched for last; None for no such folder.
+        setup_folder: a folder that is appended to `sys.path`, so that the module of `setup` is found in it;
+            None to append no folder.
         transport: `"ucx"`, `"memory"` or `"nccl"`.
-        epoch: the number of aborts of the mesh so far, which is part of the tags of all transfers.
-        cluster: a description of this actor's processes, which start together; None if the actor has only
-            one.
+        epoch: the number of aborts of the mesh so far, which is part of the tags of all transfers, so that
+            data from before an abort is never taken for new data.
+        cluster: a description of this actor's processes; None if the actor has only one process.
         address: the address of this process's host at which the other processes can connect to it. A loopback
             address means that all processes run on one machine. None means that the address is not known.
     """
@@ -193,9 +195,10 @@ class Hardware:
         kind: the devices' name in JAX, such as `"cpu"` or `"NVIDIA H100 80GB HBM3"`.
         count: the number of devices of the process.
         memory_bytes: the memory of one device; 0 if it is not known, or if it is the host's memory.
-        cuda: the version of CUDA for which JAX's plugin is made, such as `"13.0"` or `"13"`; empty without
+        cuda: the version of CUDA for which JAX's plugin was built, such as `"13.0"` or `"13"`; empty without
             GPUs.
-        driver: the newest CUDA version that the host's driver supports, in the same form.
+        driver: the newest CUDA version that the host's driver supports, written as in `cuda`; empty without
+            GPUs.
         gpus: the UUIDs of the GPUs, or of parts of one (MIG); empty without GPUs.
         memory_fraction: the fraction of each GPU's memory that JAX reserves when it starts; 0 for none.
         nccl: the version of the NCCL library, such as `"2.32.3"`; empty if the transport is not `"nccl"`.
@@ -238,7 +241,8 @@ class Connect:
 
     Args:
         epoch: the number of aborts of the mesh so far; the tags of transfers contain this number from now on.
-        addresses: the address of each process's transport; the receiver of this request skips its own.
+        addresses: the address of each process's transport; the receiver of this request ignores its own
+            entry.
     """
 
     request: int
@@ -252,7 +256,8 @@ class Connected:
 
     Args:
         routes: for each peer, the UCX transports that send data to the peer, as UCX names them (`"cuda_ipc"`,
-            `"rc_mlx5"`, `"tcp"`); empty if the transport does not tell, or if only host memory is sent.
+            `"rc_mlx5"`, `"tcp"`); empty if the transport does not report them, or if only host memory is
+            sent.
     """
 
     request: int
@@ -268,9 +273,9 @@ class OfferLinks:
     Reply: `LinksOffered`.
 
     Args:
-        num_ids: how many ids to make. One of the two processes of each new link between two devices makes the
-            link's id (`transport.nccl.order.NcclLink.maker`); this is the number of links whose id this
-            process makes.
+        num_ids: how many communicator ids to make. Each new link is an NCCL communicator between two devices,
+            and one of its two processes makes its id (see `transport.nccl.order.NcclLink.maker`). `num_ids`
+            is the number of new links for which the receiver of this request does so.
     """
 
     request: int
@@ -384,8 +389,9 @@ class Step:
     Reply: `StepDone`.
 
     Steps run in the order in which they arrive, one after the other. The controller may send the next step
-    before the last one has ended, and the next step may use the last one's outputs as inputs. If a step of
-    the same epoch and id was received before, its reply is sent again; any other step of the past is refused.
+    before the last one has ended, and the next step may use the last one's outputs as inputs. If the process
+    has received a request with the same `epoch` and `step` before, it does not run the step again but answers
+    with the same reply. If it no longer has that reply, the request fails.
 
     Args:
         epoch: the number of aborts of the mesh so far; the tags of the step's transfers contain this number.
@@ -431,11 +437,11 @@ class StepStats:
 
     Args:
         compute_s: the time spent executing tasks.
-        wait_s: the time with nothing to execute, because data of another actor or of the controller was
-            missing.
+        wait_s: the time during which the actor executed nothing, because it waited for data from another
+            actor or from the controller.
         total_s: the time from the start of the step to its last instruction.
         peak_bytes: the largest total size of the arrays in the program's buffers at any time; arrays in the
-            buffers `ActorProgram.uncounted` do not count.
+            buffers that `ActorProgram.uncounted` lists do not count.
         live_buffers: the number of arrays that the actor stores after the step.
         stamps: two little-endian float64 for each instruction of the actor's program, in order: the times
             when the instruction began and ended, in seconds of the actor's monotonic clock; NaN for a time
@@ -479,9 +485,10 @@ class Put:
         aval: the array's shape, dtype and sharding.
         data: the bytes in C order; None if they are sent over the data plane (the transport for arrays).
         sequence: the number of the transfer on the data plane's host channel, which carries host values; used
-            if `data` is None. If the actor has several processes, each part of the array (see
-            `layout.array_parts`) is one transfer, numbered from `sequence` on. The process that owns a part
-            receives it, and sends it to the actor's other processes that need it.
+            only if `data` is None. If the actor has several processes, each part of the array (see
+            `layout.array_parts`) is a transfer of its own, and part number `i` has the transfer number
+            `sequence + i`. The process that owns a part receives the part, and sends it to those other
+            processes of the actor that need it.
     """
 
     array_id: ArrayId
@@ -530,16 +537,17 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class BeginSnapshot:
-    """A request to a process to keep arrays for a save, with the values that they have after all steps
-    requested before this message. The controller sends it first in a save.
+    """A request to a process to retain the present values of arrays for a save (the writing of a checkpoint).
+    The values are those after all steps that were requested before this message. This is the first request of
+    a save.
 
-    Reply: `Done`, after the earlier steps have computed the arrays. The process keeps them until `WriteFile`
-    has written them or `Sweep` ends the save.
+    Reply: `Done`, after the earlier steps have computed the arrays. The process keeps the values until
+    `WriteFile` has written them or `Sweep` ends the save.
 
     Args:
         folder: the folder for the files of the save, as an absolute path. All paths in these messages are
-            bytes, as the file system has them, so that every name that the file system allows can be sent.
-            Only one save at a time may use a folder.
+            bytes, because a file name on Linux need not be valid UTF-8. Only one save at a time may use a
+            folder.
         array_ids: the ids of the arrays to keep.
     """
 
@@ -550,8 +558,8 @@ class BeginSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class WriteFile:
-    """A request to a process to write arrays that it keeps for a save to one file, to flush the file to the
-    disk, and to release the arrays. The controller sends it after `BeginSnapshot`.
+    """A request to a process to write arrays that it has retained for a save to one file, to flush the file
+    to the disk, and to release the arrays. The controller sends it after `BeginSnapshot`.
 
     Reply: `Written`.
 
@@ -572,8 +580,8 @@ class WriteFile:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Reply to `WriteFile`: the size of the file, and the SHA-256 of each array's bytes, in the order of the
-    request.
+    """Reply to `WriteFile`: the size of the file in bytes, and the SHA-256 of each array's bytes, in the
+    order of `WriteFile.arrays`.
     """
 
     request: int
@@ -583,14 +591,14 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class CheckFiles:
-    """A request to a process to check that files which it has written still exist and are complete. The
-    controller sends it before a save counts as complete.
+    """A request to a process to check that files which the process has written still exist and are complete.
+    The controller sends it at the end of a save, before the checkpoint is declared complete.
 
     Reply: `Done`.
 
     Args:
         folder: the folder of the save.
-        files: the name and the size in bytes of each file.
+        files: one (name, size in bytes) pair for each file.
     """
 
     request: int
@@ -600,16 +608,17 @@ class CheckFiles:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A request to a process to end the save in a folder, if one is under way, and to remove files, complete
-    or not. The controller sends it when a save is complete or has failed, and when old checkpoints are
-    removed.
+    """A request to a process to end the save in a folder, if one is under way, and to remove some of its
+    files, whether they are complete or not. The controller sends it when a save is complete or has failed,
+    and when old checkpoints are removed.
 
     Reply: `Done`.
 
     Args:
         folder: the folder of the save.
         files: the names of the files to remove; some may not exist on this host.
-        remove_folder: whether to remove the folder too, if it is empty then.
+        remove_folder: whether to remove the folder too, if it is empty after that; if False, the folder
+            stays.
     """
 
     request: int
@@ -644,8 +653,8 @@ class FilePart:
         sha256: the SHA-256 of the array's bytes in the file.
         array_id: the id under which the process stores the array.
         aval: the array's shape, dtype and sharding.
-        pieces: the pieces that make up the array, each in some file; empty if the file that is read contains
-            the whole array.
+        pieces: the pieces that together make up the array, if several processes have written it, and the file
+            of each; empty if the file `ReadFile.path` contains the whole array.
     """
 
     name: str
@@ -657,7 +666,8 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """A piece of an array that several processes have written, and the file to read it from.
+    """One piece of an array that several processes have written in pieces, and the file that contains this
+    piece.
 
     Args:
         path: the path of the file.
@@ -680,7 +690,8 @@ class FilePiece:
 @dataclass(frozen=True, slots=True)
 class Abort:
     """A request to a process to drop every step under way, to end all transfers, and to enter a new epoch
-    (the period between two aborts). The controller sends it to the other actors when one has failed.
+    (the period between two aborts). When an actor has failed, the controller sends this request to the other
+    actors.
 
     Reply: `Done`.
 
@@ -717,7 +728,7 @@ class TransportReset:
 class TakeReplica:
     """A request to a process to copy every array to host memory, with the values that the arrays have after
     all earlier requests. Such a copy is called a replica; the arrays of a lost actor are restored from it.
-    The controller sends this request every few steps, if lost actors are to be replaced.
+    The controller sends this request every few steps if the mesh replaces lost actors.
 
     Reply: `ReplicaTaken`, after the earlier steps have computed the arrays.
 
@@ -757,8 +768,9 @@ class ReplicaArray:
 @dataclass(frozen=True, slots=True)
 class SendReplica:
     """A request to a process to send a replica (a copy of a process's arrays for restarts) to a peer. The
-    controller sends it after `ReplicaTaken`, so that a peer has the copy too. Later the controller sends it
-    to return the replica to a process that was replaced.
+    controller sends this request after `ReplicaTaken`, so that a peer stores a second copy. After a restart,
+    the controller sends this request to the peer, which returns the replica to the process that replaces the
+    lost one.
 
     Reply: `Done`, after all of the replica has been sent.
 
@@ -767,7 +779,7 @@ class SendReplica:
         generation: the number of the replica.
         owner: the process whose arrays the replica contains: the sender itself, or a process whose replica
             the sender keeps.
-        to: the number of the receiving process; the controller sends it a `ReceiveReplica`.
+        to: the number of the receiving process, to which the controller sends `ReceiveReplica`.
     """
 
     request: int
@@ -819,7 +831,8 @@ class DropReplicas:
 @dataclass(frozen=True, slots=True)
 class Rollback:
     """A request to a process to drop every array, and to restore the arrays of a replica (a copy made for
-    restarts) under the ids that they had. The controller sends it after an `Abort`.
+    restarts) under the ids that they had when the replica was taken. The controller sends it after an
+    `Abort`.
 
     Reply: `Done`.
 
@@ -836,8 +849,8 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """A request for numbers that describe a process, such as how many arrays it has. The controller sends it
-    when tests or users ask for them.
+    """A request for counters that describe the state of a process, such as how many arrays it has. The
+    controller sends it when tests or users ask for these counters.
 
     Reply: `Inspected`.
     """
@@ -847,7 +860,9 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """Reply to `Inspect`: numbers by name, such as `live_arrays`, `file_descriptors`, `compilations`."""
+    """Reply to `Inspect`: the counters. Keys are names such as `live_arrays`, `file_descriptors` or
+    `compilations`.
+    """
 
     request: int
     numbers: dict[str, int]
@@ -856,7 +871,7 @@ class Inspected:
 @dataclass(frozen=True, slots=True)
 class Report:
     """A request for a process's position in its program, and for the transfers that it waits for. The
-    controller sends it when a step makes no progress, and to read the process's clock.
+    controller sends this request if a step makes no progress, and also to read the process's clock.
 
     Reply: `Reported`.
     """
@@ -866,11 +881,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """Reply to `Report`: the process's position in its program.
+    """Reply to `Report`: the process's position in its program, its open transfers and its clock.
 
     Args:
-        step: the id of the run of a program that is under way. If no run is under way, this is None, and the
-            fields up to `transfers` have no meaning.
+        step: the id of the program run that is under way. If no run is under way, this is None, and only
+            `now_s` has a meaning.
         program_id: the id of the program that runs.
         instruction: the index of the current instruction.
         at: the text of the current instruction.
@@ -899,11 +914,11 @@ class OpenTransfer:
         kind: `"receive"`, `"send"`, or `"argument"` for a value that the controller sends.
         buffer: the number of the program's buffer from which the data is sent, or into which the data is
             received.
-        peer: the other actor, or the controller's number for an argument.
+        peer: the number of the other actor; for an argument, the number that stands for the controller.
         tag: the transfer's tag; -1 for an argument.
         size_bytes: the size of the data.
-        posted: whether the transfer has been handed to the transport; a send is handed over when its data
-            exists.
+        posted: whether the transfer has been handed to the transport. If False for a send, the data to send
+            has not been computed yet.
         needed: whether the actor cannot go on before the transfer is complete.
     """
 
@@ -918,8 +933,8 @@ class OpenTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat, which shows that a process is alive. The process sends it at regular times over a
-    connection for heartbeats only, and gets no reply.
+    """A heartbeat, which shows that a process is alive. The process sends it at regular intervals over a
+    separate connection that carries only heartbeats, and gets no reply.
 
     Args:
         position: the actor's position in its program, as the fields of `actor_info.Position`; None before its
@@ -963,8 +978,8 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Reply to a request that has failed. A process also sends it without a request (`request` is None), when
-    the actor has failed.
+    """Reply to a request that has failed. A process also sends this message without having received a request
+    (then `request` is None), if the actor itself has failed.
 
     Args:
         request: the number of the failed request, or None.

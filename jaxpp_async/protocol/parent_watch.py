@@ -1,10 +1,12 @@
-"""End an actor process when its controller is gone, and define leases and exit codes.
+"""End an actor process when its controller is gone. This module also defines the lease (how long an actor
+process lives without hearing from the controller) and the exit codes of actor processes.
 
-This module detects a lost controller in two independent ways; the heartbeat connection is a third. First,
+A lost controller is detected in two independent ways here, besides the heartbeat connection. First,
 `PR_SET_PDEATHSIG` asks the kernel to kill this process together with the thread that spawned it. Second, a
 thread reads stdin, to which the controller writes a byte every few seconds: end of file, or silence for
 longer than the lease, means that the controller is gone. Neither way needs the event loop, JAX or the other
-way. `run_with_parent` offers the first to other programs."""
+way. `run_with_parent` uses the first way for programs such as ssh.
+"""
 
 from __future__ import annotations
 
@@ -35,25 +37,27 @@ mesh sets another value.
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The time for which actors and host agents continue without a sign of life from the driver (the process
-    that runs the user's script).
+    """The time for which actors and host agents continue to run without a heartbeat from the driver (the
+    process that runs the user's script).
 
     Args:
-        seconds: the length of the lease.
+        seconds: the time in seconds.
     """
 
     seconds: float = LEASE_S
 
     @property
     def beat_s(self) -> float:
-        """The number of seconds between two signs of life. The driver writes each sign to the stdin of the
-        processes that it started, which renews their lease.
+        """The number of seconds between two heartbeats of the driver. A heartbeat is a byte that the driver
+        writes to the stdin of each process that it started. Each heartbeat makes the lease begin anew.
         """
         return min(self.seconds / 5, 3.0)
 
     @property
     def last_words(self) -> str:
-        """The reason that a process prints when it ends itself with `ExitCode.LEASE_EXPIRED`."""
+        """The text that a process prints before it ends itself with `ExitCode.LEASE_EXPIRED`, to tell the
+        reason.
+        """
         return (
             f"the driver was silent for {self.seconds:g} s (lease_s={self.seconds:g}): it was stopped, or "
             "a native call in it holds Python's GIL; a longer lease_s= of RemoteMesh waits for that"
@@ -92,8 +96,8 @@ EXIT_REASONS: dict[int, str] = {
 def signal_at_parents_death(signum: signal.Signals) -> None:
     """Ask the kernel to send this process a signal when the thread that spawned it ends.
 
-    Only Linux offers this; on other systems this function does nothing, and the parent's end has to be
-    detected in another way. The setting survives `exec`.
+    Only Linux has this feature. On other systems this function does nothing, and the caller must find out in
+    another way that the parent has ended. The setting survives `exec`.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
@@ -113,12 +117,12 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) ->
 
 
 def watch_stdin(descriptor: int, lease_s: float, leave: Callable[[ExitCode, str], None]) -> threading.Thread:
-    """Start a thread that ends this process when a pipe is at end of file, or has been silent for `lease_s`;
-    return the thread.
+    """Start and return a thread that ends this process if a pipe reaches end of file, or if nothing arrives
+    on the pipe for `lease_s` seconds.
 
     Args:
         descriptor: the read end of the pipe from the controller.
-        lease_s: how long silence may last, in seconds.
+        lease_s: how long the pipe may be silent, in seconds.
         leave: called to end the process, with the exit code and a last message to print.
     """
     watcher = threading.Thread(
@@ -153,8 +157,8 @@ def run_with_parent() -> NoReturn:
     """Replace this process by another program that ends together with its parent. This runs as `python -m
     jaxpp_async.protocol.parent_watch PARENT COMMAND...`, where PARENT is the parent's process id.
 
-    This is for programs such as ssh, which do not end with their parent otherwise. The program gets SIGTERM
-    when the parent ends, so that it can end the processes that it has started.
+    This is for programs such as ssh, which would otherwise go on after their parent has ended. The program
+    gets SIGTERM when the parent ends, so that it can end the processes that it has started.
     """
     parent_pid, *command = sys.argv[1:]
     die_with_parent(int(parent_pid), signal.SIGTERM)

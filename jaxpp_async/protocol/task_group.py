@@ -1,6 +1,7 @@
-"""Own asyncio tasks and end them together, and limit how long a block of code may take.
+"""Keep asyncio tasks together so that their owner can end all of them, and limit how long a block of code may
+take.
 
-Limits count only the time for which this process was awake and could have received an answer.
+Time limits count only the time for which this process was awake and could have received an answer.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ T = TypeVar("T")
 
 
 class OwnedTasks:
-    """The asyncio tasks that one owner has started and will end together. An error of a task is logged,
-    unless the code that awaits the task raises it.
+    """The asyncio tasks that one owner has started and will end together. If a task fails and no other code
+    awaits the task, its error is logged.
     """
 
     def __init__(self) -> None:
@@ -38,8 +39,8 @@ class OwnedTasks:
         Args:
             name: the task's name, for logs.
             work: the coroutine to run.
-            is_awaited: whether other code awaits the task. That code then raises the task's error, and the
-                error is not logged.
+            is_awaited: whether other code awaits the task. If so, an error of the task is raised in that code
+                and is not logged; otherwise the error is logged.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
@@ -104,12 +105,12 @@ async def awake_timeout(seconds: float) -> AsyncIterator[None]:
 
 
 async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) -> dict[int, T]:
-    """Run coroutines concurrently, and return their results by actor or process number.
+    """Run coroutines concurrently, and return the result of each under the coroutine's key.
 
-    The first error cancels the others and is raised.
+    If a coroutine raises an error, the other coroutines are cancelled, and the error is raised.
 
     Args:
-        coroutines: the coroutines by number of their actor or process.
+        coroutines: the coroutines. Keys are numbers of actors or processes.
         what: a phrase that names the asyncio tasks, for debugging.
     """
     loop = asyncio.get_running_loop()
@@ -130,7 +131,8 @@ async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) ->
 async def run_bounded(work: Coroutine[Any, Any, None], timeout_s: float, complaint: str) -> None:
     """Await `work` for at most `timeout_s` seconds, and log any error instead of raising it.
 
-    This is for closing a mesh, which must continue when a part of it fails.
+    This is used while a mesh is closed: if one part of the mesh cannot be closed, the other parts must still
+    be closed.
 
     Args:
         work: the coroutine.
@@ -148,8 +150,8 @@ async def wait_uninterrupted(task: asyncio.Task[None], on_cancel: Callable[[], N
     """Wait until a task has ended, even if the caller is cancelled meanwhile, once or several times. The task
     must end within a limited time.
 
-    This is for closing: a close that stopped half way would leave processes and sockets that nobody owns any
-    more.
+    This is used to close a mesh. If closing were interrupted, processes and sockets would be left that no
+    code can close any more.
 
     Args:
         task: the task.
