@@ -166,9 +166,9 @@ class Checkpoints:
     async def remove_leftovers(self) -> list[str]:
         """Remove the files of saves that were broken off because their process died.
 
-        That includes files in `directory` itself, where `mesh.save` may have put one checkpoint. Nothing else
-        removes such files, because they look like the files of a save under way. So call this only while
-        nothing saves to `directory`.
+        Such files are removed from the checkpoints' folders, and from `directory` itself if `mesh.save` has
+        saved a checkpoint there. The files cannot be told from the files of a save that is still under way,
+        so nothing removes them automatically. Call this only while no save writes to `directory`.
 
         Returns:
             The paths of the removed files.

@@ -304,7 +304,7 @@ def _fits(target: RestoreTarget, manifest: Manifest, path: str) -> bool:
 
 
 def _as_array_type(value: bool | int | float | complex) -> Aval | None:
-    """Return the array type that a step gives to a plain value as its argument; None for too large an int."""
+    """Return the array type that JAX gives to a plain value; None for an int that is too large for JAX."""
     try:
         aval = sent_type(value).aval
     except OverflowError:  # an int that is too large for JAX's
