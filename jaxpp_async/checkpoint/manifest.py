@@ -1,7 +1,8 @@
-"""Convert the description of a checkpoint's content to JSON and back, and choose who writes each array.
+"""Convert the description of a checkpoint to JSON and back, and choose which actor writes each array.
 
-The description is called the manifest. The functions of this module are pure: they read and write no file.
-The parsing functions trust no field, because the checkpoint may come from an untrusted source.
+The description says what the checkpoint contains, and is called the manifest. The functions of this module
+are pure: they read and write no file. The parsing functions trust no field, because the checkpoint may come
+from an untrusted source.
 
 A path names a leaf as `jax.tree_util.keystr(path, simple=True, separator="/")` does, for example
 `params/blocks/0/w`. A `/` or `~` inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901). If the

@@ -89,7 +89,9 @@ def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
 
 
 class _Reading:
-    """One attempt to restore a checkpoint from the files that a manifest (a checkpoint's description) names.
+    """One attempt to restore a checkpoint from the files that its manifest names.
+
+    The manifest is the description of the checkpoint.
     """
 
     def __init__(self, controller: Controller, values: RemoteValues, folder: str, manifest: m.Manifest):

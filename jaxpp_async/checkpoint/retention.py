@@ -45,8 +45,8 @@ class Checkpoints:
         mesh: the mesh whose arrays are saved and restored.
         directory: the folder that contains the checkpoints' folders; the first save makes it. Only one
             training run may use it at a time.
-        keep: the number of checkpoints to keep: the one that was saved last and those just before it. Older
-            ones are removed only after the last one is complete.
+        keep: the number of checkpoints to keep, counting the newest. Older checkpoints are removed only once
+            the newest is complete.
 
     Raises:
         MeshError: `keep` is below 1.
@@ -88,10 +88,10 @@ class Checkpoints:
             The save under way, which can be awaited.
 
         Raises:
-            CheckpointError: a leaf cannot be saved; or this save failed, if `wait` is true; or the previous
-                save failed, and nobody has awaited it.
-            ArrayError: as `RemoteMesh.save`.
-            MeshClosedError: as `RemoteMesh.save`.
+            CheckpointError: a leaf cannot be saved, the previous save failed and nobody has awaited it, or
+                `wait` is true and this save failed.
+            ArrayError: an array cannot be used; see `RemoteMesh.save`.
+            MeshClosedError: the mesh is closed; see `RemoteMesh.save`.
         """
         await self.wait()
 

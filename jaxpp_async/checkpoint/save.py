@@ -125,7 +125,8 @@ class Saver:
     """The part of a mesh that saves and removes checkpoints, one save at a time.
 
     Args:
-        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
+            started.
         owner: the part of the mesh that owns the mesh's arrays.
         on_event: called with an event for each checkpoint that is complete.
     """
@@ -338,8 +339,8 @@ class _Job:
     async def _write_on(self, process: ProcessId, files: Sequence[Sequence[SavedArray]]) -> None:
         """Have a process write its files, one after the other.
 
-        Writing one file at a time takes only one of the process's threads, so the others stay free for other
-        work.
+        Writing one file at a time takes only one thread of the process, so the process's other threads stay
+        free.
 
         Args:
             process: the process.
@@ -624,7 +625,8 @@ class FileRemovals:
     folder while the save begins to write to it.
 
     Args:
-        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
+            started.
     """
 
     def __init__(self, controller: Callable[[], Controller]):

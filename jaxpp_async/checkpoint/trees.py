@@ -84,7 +84,7 @@ def named_leaves(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
 
     Args:
         tree: the tree.
-        is_leaf: returns whether to treat a node as a leaf, as for `jax.tree.leaves`.
+        is_leaf: a function that returns whether to treat a node as a leaf, as for `jax.tree.leaves`, or None.
 
     Raises:
         CheckpointError: two leaves have the same path, or a path cannot be stored.

@@ -234,7 +234,7 @@ def framework_hints() -> Iterator[None]:
 
 
 class HiddenFrames:
-    """A context for the body of a public function that shortens the tracebacks of the body's errors.
+    """A context manager that shortens the tracebacks of errors raised in the body of a public function.
 
     The tracebacks of the causes that Python prints with an error are shortened too. If there is no error, the
     context costs next to nothing.

@@ -84,8 +84,8 @@ class AbandonedSteps:
     A step is abandoned when its caller has been cancelled after the step was sent.
 
     Args:
-        report: a function that reports a long wait. It is called at most once for each abandoned step, with
-            the handle of the abandoned step and the name of the step that waits.
+        report: a function that is called at most once for each abandoned step, when another step has waited
+            long for that step. Its arguments are the abandoned step's handle and the waiting step's name.
     """
 
     def __init__(self, report: Callable[[StepHandle, str], None]):

@@ -156,7 +156,7 @@ class Binding:
             ids: the list that the method `ids` returned. This method replaces `HOST_VALUE` by new ids, and
                 appends the ids of the hidden arguments.
             hidden: the arrays of the hidden arguments (captured arrays, microbatch indices).
-            new_id: returns an unused array id.
+            new_id: a function that returns an unused array id.
 
         Raises:
             ArrayError: the shape or dtype of a host value is not the one for which the step was compiled.
@@ -182,7 +182,7 @@ class Binding:
         Args:
             leaves: the argument leaves of the call.
             hidden: the arrays of the hidden arguments (captured arrays, microbatch indices).
-            new_id: returns an unused array id.
+            new_id: a function that returns an unused array id.
         """
         # An array that waits in this process may be several arguments, on different actors.
         homes: dict[ArrayId, set[ActorId]] = {}

@@ -46,7 +46,8 @@ class Mover:
     The program for each kind of move is loaded once.
 
     Args:
-        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
+            started.
         values: the part of the mesh that creates and frees arrays.
         num_actors: number of actors.
         target: the devices of one actor.
@@ -220,7 +221,7 @@ class Moved:
         size_bytes: size of one copy.
         from_actor: the actor that sent the argument.
         to: the actors that each received one copy.
-        resharded: whether the argument had another sharding before.
+        resharded: whether the argument was given another sharding.
     """
 
     name: str
@@ -251,8 +252,8 @@ def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -
     Args:
         moved: all arguments that were moved or resharded before the step.
         step_name: name of the step.
-        why: takes an argument's name; returns the reason why the step needs the argument on the actors to
-            which it was sent.
+        why: a function that takes an argument's name, and returns the reason why the step needs that argument
+            on the actors to which it was sent.
     """
     carried = [m for m in moved if carried_bytes([m])]
     largest = max(carried, key=lambda m: m.size_bytes)

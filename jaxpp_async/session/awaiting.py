@@ -1,4 +1,4 @@
-"""Wrap coroutines so that a user who forgets `await` gets an error that says to write it."""
+"""Wrap coroutines so that a user who forgets `await` gets an error that says to add it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class UnawaitedCoroutine:
-    """A wrapper around a coroutine, for a helpful error if a user forgets to await the coroutine.
+    """A coroutine in a wrapper that raises a helpful error if a user forgets `await`.
 
     The wrapper raises this error if a user's code indexes or unpacks the wrapper, or reads an attribute that
     a coroutine does not have.

@@ -38,7 +38,8 @@ class RemoteValues:
     """The part of a mesh that creates, fills, fetches and frees arrays; implements `remote_array.Owner`.
 
     Args:
-        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
+            started.
         target: the devices of one actor.
     """
 

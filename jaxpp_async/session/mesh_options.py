@@ -318,8 +318,9 @@ def make_actor_config(
     whether the actors live in this process.
 
     Raises:
-        MeshError: `setup` does not name a function, `env` contains something other than strings or a variable
-            that the mesh sets, or this process has too few devices for inline actors.
+        MeshError: `setup` does not name a function, `env` contains a name or value that is not a string,
+            `env` contains `JAX_PLATFORMS`, which the mesh sets, or this process has too few devices for
+            inline actors.
     """
     if setup is not None and not all(setup.partition(":")):
         raise MeshError(f"setup is {setup!r}; name a function as 'module:function'")

@@ -202,7 +202,7 @@ class RemoteArray:
         self._state, self._why, self._host = state, why, None
 
     def check_usable(self, name: str, owner: Owner) -> None:
-        """Check that the array belongs to the mesh `owner` and may still be used. Only the mesh calls this.
+        """Check that the array belongs to `owner` and may still be used. Only the mesh calls this.
 
         Args:
             name: the name by which the user knows the array, for the error message.

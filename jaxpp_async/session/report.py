@@ -75,7 +75,7 @@ class TransferLine:
         when: the part of the step in which they are sent: `"in the loop"`, `"before the loop"` or `"after the
             loop"`.
         per_microbatch: how many of these arrays each microbatch sends; 0 outside the loops.
-        why: the reason for the transfer: text that says for what the receiving actor needs the arrays.
+        why: the reason for the transfer: text that says what the receiving actor needs the arrays for.
     """
 
     what: str
@@ -186,7 +186,7 @@ def why_taken(compiled: Compiled, name: str) -> str:
 
 
 def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:
-    """Return one line of text per loop that has named stages, with the names from its `pipeline_yield`s."""
+    """Return, for each loop with named stages, one line of text that gives the names from `pipeline_yield`."""
     lines = []
     for loop in compiled.placed.loops.values():
         named = [f"{k} at {name!r}" for k, name in enumerate(loop.staged.stage_names) if name]

@@ -39,7 +39,7 @@ from jaxpp_async.session.remote_array import RemoteArray
 class CompiledStep:
     """One compiled form of a step, loaded on every actor.
 
-    A step has one form for each set of shapes, dtypes, static values and shardings that it was called with.
+    A step has one form for each combination of shapes, dtypes, static values and shardings in its calls.
 
     Attributes:
         compiled: the compiler's result.
@@ -123,8 +123,9 @@ class StepOptions:
     """The options of a step, which the user passes to `RemoteMesh.distributed`.
 
     Args:
-        in_shardings: a tree prefix of the arguments' shardings over one actor's devices; None: inferred.
-        out_shardings: a tree prefix of the results' shardings; None: inferred.
+        in_shardings: a tree prefix of the arguments' shardings over one actor's devices; None if the
+            shardings are to be inferred.
+        out_shardings: a tree prefix of the results' shardings; None if the shardings are to be inferred.
         donate_argnums: positions of the arguments whose buffers the step may reuse.
         static_argnums: positions of the hashable arguments that are part of the program.
         schedule: the schedule to use in place of the one in the function; None keeps that one.
@@ -141,7 +142,7 @@ class StepOptions:
 class CallSignature:
     """The properties of one call that `DistributedStep.recall` compares with those of a later call.
 
-    If they are equal, the later call uses the same compiled form.
+    If all properties are equal, the later call uses the same compiled form.
 
     Args:
         treedef: the tree structure of the dynamic (not static) arguments.
@@ -359,8 +360,9 @@ class DistributedStep:
         JAX's settings. If a mesh axis is explicit, the value also has the shardings of arrays.
 
         Raises:
-            TypeError: an argument is missing, a static one cannot be hashed, or JAX cannot compute with one.
-            ValueError: the options name an argument that the call does not have.
+            TypeError: an argument is missing, a static argument cannot be hashed, or JAX cannot compute with
+                a traced argument.
+            ValueError: `static_argnums` or `donate_argnums` has a position at which the call has no argument.
         """
         self._check_count(args)
         static, dynamic = self._static(args), self._dynamic(args)
@@ -543,7 +545,12 @@ class DistributedStep:
 
 
 def _signature(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signature | None:
-    """Return a function's signature, or None if it has none, which is so for some builtins."""
+    """Return a function's signature, or None if Python cannot determine it, as for some builtins.
+
+    Args:
+        fn: the function.
+        follow_wrapped: whether to return, for a wrapper, the signature of the function that it wraps.
+    """
     try:
         return inspect.signature(fn, follow_wrapped=follow_wrapped)
     except (TypeError, ValueError):

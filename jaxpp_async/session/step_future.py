@@ -281,7 +281,7 @@ class StepArrays:
 class Printer:
     """An object that runs the host code of `jax.debug.print` and `jax.debug.callback`.
 
-    There is one for all steps of a mesh, and the host code runs in the order of the steps.
+    One `Printer` serves all steps of a mesh, and runs their host code in the order of the steps.
 
     Args:
         values: the part of the mesh that fetches the values to print.

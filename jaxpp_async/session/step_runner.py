@@ -50,7 +50,8 @@ class StepRunner:
     """The part of a mesh that compiles and runs its steps; implements `step.Runner`.
 
     Args:
-        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
+            started.
         values: the part of the mesh that creates, fills, fetches and frees arrays.
         num_actors: number of actors.
         target: the devices of one actor.
