@@ -61,8 +61,8 @@ class File:
 
     Args:
         size_bytes: size of the file.
-        written_by: text that names the process that wrote the file and the host of this process, for a person
-            who searches for the file.
+        written_by: text that names the process that wrote the file, and that process's host, for a person who
+            looks for the file.
     """
 
     size_bytes: int

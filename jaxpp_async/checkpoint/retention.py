@@ -45,8 +45,8 @@ class Checkpoints:
         mesh: the mesh whose arrays are saved and restored.
         directory: the folder that contains the checkpoints' folders; the first save makes it. Only one
             training run may use it at a time.
-        keep: the number of checkpoints to keep, counting the newest. Older checkpoints are removed only once
-            the newest is complete.
+        keep: the number of checkpoints to keep, counting the one that was saved last. Older checkpoints are
+            removed only once that one is complete.
 
     Raises:
         MeshError: `keep` is below 1.

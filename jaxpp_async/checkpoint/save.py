@@ -254,7 +254,7 @@ class _Job:
         manifest: the bytes of the manifest that this save writes.
         files: descriptions of the files that have been written, by name.
         arrays: descriptions of the arrays that have been written, by path.
-        stopped: an event that tells the thread that writes host arrays to end.
+        stopped: an event that is set to make the thread that writes host arrays end.
         has_begun: whether the folder is made, so that files may have been written.
         is_committed: whether this save's manifest is in the folder, so that the checkpoint is complete.
     """
@@ -401,7 +401,7 @@ class _Job:
         return array.nbytes * math.prod(entry.part.shape) // max(1, math.prod(array.value_type.aval.shape))
 
     async def _write_host_arrays(self) -> None:
-        """Write the arrays that are in this process to a file, in a thread."""
+        """Write the arrays whose values are in this process to one file; a thread does the writing."""
         arrays, name = self.leaves.host, checkpoint_folder.file_name(self.save_id, None, 0)
         path, metadata = os.path.join(self.folder, name), self._metadata(list(arrays))
 

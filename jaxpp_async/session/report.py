@@ -186,7 +186,7 @@ def why_taken(compiled: Compiled, name: str) -> str:
 
 
 def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:
-    """Return, for each loop with named stages, one line of text that gives the names from `pipeline_yield`."""
+    """Return, for each loop with named stages, one line of text with the names from `pipeline_yield`."""
     lines = []
     for loop in compiled.placed.loops.values():
         named = [f"{k} at {name!r}" for k, name in enumerate(loop.staged.stage_names) if name]

@@ -1,6 +1,7 @@
-"""Compile steps, load them on the actors and run them: the module that connects compiler and controller.
+"""Compile steps, load them on the actors, and run them.
 
-`StepRunner` also decides which arrays are moved before a step, and when arrays are freed.
+This module connects the compiler and the controller. `StepRunner` also decides which arrays are moved before
+a step, and when arrays are freed.
 """
 
 from __future__ import annotations
@@ -162,8 +163,8 @@ class StepRunner:
     async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
         """Make argument `argnum` of `step` on the actors by running `fn(*args)`; see `DistributedStep.init`.
 
-        The function `fn` becomes a step of its own, whose results are made on the actors on which `step` uses
-        them.
+        The function `fn` is compiled and run like another step. Its results are made on the actors on which
+        `step` uses them.
         """
         wanted = step.latest("step.init").argument_slots(argnum)
         name = getattr(fn, "__name__", "init")
@@ -415,12 +416,13 @@ class StepRunner:
 
 
 def _unused_donations(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
-    """Return, for each actor, the ids of the donated arrays that it holds but does not use in the step.
+    """Return, for each actor, the ids of the donated arrays that the actor holds but the step does not use.
 
     The step's programs do not free these buffers, so the controller has to.
 
     Returns:
-        A dictionary. Its keys are actors; its values are lists of array ids.
+        A dictionary. Its keys are actors; its values are lists of array ids. An array is listed for each
+        actor that holds the array and does not use it in the step.
     """
     found: dict[ActorId, list[int]] = {}
     back = compiled.handed_back.values()
