@@ -416,13 +416,13 @@ class StepRunner:
 
 
 def _unused_donations(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
-    """Return, for each actor, the ids of the donated arrays that the actor holds but the step does not use.
+    """Return, for each actor, the ids of the donated arrays that the actor holds but does not use in the
+    step.
 
     The step's programs do not free these buffers, so the controller has to.
 
     Returns:
-        A dictionary. Its keys are actors; its values are lists of array ids. An array is listed for each
-        actor that holds the array and does not use it in the step.
+        A dictionary. Its keys are actors; its values are lists of array ids.
     """
     found: dict[ActorId, list[int]] = {}
     back = compiled.handed_back.values()
