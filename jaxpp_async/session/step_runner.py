@@ -416,8 +416,7 @@ class StepRunner:
 
 
 def _unused_donations(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
-    """Return, for each actor, the ids of the donated arrays that the actor holds but does not use in the
-    step.
+    """Return, for each actor, the ids of donated arrays that the actor holds but does not use in the step.
 
     The step's programs do not free these buffers, so the controller has to.
 
