@@ -6,7 +6,7 @@ in reading order:
 
 manifest     describes the content of a checkpoint, as JSON text with a checksum
 trees        turns a user's tree into named leaves, and decides how each is saved and restored
-save         `Saver` and `Saving`: which process writes what, the commit, and what a failed save removes
+save         plans, does, commits and cancels saves (`Saver` and `Saving`)
 restore      makes a tree from a checkpoint; each actor reads only the arrays that it will hold
-retention    `Checkpoints`: the numbered checkpoints of one run, of which the newest few are kept
+retention    keeps the newest few of a training run's numbered checkpoints (`Checkpoints`)
 """

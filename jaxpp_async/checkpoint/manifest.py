@@ -1,11 +1,12 @@
-"""Convert the description of a checkpoint's content to JSON and back, and choose who writes each array.
+"""Convert the description of a checkpoint to JSON and back, and choose which actor writes each array.
 
-The description is called the manifest. The functions of this module are pure: they read and write no file.
-The parsing functions trust no field, because the checkpoint may come from an untrusted source.
+The description says what the checkpoint contains, and is called the manifest. The functions of this module
+are pure: they read and write no file. The parsing functions trust no field, because the checkpoint may come
+from an untrusted source.
 
 A path names a leaf as `jax.tree_util.keystr(path, simple=True, separator="/")` does, for example
-`params/blocks/0/w`. A `/` or `~` inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901). The
-path of a tree that is itself a leaf is `.`.
+`params/blocks/0/w`. A `/` or `~` inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901). If the
+whole tree is one leaf, the path of this leaf is `.`.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class File:
 
     Args:
         size_bytes: size of the file.
-        written_by: text that names the process that wrote the file and the host of this process, for a person
-            who searches for the file.
+        written_by: text that names the process that wrote the file, and that process's host, for a person who
+            looks for the file.
     """
 
     size_bytes: int
@@ -199,9 +200,13 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _short(value: Any, at_most: int = 80) -> str:
-    """Return a short text that shows a value of unknown type and size in an error message.
+    """Return a short text that shows a value in an error message; the value may be of any type and size.
 
     For a container, the text has only its type.
+
+    Args:
+        value: the value.
+        at_most: the most characters of the text for a value that is no container.
     """
     if isinstance(value, str | int | float | bool | None):
         return printable(f"{value!r:.{at_most}}")
@@ -356,9 +361,10 @@ def assign_writers(sizes: Mapping[Any, int], holders: Mapping[Any, tuple[int, ..
 
 
 def split_into_files(arrays: list[Any], sizes: Mapping[Any, int], file_bytes: int) -> list[list[Any]]:
-    """Distribute the arrays that one actor writes over files of at most `file_bytes`, in the given order.
+    """Divide the arrays that one actor writes into groups, one for each file that the actor writes.
 
-    No array is split: an array larger than `file_bytes` gets a file of its own.
+    The arrays stay in the given order. No array is split, so an array that is larger than `file_bytes` gets a
+    file to itself.
 
     Args:
         arrays: the keys of the arrays in `sizes`.

@@ -70,7 +70,13 @@ async def restore(controller: Controller, values: RemoteValues, path: Checkpoint
 
 
 def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
-    """Return the manifest (the description of a checkpoint) in a folder if a save has replaced `than`.
+    """Return the manifest (the description of a checkpoint) in a folder if it differs from `than`.
+
+    If the manifest differs, a save has replaced the checkpoint while it was being read.
+
+    Args:
+        folder: the checkpoint's folder.
+        than: the manifest that was read before.
 
     Returns:
         The new manifest; None if the manifest is still `than`, or cannot be read.
@@ -83,7 +89,10 @@ def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
 
 
 class _Reading:
-    """One attempt to restore a checkpoint from the files that its manifest (its description) names."""
+    """One attempt to restore a checkpoint from the files that its manifest names.
+
+    The manifest is the description of the checkpoint.
+    """
 
     def __init__(self, controller: Controller, values: RemoteValues, folder: str, manifest: m.Manifest):
         self._controller, self._values, self._folder, self._manifest = controller, values, folder, manifest
@@ -170,7 +179,7 @@ class _Reading:
             await self._controller.request_log.send(process, make, Done)
 
     def _encoded(self, file: str) -> bytes:
-        """Return the full path of a file of the checkpoint as bytes, as messages to actors contain it."""
+        """Return the full path of a checkpoint's file, encoded as bytes for messages to actors."""
         return os.fsencode(os.path.join(self._folder, file))
 
     def _plain(self, path: str, array: RemoteArray) -> np.ndarray:
@@ -234,7 +243,7 @@ def load_manifest(folder: str) -> m.Manifest:
 
 
 def _found_instead(folder: str) -> str:
-    """Return text for an error message: what a path contains instead of a checkpoint, and what to do.
+    """Return text for an error message that says what is at a path instead of a checkpoint, and what to do.
 
     Args:
         folder: the path at which the user expects a checkpoint.
@@ -260,7 +269,11 @@ def _found_instead(folder: str) -> str:
 
 
 def _nothing_but(folder: str) -> str:
-    """Return text for an error message: what is at a path that has no manifest, and so is no checkpoint."""
+    """Return text for an error message that says what is at a path where there is no manifest.
+
+    Args:
+        folder: the path at which the user expects a checkpoint.
+    """
     if not os.path.isdir(folder):
         return "there is no such folder"
     names = sorted(os.listdir(folder))

@@ -45,8 +45,8 @@ class Checkpoints:
         mesh: the mesh whose arrays are saved and restored.
         directory: the folder that contains the checkpoints' folders; the first save makes it. Only one
             training run may use it at a time.
-        keep: the number of checkpoints to keep: the one that was saved last and those just before it. Older
-            ones are removed only after the last one is complete.
+        keep: the number of checkpoints to keep, counting the one that was saved last. Older checkpoints are
+            removed only once that one is complete.
 
     Raises:
         MeshError: `keep` is below 1.
@@ -88,10 +88,10 @@ class Checkpoints:
             The save under way, which can be awaited.
 
         Raises:
-            CheckpointError: a leaf cannot be saved; or this save failed, if `wait` is true; or the previous
-                save failed, and nobody has awaited it.
-            ArrayError: as `RemoteMesh.save`.
-            MeshClosedError: as `RemoteMesh.save`.
+            CheckpointError: a leaf cannot be saved, the previous save failed and nobody has awaited it, or
+                `wait` is true and this save failed.
+            ArrayError: an array cannot be used; see `RemoteMesh.save`.
+            MeshClosedError: the mesh is closed; see `RemoteMesh.save`.
         """
         await self.wait()
 
@@ -166,9 +166,9 @@ class Checkpoints:
     async def remove_leftovers(self) -> list[str]:
         """Remove the files of saves that were broken off because their process died.
 
-        That includes files in `directory` itself, where `mesh.save` may have put one checkpoint. Nothing else
-        removes such files, because they look like the files of a save under way. So call this only while
-        nothing saves to `directory`.
+        Such files are removed from the checkpoints' folders, and from `directory` itself if `mesh.save` has
+        saved a checkpoint there. The files cannot be told from the files of a save that is still under way,
+        so nothing removes them automatically. Call this only while no save writes to `directory`.
 
         Returns:
             The paths of the removed files.

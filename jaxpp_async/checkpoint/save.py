@@ -1,12 +1,13 @@
-"""Save a tree of arrays as a checkpoint, completely or not at all: the actors write, and this module commits.
+"""Save a tree of arrays as a checkpoint, completely or not at all.
 
-A manifest, a file in the checkpoint's folder, describes the checkpoint's content. To commit a save is to
-replace the manifest that was in the folder when the save began by the save's own. If another save has
-replaced that manifest meanwhile, the other save's manifest stays, and this save fails.
+The actors write their arrays to files in the checkpoint's folder. Then this module commits the save: it puts
+a manifest, a file that describes the checkpoint's content, in the folder, in place of the manifest that was
+there when the save began. If another save has replaced the old manifest meanwhile, the other save's manifest
+stays, and this save fails.
 
-A save stores the values that arrays have after all steps called before it, and before all steps called after
-it. The files are written while training goes on. A mesh does one save at a time, so that copies of arrays do
-not accumulate.
+A save stores the values that the arrays have after the steps that were called before the save, whatever steps
+are called later. The files are written while training goes on. A mesh does one save at a time, so that copies
+of arrays do not accumulate.
 
 `Saver` and `Saving` are for the mesh and the user, and `_Job` does one save. The rest of the module plans
 which process writes which parts to which file, removes files on the actors, and ends failed or cancelled
@@ -109,9 +110,9 @@ class Saving:
         self._task.add_done_callback(ended)
 
     def set_outcome(self, error: Exception | None = None) -> None:
-        """Set the outcome of the save, which ends all awaits of it. Only the mesh calls this.
+        """Set the outcome of the save, so that all awaits of the save end.
 
-        Only the first call has an effect.
+        Only the mesh calls this. If the outcome is set already, nothing changes.
 
         Args:
             error: the error that awaits raise; None: the save has succeeded.
@@ -124,7 +125,8 @@ class Saver:
     """The part of a mesh that saves and removes checkpoints, one save at a time.
 
     Args:
-        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
+            started.
         owner: the part of the mesh that owns the mesh's arrays.
         on_event: called with an event for each checkpoint that is complete.
     """
@@ -201,14 +203,15 @@ class Saver:
         *,
         awaited: bool,
     ) -> Saving:
-        """Ask actors for snapshots of the arrays, and start the save's task; nothing is awaited.
+        """Ask actors for snapshots of the arrays, and start the task that does the save.
 
         Args:
             folder: the checkpoint's folder, as an absolute path.
             tree: the tree to save.
             on_progress: called with the `Saving` whenever a file has been written.
             after: a coroutine function to call once the checkpoint is complete, or None.
-            awaited: whether the user awaits the save.
+            awaited: whether the caller awaits the save, and thus sees an error of the mesh that ends the
+                save.
         """
         leaves = to_save(tree, self._owner)
         plan = make_save_plan(leaves, self._controller())
@@ -251,7 +254,7 @@ class _Job:
         manifest: the bytes of the manifest that this save writes.
         files: descriptions of the files that have been written, by name.
         arrays: descriptions of the arrays that have been written, by path.
-        stopped: an event that tells the thread that writes host arrays to end.
+        stopped: an event that is set to make the thread that writes host arrays end.
         has_begun: whether the folder is made, so that files may have been written.
         is_committed: whether this save's manifest is in the folder, so that the checkpoint is complete.
     """
@@ -336,7 +339,8 @@ class _Job:
     async def _write_on(self, process: ProcessId, files: Sequence[Sequence[SavedArray]]) -> None:
         """Have a process write its files, one after the other.
 
-        This leaves the process's other threads free for other work.
+        Writing one file at a time takes only one thread of the process, so the process's other threads stay
+        free.
 
         Args:
             process: the process.
@@ -397,7 +401,7 @@ class _Job:
         return array.nbytes * math.prod(entry.part.shape) // max(1, math.prod(array.value_type.aval.shape))
 
     async def _write_host_arrays(self) -> None:
-        """Write the arrays that are in this process to a file, in a thread."""
+        """Write the arrays whose values are in this process to one file; a thread does the writing."""
         arrays, name = self.leaves.host, checkpoint_folder.file_name(self.save_id, None, 0)
         path, metadata = os.path.join(self.folder, name), self._metadata(list(arrays))
 
@@ -429,7 +433,7 @@ class _Job:
                 _LOG.exception("on_progress of the save %s failed", shown(self.folder))
 
     def _commit(self) -> None:
-        """Complete the checkpoint: replace its manifest, which describes its content, by this save's.
+        """Complete the checkpoint by putting this save's manifest in the place of the folder's old one.
 
         Then remove the files that the old manifest names. This runs in a thread.
         """
@@ -461,8 +465,8 @@ class _Job:
     async def _remove_own_files(self) -> None:
         """Remove the files that this save has written, both on the actors and in this process's file system.
 
-        The actors may see the same folder as this process, or other ones. If this save's manifest turns out
-        to be in the folder, its files stay.
+        Both are needed because the actors' file systems may differ from this process's. If this save's
+        manifest turns out to be in the folder, the checkpoint is complete, and its files stay.
         """
         self.leaves = Leaves({}, {}, {}, {})
         names: tuple[str, ...] = ()
@@ -621,7 +625,8 @@ class FileRemovals:
     folder while the save begins to write to it.
 
     Args:
-        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
+            started.
     """
 
     def __init__(self, controller: Callable[[], Controller]):
@@ -698,8 +703,8 @@ async def in_thread(work: Callable[[], T], stop: threading.Event | None = None) 
 
     Args:
         work: the function to run.
-        stop: an event that is set if the call is cancelled, for `work` to check; None if `work` checks no
-            event.
+        stop: an event that this function sets if the call is cancelled, and that `work` checks so that it can
+            end early; None if `work` always runs to its end.
     """
     future = asyncio.get_running_loop().run_in_executor(None, work)
     try:

@@ -84,7 +84,7 @@ def named_leaves(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
 
     Args:
         tree: the tree.
-        is_leaf: returns whether to treat a node as a leaf, as for `jax.tree.leaves`.
+        is_leaf: a function that returns whether to treat a node as a leaf, as for `jax.tree.leaves`, or None.
 
     Raises:
         CheckpointError: two leaves have the same path, or a path cannot be stored.
@@ -304,7 +304,7 @@ def _fits(target: RestoreTarget, manifest: Manifest, path: str) -> bool:
 
 
 def _as_array_type(value: bool | int | float | complex) -> Aval | None:
-    """Return the array type that a step gives to a plain value as its argument; None for too large an int."""
+    """Return the array type that JAX gives to a plain value; None for an int that is too large for JAX."""
     try:
         aval = sent_type(value).aval
     except OverflowError:  # an int that is too large for JAX's

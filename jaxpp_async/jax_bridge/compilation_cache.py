@@ -1,4 +1,4 @@
-"""Choose the folder of JAX's compilation cache, and switch the cache on for a while in the user's process.
+"""Choose the folder of JAX's compilation cache, and switch the cache on temporarily in the user's process.
 
 Anyone who can write to a cache can run code in every process that reads it. So the default folder must not be
 writable by other users, while a folder that the user has named may be shared.

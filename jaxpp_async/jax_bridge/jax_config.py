@@ -1,4 +1,4 @@
-"""Read and change JAX's settings in this process, and those of its compilation cache.
+"""Read and change JAX's settings in this process, including the settings of the compilation cache.
 
 Like `private_api`, this module may use private parts of JAX. The module is tested with JAX 0.10 and 0.12.
 """
@@ -57,7 +57,7 @@ def trace_settings() -> tuple[Any, ...]:
 
 
 def copied_config() -> dict[str, Any]:
-    """Return the settings of JAX, by name, that actors need to compute the same as this process."""
+    """Return the settings of JAX, by name, that actors need to get the same results as this process."""
     found = {}
     for name in _COPIED_CONFIG:
         value = getattr(jax.config, name, None)
@@ -120,8 +120,8 @@ def without_transfer_guard(fn: _F) -> _F:
 def with_exact_types(fn: _F) -> _F:
     """Decorate a function of an actor so that JAX keeps 64-bit types and allows the function's transfers.
 
-    The process that compiled a program has decided the program's types, and may have had x64 on where this
-    thread has it off.
+    The types in a program were decided in the process that compiled the program. That process may have had
+    x64 on, so the actor must not change 64-bit types to 32-bit ones, even if x64 is off in its own thread.
     """
 
     @without_transfer_guard
@@ -147,9 +147,10 @@ def mesh_context(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager
 
 
 def innermost_locations() -> Any:
-    """Return a context in which a lowered operation names only the user's line that made it, not its callers.
+    """Return a context in which a lowered operation records the user's line that made it, but no callers.
 
-    Otherwise the bytes of a lowered program would depend on the line of the user's program that ran it first.
+    Without this context, the bytes of a lowered program would also depend on the line from which the user's
+    program called the function.
     """
     return _settings.include_full_tracebacks_in_locations(False)
 
@@ -210,7 +211,7 @@ def cache_settings(folder: str) -> dict[str, Any]:
 def set_cache(settings: Mapping[str, Any]) -> None:
     """Change settings of JAX's compilation cache, and make JAX read these settings again.
 
-    Otherwise JAX decides only once, at its first compilation, whether it has a cache and in which folder.
+    Without this function, JAX reads these settings only once, at the first compilation.
 
     Args:
         settings: the new values, by the name of the setting in `jax.config`.

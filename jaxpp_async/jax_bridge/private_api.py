@@ -174,12 +174,13 @@ _TAKES_VALUES = frozenset(("typeof", "_arraylike"))
 
 
 def takes_a_value(frame: FrameType) -> bool:
-    """Return whether a frame that reads `__jax_array__` is in a function of JAX that needs the array's value.
+    """Return whether code of JAX that reads an array's attribute `__jax_array__` needs the array's value.
 
-    `jnp.mean`, `jax.jit(f)` and all other functions that compute read the attribute in a few internal
-    functions, which are recognized by name. Code that does not need the value reads the attribute too:
-    `jax.eval_shape`, which needs only a shape; C++ code, which prints the error that a property raises; and
-    `jnp.size`, which calls the same internal functions and is recognized among the callers.
+    Functions that compute with the value, such as `jnp.mean` and `jax.jit(f)`, read the attribute in a few
+    internal functions of JAX, which are recognized by name. Code that does not need the value reads the
+    attribute too: `jax.eval_shape`, which needs only a shape; C++ code, which prints the error that a
+    property raises; and `jnp.size`, which calls the same internal functions and is recognized among the
+    callers.
 
     Args:
         frame: the frame of the function that reads the attribute.
@@ -214,7 +215,8 @@ def is_host_memory(aval: Any) -> bool:
 def is_host_kind(kind: str | None) -> bool:
     """Return whether a sharding's memory kind, such as `"pinned_host"`, means host and not device memory.
 
-    A CPU device's own memory is not counted, although some versions of JAX name it like host memory.
+    The result is False for the normal memory of a CPU device, although some versions of JAX give this memory
+    a name like that of host memory.
     """
     return (
         kind is not None
@@ -250,7 +252,7 @@ def quick_put(
     """Return a fast replacement of `jax.device_put` for host arrays of one shape and dtype to one device.
 
     The returned function takes a tenth of the time of `jax.device_put`, which spends most of its time on
-    computing again what is the same for all such arrays.
+    values that are the same for all such arrays and that it computes in each call.
 
     Args:
         shape: the shape of the arrays.
@@ -283,7 +285,7 @@ def inner_jaxpr(eqn: Any) -> Any:
 def pins_shardings(eqn: Any) -> bool:
     """Return whether a `jit` equation declares a sharding of an operand or result.
 
-    An equation that does must not be inlined, since the declaration would be lost.
+    Such an equation must not be inlined, since the declaration would be lost.
     """
     pinned = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return any(isinstance(s, jax.sharding.Sharding) for s in pinned)
@@ -304,7 +306,7 @@ def pinned_shardings(eqn: Any) -> tuple[list[Any], list[Any]]:
 
 
 def sub_jaxprs(eqn: Any) -> list[Any]:
-    """Return every jaxpr among an equation's parameters, without its constants if it is closed."""
+    """Return every jaxpr among an equation's parameters, each as an open jaxpr (without its constants)."""
     found: list[Any] = []
     for value in eqn.params.values():
         kind = type(value)  # not isinstance: every equation of every step comes through here
@@ -342,7 +344,7 @@ def primitives_inside(jaxpr: Any) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class ScanParts:
-    """The body and the counts of a `scan` equation, which tell its operands and results apart.
+    """The body of a `scan` equation, and the counts that tell which of its operands are constants or carries.
 
     The operands are constants, carries and stacked operands, in this order; the results are carries and
     stacked results.

@@ -1,14 +1,16 @@
-"""Find the user's line behind an equation or an error, and hide this package's frames from tracebacks.
+"""Find the user's line that led to an equation or an error, and hide this package's frames from tracebacks.
 
-Where frames of this package do not help a user, they are hidden, together with the frames of JAX and Python's
-library that this package called. There are two such cases:
+Frames of this package are hidden if they do not help a user, together with the frames of JAX and of Python's
+library that these frames called. Frames do not help in two cases:
 
-- An error that explains itself: one of `errors`, or one of Python's types that is marked as `deliberate`.
-- The user's own error, raised while a step is traced: its cause is in the user's frames.
+- The error's message explains the error. Such an error has one of the types in `errors`, or it has one of
+  Python's own types and is marked by `deliberate`.
+- The user's own code raised the error while a step was traced, so the cause is in the user's frames.
 
-In other cases, such as a bug of this package, the frames inside the user's innermost frame stay. JAX's own
-switch, `JAX_TRACEBACK_FILTERING=off`, shows everything. Messages, causes and errors that the caller was
-already handling are not changed, and hiding frames never raises an error itself.
+In other cases, such as a bug of this package, the frames that the user's innermost frame called stay visible.
+JAX's own switch, `JAX_TRACEBACK_FILTERING=off`, makes all frames visible. Hiding frames changes no message
+and no cause of an error, leaves errors alone that the caller was already handling, and never raises an error
+itself.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ _IMPORTLIB = os.path.dirname(os.path.abspath(importlib.__file__)) + os.sep
 
 
 def path_of(code: CodeType) -> str:
-    """Return the file name of some code, with `..` resolved if it is an absolute path.
+    """Return the file name of some code, with `..` resolved if the name is an absolute path.
 
-    Other names stay as they are: those of code that was typed in (`<stdin>`), generated (`<string>`) or
-    started by a relative path. Made absolute in the current folder, they might seem to be in this package.
+    Any other name is returned unchanged: `<stdin>` for code that was typed in, `<string>` for generated code,
+    or a relative path. If such a name were made absolute in the current folder, the code might seem to be in
+    this package.
     """
     name = code.co_filename
     return os.path.abspath(name) if os.path.isabs(name) else name
@@ -140,7 +143,7 @@ def debug_names(jaxpr: Any) -> tuple[Any, ...]:
 
 
 class Origins:
-    """A cache that tells which JAX transformations made an equation, with one entry per name stack."""
+    """A cache of which JAX transformations made an equation, with one entry per name stack."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, bool, bool]] = {}  # by id() of the stack, which is kept alive
@@ -200,7 +203,7 @@ _DELIBERATE: Final = "_jaxpp_async_deliberate"
 
 
 def deliberate(error: _E) -> _E:
-    """Mark an error as a user's mistake that its message explains, and return it.
+    """Mark an error as a user's mistake that the error's message explains, and return the error.
 
     The traceback of such an error is shortened. Write `raise deliberate(TypeError(...))`.
     """
@@ -210,10 +213,10 @@ def deliberate(error: _E) -> _E:
 
 @contextlib.contextmanager
 def framework_hints() -> Iterator[None]:
-    """Return a context for tracing a user's function, which adds a hint to an error of a model framework.
+    """Return a context for tracing a user's function, which adds a hint to a certain error of flax.
 
-    If flax raises an error about an nnx object that was made outside the function, the error gets a note that
-    says what to write instead.
+    If flax raises an error because the function uses an nnx object that was made outside the function, the
+    error gets a note that says what the user should write instead.
     """
     try:
         yield
@@ -231,9 +234,9 @@ def framework_hints() -> Iterator[None]:
 
 
 class HiddenFrames:
-    """A context for the body of a public function, which shortens the traceback of an error that leaves it.
+    """A context manager that shortens the tracebacks of errors raised in the body of a public function.
 
-    The tracebacks of the causes that Python prints with the error are shortened too. Without an error the
+    The tracebacks of the causes that Python prints with an error are shortened too. If there is no error, the
     context costs next to nothing.
     """
 
@@ -310,9 +313,10 @@ def _says_all(error: BaseException) -> bool:
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Return whether an error is asyncio's `CancelledError`, by its name, so as not to import asyncio.
+    """Return whether an error is asyncio's `CancelledError`, which is recognized by its name.
 
-    The package `markers`, which uses this module, works without asyncio.
+    In this way the module does not import asyncio; the package `markers`, which uses this module, works
+    without asyncio.
     """
     return type(error).__name__ == "CancelledError"
 

@@ -1,8 +1,8 @@
-"""Report a step that runs on without its caller once another step has waited long behind it.
+"""Report a step whose caller was cancelled, if another step waits long for it.
 
-A step that was sent runs to its end before the next one, even if its caller was cancelled and nobody awaits
-it. Without a report, the next step would merely seem to take longer. This module only reports; it changes
-nothing about what runs.
+A step that has been sent to the actors runs to its end even if its caller is cancelled, and later steps have
+to wait for it. Without a report, the next step would merely seem to take longer. This module only reports
+such waits; it does not change how steps run.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ PATIENCE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class StepQueueEntry:
-    """The record of one step, kept from when the step begins to wait for its turn until it has ended.
+    """The entry of one unfinished step in the queue of an `AbandonedSteps`.
 
-    As a context manager the entry surrounds the code that sends the step, and an error in that code removes
-    the entry from the queue.
+    The step has an entry from when it begins to wait for its turn until it has ended. The code that sends the
+    step runs with the entry as its context manager; an error in that code removes the entry from the queue.
 
     Attributes:
         steps: the queue that the entry is in.
         name: the step's name.
-        loop: the mesh's event loop, stored because a caller's coroutine may be closed or garbage-collected
-            while no loop runs.
+        loop: the mesh's event loop, which runs the timer. The entry stores the loop because the caller's
+            coroutine may be closed or garbage-collected, and the timer started, while no loop runs.
         handle: the step's handle; None until the step is sent.
-        waiter: the later step whose wait for this one is being timed; None if there is none.
-        timer: the timer of that wait.
+        waiter: the later step whose wait for this step is being timed; None if no wait is being timed.
+        timer: the timer of that wait; None if no wait is being timed.
         is_reported: whether a wait for this step has been reported already.
     """
 
@@ -56,13 +56,13 @@ class StepQueueEntry:
         handle.when_done(lambda: self.steps.remove(self))
 
     def time_wait_of(self, waiter: StepQueueEntry | None) -> None:
-        """Start a timer that reports that `waiter` has waited `PATIENCE_S` seconds for this step to end.
+        """Start a timer that reports this step if `waiter` still waits for it after `PATIENCE_S` seconds.
 
-        A timer for another waiter is cancelled. If the wait of `waiter` is timed already, or a wait for this
-        step has been reported, nothing changes.
+        If a timer for another waiter is running, that timer is cancelled. Nothing changes if the wait of
+        `waiter` is timed already, or if a wait for this step has been reported.
 
         Args:
-            waiter: the entry of the waiting step; None cancels the timer and starts none.
+            waiter: the entry of the waiting step; None: cancel the running timer, and start none.
         """
         if waiter is self.waiter or self.is_reported:
             return
@@ -84,8 +84,8 @@ class AbandonedSteps:
     A step is abandoned when its caller has been cancelled after the step was sent.
 
     Args:
-        report: called at most once for each abandoned step, with the handle of that step and the name of the
-            step that waits for it.
+        report: a function that is called at most once for each abandoned step, when another step has waited
+            long for that step. Its arguments are the abandoned step's handle and the waiting step's name.
     """
 
     def __init__(self, report: Callable[[StepHandle, str], None]):
@@ -101,19 +101,23 @@ class AbandonedSteps:
         return entry
 
     def mark_abandoned(self, handle: StepHandle) -> None:
-        """Record that the caller of a step no longer awaits it, although the step was sent."""
+        """Record that a step is abandoned: the step was sent, but its caller no longer awaits it.
+
+        Args:
+            handle: the handle of the abandoned step.
+        """
         self._abandoned.update(entry for entry in self._queue if entry.handle is handle)
         self._time_waits()
 
     def remove(self, entry: StepQueueEntry) -> None:
-        """Remove from the queue a step that has ended, or that will not be sent."""
+        """Remove an entry from the queue, because its step has ended or will not be sent."""
         entry.time_wait_of(None)
         self._queue.pop(entry, None)
         self._abandoned.discard(entry)
         self._time_waits()
 
     def _time_waits(self) -> None:
-        """Start a timer for each abandoned step: it times the wait of the next step that is not abandoned."""
+        """For each abandoned step, start a timer for the wait of the next step that is not abandoned."""
         if not self._abandoned:
             return
         waiter: StepQueueEntry | None = None

@@ -1,9 +1,11 @@
-"""Bind the leaves of a call to a compiled step's arguments, and convert leaves to the form that is sent.
+"""Convert the arguments of a call to what the controller sends, and find the types of argument leaves.
 
-Everything that depends on the compiled step alone is prepared once, as a `Binding`; a call whose arrays are
-all on the actors where the step uses them needs one pass over its leaves. The functions at the end find the
-type of a leaf, convert host values to the form in which they are sent, and convert received arrays to the
-form that users get.
+The arguments of a call are pytrees whose leaves are host values or `RemoteArray`s. A `Binding`, which is made
+once for each compiled step, says on which actors the step uses each argument leaf and makes each result leaf.
+With a `Binding`, a call whose arrays are already on these actors needs only one pass over its leaves.
+
+The functions at the end of the module find the type of a leaf, convert host values to the form in which they
+are sent, and convert received arrays to the form that users get.
 """
 
 from __future__ import annotations
@@ -35,16 +37,17 @@ HOST_VALUE: ArrayId = -1
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One argument leaf or result leaf of a compiled step: its name, its type and its actors.
+    """The description of one argument leaf or result leaf of a compiled step: its name, type and actors.
 
     Args:
         name: the leaf's name, such as `"state['w']"`.
         type: the leaf's type and sharding.
         actors: the actors on which the step uses the argument or makes the result. Empty for an argument that
             the step does not use; such an argument is not moved.
-        any_sharding: whether the step also accepts the array with another sharding than that of `type`.
-        replaced_on: if the step does not use the argument but makes a new value for it (a result that
-            continues it), the actors that make this result; otherwise empty.
+        any_sharding: whether the step accepts the array with any sharding; otherwise an array is given the
+            sharding of `type` before the step.
+        replaced_on: if the step does not use the argument but returns a new value for it, the actors that
+            make the new value; otherwise empty.
     """
 
     name: str
@@ -55,7 +58,7 @@ class Slot:
 
     @property
     def home(self) -> tuple[ActorId, ...]:
-        """The actors that need an array for this leaf: `actors`, or `replaced_on` if `actors` is empty."""
+        """The actors that are to hold this leaf's array: `actors`, or `replaced_on` if `actors` is empty."""
         return self.actors or self.replaced_on
 
 
@@ -80,8 +83,8 @@ class Arguments:
     def mark_sent(self) -> None:
         """Update the handles of the arrays whose values were sent with the step and are now on actors.
 
-        Call this once the step has been sent. If sending failed, do not call it: the values stay in this
-        process.
+        Call this once the step has been sent, and not if sending failed, because then the values are still
+        only in this process.
         """
         for array, home, sent in self.sent_arrays:
             array.relocate(home, value_type=sent)
@@ -114,7 +117,7 @@ class Binding:
         self._taken, self._made = _by_actor(inputs), _by_actor(outputs)
 
     def ids(self, owner: Owner, leaves: Sequence[Any]) -> list[ArrayId] | None:
-        """Return the array ids of a call's argument leaves, if the call needs no preparation; otherwise None.
+        """Return the array ids of a call's argument leaves, or None if the call needs preparation.
 
         Args:
             owner: the part of the mesh that must own the arrays.
@@ -146,16 +149,17 @@ class Binding:
         hidden: Sequence[RemoteArray],
         new_id: Callable[[], ArrayId],
     ) -> Arguments:
-        """Return the arguments to send to each actor, for a call whose array ids the method `ids` returned.
+        """Return the arguments to send to each actor, for a call for which `ids` returned a list.
 
         Args:
             leaves: the argument leaves of the call.
-            ids: the array ids; this method adds those of host values and hidden arguments to the list.
+            ids: the list that the method `ids` returned. This method replaces `HOST_VALUE` by new ids, and
+                appends the ids of the hidden arguments.
             hidden: the arrays of the hidden arguments (captured arrays, microbatch indices).
-            new_id: returns an unused array id.
+            new_id: a function that returns an unused array id.
 
         Raises:
-            ArrayError: a host value is not what the step was compiled for.
+            ArrayError: the shape or dtype of a host value is not the one for which the step was compiled.
         """
         bound = Arguments({})
         for arg, array_id in enumerate(ids):
@@ -169,16 +173,16 @@ class Binding:
     def bind_with_care(
         self, leaves: Sequence[Any], hidden: Sequence[RemoteArray], new_id: Callable[[], ArrayId]
     ) -> Arguments:
-        """Return the arguments to send to each actor, for any valid call that needs no more moves of arrays.
+        """Return the arguments to send to each actor, for any valid call whose arrays need no move.
 
-        Unlike `bind`, this method handles one array that is passed as several arguments, and an array made by
+        Unlike `bind`, this method accepts one array that is passed as several arguments, and an array made by
         `mesh.put` whose value is still in this process. In the latter case the array's handle changes only in
         `Arguments.mark_sent`, because binding another argument may still fail.
 
         Args:
             leaves: the argument leaves of the call.
             hidden: the arrays of the hidden arguments (captured arrays, microbatch indices).
-            new_id: returns an unused array id.
+            new_id: a function that returns an unused array id.
         """
         # An array that waits in this process may be several arguments, on different actors.
         homes: dict[ArrayId, set[ActorId]] = {}
@@ -215,14 +219,14 @@ class Binding:
     def _send_along(
         self, arg: int, array_id: ArrayId, leaf: Any, home: tuple[ActorId, ...], bound: Arguments
     ) -> None:
-        """Add the value of an argument, which is in this process, to the values that are sent with the step.
+        """Add an argument's value, which is in this process, to the values that are sent with the step.
 
         Args:
             arg: the argument's position.
             array_id: the id under which the actors store the value.
-            leaf: the argument.
+            leaf: the argument leaf: a host value, or a `RemoteArray` whose value is still in this process.
             home: the actors to which the value is sent.
-            bound: the arguments of the call; the value is added to them.
+            bound: the arguments of the call, to which the value is added.
         """
         slot = self._inputs[arg]
         if is_remote(leaf):
@@ -244,16 +248,20 @@ class Binding:
             bound.puts.setdefault(actor, []).append(value)
 
     def returned_host_value(self, arg: int, leaf: Any) -> tuple[ValueType, np.ndarray]:
-        """Return the type and value of an argument in this process which the step returns unchanged.
+        """Return the type and value of an argument that the step returns unchanged.
 
-        If the user passed a host value, the value is copied, since the user may change it afterwards.
+        The value is in this process: the argument is a host value, or an array that has not been sent to
+        actors.
 
         Args:
             arg: the argument's position.
-            leaf: the argument.
+            leaf: the argument leaf: a host value, or a `RemoteArray` whose value is still in this process.
+
+        Returns:
+            The type and the value. A host value is copied, since the user may change the original afterwards.
 
         Raises:
-            ArrayError: the value is not what the step was compiled for.
+            ArrayError: the shape or dtype of the value is not the one for which the step was compiled.
         """
         slot = self._inputs[arg]
         value_type = (
@@ -335,12 +343,13 @@ def leaf_type(leaf: Any) -> LeafType:
 
 
 def type_key(leaf: Any) -> Any:
-    """Return a key for a leaf, such that leaves with equal keys have equal types.
+    """Return a key for a leaf's type that is cheaper to compute than the type itself.
 
-    The key is cheaper to compute than the type. Leaves of equal types may have different keys.
+    If two leaves have equal keys, they have equal types. Leaves of equal types may nevertheless have
+    different keys.
 
     Returns:
-        The key; None for a leaf whose type only `leaf_type` can tell.
+        The key; None if there is no cheap key for the leaf, so that its type has to be found by `leaf_type`.
     """
     cls = type(leaf)
     if cls is RemoteArray:
@@ -370,8 +379,8 @@ def sent_type(leaf: Any) -> ValueType:
 def host_array(leaf: Any) -> np.ndarray:
     """Convert a host value to the form in which it is sent to actors.
 
-    That is a numpy array in C order of the dtype that JAX would use; for PRNG keys, an array of their
-    `uint32` data.
+    This form is a numpy array in C order that has the dtype that JAX would use. A PRNG key array is converted
+    to an array of its `uint32` data.
 
     Returns:
         The array, which may share memory with `leaf`.

@@ -1,8 +1,8 @@
 """Move arrays to the actors on which a step needs them, and load programs on the actors.
 
 A move is a small program that runs before the step and sends an array from one actor to others. `Mover`
-builds the program of each kind of move once; `Moved` and the functions that take it tell the user what was
-moved.
+builds the program of each kind of move once. `Moved` records one move, and `summary` and `warning` describe
+moves in the log.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Mover:
     The program for each kind of move is loaded once.
 
     Args:
-        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
+            started.
         values: the part of the mesh that creates and frees arrays.
         num_actors: number of actors.
         target: the devices of one actor.
@@ -131,7 +132,9 @@ class Mover:
         return copies
 
     async def _reshard(self, leaf: RemoteArray, slot: Slot, to: tuple[ActorId, ...]) -> None:
-        """Change an array's sharding: its handle then refers to new buffers, and the old buffers are freed.
+        """Give an array another sharding.
+
+        The handle `leaf` then refers to new buffers, and the old buffers are freed.
 
         Args:
             leaf: the array.
@@ -176,11 +179,12 @@ async def load_programs(
     Args:
         programs: one program per actor.
         executables: the executables that the programs run, by the index that their instructions use.
-        names: names of the step's arguments by position, for error messages on actors; empty if these name no
-            argument.
+        names: the names of the step's arguments by position, for error messages on actors; empty if no error
+            message of an actor names an argument.
 
     Returns:
-        The id by which the controller runs the programs, and the replies of the actors that loaded a program.
+        The id by which the controller runs the programs, and the replies, by actor, of the actors that loaded
+        a program.
     """
     program_id = controller.new_program_id()
     parts = {p.actor: p for p in programs if p.instructions}
@@ -217,7 +221,7 @@ class Moved:
         size_bytes: size of one copy.
         from_actor: the actor that sent the argument.
         to: the actors that each received one copy.
-        resharded: whether the argument had another sharding before.
+        resharded: whether the argument was given another sharding.
     """
 
     name: str
@@ -232,7 +236,11 @@ WARN_BYTES = 1 << 20
 
 
 def carried_bytes(moved: Sequence[Moved]) -> int:
-    """Return how many bytes these moves sent between actors; an array sent to two actors counts twice."""
+    """Return how many bytes were sent between actors; an array that was sent to two actors counts twice.
+
+    Args:
+        moved: the moves whose bytes are added up.
+    """
     return sum(m.size_bytes * len({*m.to} - {m.from_actor}) for m in moved)
 
 
@@ -244,8 +252,8 @@ def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -
     Args:
         moved: all arguments that were moved or resharded before the step.
         step_name: name of the step.
-        why: takes an argument's name; returns the reason why the step needs the argument on the actors to
-            which it was sent.
+        why: a function that takes an argument's name, and returns the reason why the step needs that argument
+            on the actors to which it was sent.
     """
     carried = [m for m in moved if carried_bytes([m])]
     largest = max(carried, key=lambda m: m.size_bytes)

@@ -1,4 +1,4 @@
-"""Wrap coroutines so that using one in place of its result raises an error that says to await it."""
+"""Wrap coroutines so that a user who forgets `await` gets an error that says to add it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _T = TypeVar("_T")
 
 
 class UnawaitedCoroutine:
-    """A wrapper of a coroutine that raises an error if it is used in place of the coroutine's result.
+    """A coroutine in a wrapper that raises a helpful error if a user forgets `await`.
 
-    The error says to await the coroutine.
+    The wrapper raises this error if a user's code indexes or unpacks the wrapper, or reads an attribute that
+    a coroutine does not have.
 
     An `UnawaitedCoroutine` works wherever a coroutine does: `await`, `asyncio.create_task`, `gather`,
     `wait_for`, `TaskGroup`, `asyncio.run`, `inspect.iscoroutine`. The class is a wrapper because Python's own
-    coroutine type cannot be subclassed. Its methods are those of the wrapped coroutine, so a task that runs
-    it has no extra cost.
+    coroutine type cannot be subclassed. The wrapper's methods are those of the wrapped coroutine, so a task
+    that runs the wrapper has no extra cost.
     """
 
     __slots__ = ("__weakref__", "_coroutine", "close", "send", "throw")

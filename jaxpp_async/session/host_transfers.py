@@ -38,7 +38,8 @@ class RemoteValues:
     """The part of a mesh that creates, fills, fetches and frees arrays; implements `remote_array.Owner`.
 
     Args:
-        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
+            started.
         target: the devices of one actor.
     """
 
@@ -46,7 +47,12 @@ class RemoteValues:
         self._controller, self._target = controller, target
 
     def new_array(self, value_type: ValueType, actors: Iterable[ActorId]) -> RemoteArray:
-        """Return the handle of a new array, whose buffers a program or `fill` will then make on `actors`."""
+        """Return the handle of a new array, whose buffers do not exist until a program or `fill` makes them.
+
+        Args:
+            value_type: the array's type and sharding.
+            actors: the actors on which the buffers will be.
+        """
         return RemoteArray(self, self._controller().new_array_id(), value_type, tuple(actors))
 
     def new_arrays(self, slots: Sequence[Slot]) -> list[RemoteArray]:
@@ -141,7 +147,7 @@ def _places(like: Any, count: int) -> list[_Place]:
         count: number of leaves of the tree to put.
 
     Raises:
-        ArrayError: `like` is neither of these, or has another number of leaves.
+        ArrayError: `like` is neither of these, or the number of its leaves is not `count`.
     """
     if isinstance(like, tuple) and len(like) == 2 and isinstance(like[0], DistributedStep):
         slots = like[0].latest("mesh.put(like=(step, argnum))").argument_slots(like[1])

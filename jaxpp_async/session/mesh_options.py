@@ -76,7 +76,7 @@ def only_known(fn: Callable[P, R]) -> Callable[P, R]:
     """Decorate `fn` so that an unknown keyword argument raises an error that suggests a similar known one.
 
     Raises:
-        TypeError: raised by the decorated function for an unknown keyword argument, as by Python itself.
+        TypeError: the decorated function was called with an unknown keyword argument.
     """
     known = [name for name in inspect.signature(fn).parameters if name != "self"]
     name = fn.__qualname__.removesuffix(".__init__")
@@ -103,11 +103,11 @@ def check_actor_count(num_actors: Any) -> int:
 
 
 def check_axes(spmd_mesh: Any) -> dict[str, int]:
-    """Check the option `spmd_mesh`, and return the size of each mesh axis of an actor's devices, by name.
+    """Check the option `spmd_mesh`, and return the size of each axis of an actor's device mesh, by name.
 
     Args:
-        spmd_mesh: a mapping of axis name to size, or a sequence of up to two sizes, of the axes `"data"` and
-            `"model"`.
+        spmd_mesh: a mapping of axis name to size, or a sequence of at most two sizes: the first for the axis
+            `"data"`, the second for the axis `"model"`.
     """
     names = ("data", "model")
     if not isinstance(spmd_mesh, Mapping | tuple | list):
@@ -131,7 +131,8 @@ def check_axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...
     """Check the option `axis_types`, and return the type of each mesh axis: `"auto"` or `"explicit"`.
 
     Args:
-        given: the option: a mapping of axis name to type, or a sequence of types; other axes are `"auto"`.
+        given: the option: a mapping of axis name to type, or a sequence of types in the order of `mesh_axes`.
+            Axes for which no type is given are `"auto"`.
         mesh_axes: the mesh axes, a mapping of axis name to size.
     """
     by_name = dict(given) if isinstance(given, Mapping) else dict(zip(mesh_axes, given, strict=False))
@@ -220,9 +221,10 @@ def choose_platform(given: str | None) -> str:
     """Return the actors' platform, `"cpu"` or `"cuda"`: the one that the user asked for, or else a default.
 
     The default is the platform that `jax_platforms` (or `JAX_PLATFORMS`) sets for this process. If none is
-    set, the default is `"cuda"` if this machine has GPUs and a JAX for them, and `"cpu"` otherwise. The
-    actors' hosts are not asked. So if the controller runs on a machine without GPUs, a user who wants GPUs
-    has to name the platform (see `refuse_idle_devices`). This function does not initialize JAX.
+    set, the default is `"cuda"` if this machine has GPUs and JAX is installed for them, and `"cpu"`
+    otherwise. The actors' hosts are not examined. Therefore, if the controller runs on a machine without
+    GPUs, a user who wants the actors to use GPUs has to name the platform (see `refuse_idle_devices`). This
+    function does not initialize JAX.
     """
     if given not in (None, "cpu", "cuda"):
         raise MeshError(f"platform is {given!r}; it is 'cpu' or, for GPUs, 'cuda'")
@@ -259,7 +261,7 @@ def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: 
 
 
 def spare_gpus(platform: str, *, inline: bool) -> None:
-    """Have this process's JAX leave GPU memory to actors on this machine.
+    """Make JAX in this process leave GPU memory to the actors on this machine.
 
     If JAX has taken the memory already, this only logs a warning. Nothing is done for actors on CPUs, or for
     inline actors, which share this process's JAX.
@@ -277,18 +279,18 @@ def spare_gpus(platform: str, *, inline: bool) -> None:
 
 
 async def prepare(launcher: Any, config: ActorConfig, *, same_python: bool) -> None:
-    """Check that actors on GPUs have a JAX for GPUs, and prepare a remote launcher.
+    """If the actors run on GPUs, check that JAX can use GPUs; if the launcher is remote, prepare it.
 
     Call this before processes start.
 
     Args:
         launcher: the launcher of the actors.
         config: the configuration of the actors.
-        same_python: whether the actors run this process's interpreter on this machine, and so have its
-            packages.
+        same_python: whether the actors run this process's interpreter on this machine. If so, the actors have
+            this process's packages, and these are checked; otherwise no packages are checked.
 
     Raises:
-        InstallError: the actors run on GPUs, and this process's packages lack a JAX for GPUs.
+        InstallError: the actors run on GPUs, and this process's packages lack JAX's support for GPUs.
         MeshError: the launcher cannot be prepared; see `RemoteLauncher.prepare`.
     """
     same_packages = same_python and "PYTHONPATH" not in config.env
@@ -316,8 +318,9 @@ def make_actor_config(
     whether the actors live in this process.
 
     Raises:
-        MeshError: `setup` does not name a function, `env` contains something other than strings or a variable
-            that the mesh sets, or this process has too few devices for inline actors.
+        MeshError: `setup` does not name a function, `env` contains a name or value that is not a string,
+            `env` contains `JAX_PLATFORMS`, which the mesh sets, or this process has too few devices for
+            inline actors.
     """
     if setup is not None and not all(setup.partition(":")):
         raise MeshError(f"setup is {setup!r}; name a function as 'module:function'")

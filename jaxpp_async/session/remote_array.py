@@ -34,7 +34,9 @@ LIVE, DONATED, DELETED, FAILED = "live", "donated", "deleted", "failed"
 
 
 def _needs_fetch(what: str) -> Any:
-    """Return a method for `RemoteArray` that raises an error, since its operation needs the array's value.
+    """Return a method for `RemoteArray` that raises an error, which tells the user to fetch the value first.
+
+    The method stands for an operation that needs the array's value.
 
     Args:
         what: the operation, such as `"len()"`, for the error message.
@@ -183,7 +185,8 @@ class RemoteArray:
     def take_over(self, result: RemoteArray) -> None:
         """Make this handle refer to the array of the handle `result`, and make `result` unusable.
 
-        Only the mesh calls this, if a step's caller was cancelled and so never got `result`.
+        The mesh calls this on a donated argument if the caller of the step was cancelled and so never got
+        `result`, the argument's new value.
         """
         for name in self.__slots__:
             setattr(self, name, getattr(result, name))
@@ -199,7 +202,7 @@ class RemoteArray:
         self._state, self._why, self._host = state, why, None
 
     def check_usable(self, name: str, owner: Owner) -> None:
-        """Check that the array belongs to the mesh `owner` and may still be used. Only the mesh calls this.
+        """Check that the array belongs to `owner` and may still be used. Only the mesh calls this.
 
         Args:
             name: the name by which the user knows the array, for the error message.
@@ -256,10 +259,10 @@ class RemoteArray:
     __copy__, __deepcopy__, __reduce_ex__ = map(_needs_fetch, ("copy.copy()", "copy.deepcopy()", "pickling"))
 
     def __eq__(self, other: object) -> bool:
-        """Return whether `other` is the same handle.
+        """Return whether `other` is the same handle; False if `other` is None or a string.
 
         Raises:
-            TypeError: `other` is a value; to compare with it, the array's value has to be fetched first.
+            TypeError: `other` is any other value. To compare values, the user has to fetch the array first.
         """
         if self is other or other is None or isinstance(other, RemoteArray | str):
             return self is other
@@ -272,8 +275,8 @@ class RemoteArray:
         """The attribute from which JAX gets an object's value as an array; reading it always raises an error.
 
         Raises:
-            ArrayError: JAX is about to compute with the array. (JAX would take a TypeError as a sign that
-                this object is no array.)
+            ArrayError: JAX is about to compute with the array. (The error is no TypeError, because JAX would
+                conclude from a TypeError that this object is no array.)
             AttributeError: other code asks whether the attribute exists.
         """
         if private_api.takes_a_value(sys._getframe(1)):

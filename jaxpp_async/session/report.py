@@ -1,8 +1,8 @@
-"""Report what a compiled step does and costs, and why, as numbers that print as text.
+"""Make the report that tells a user what a compiled step does, what it costs, and why.
 
-`make` computes a `CompileReport` from the compiler's result (docs/placement.md explains one line by line),
-and `report_notes` logs what a user should know about a step that was compiled without an error. All numbers
-follow from the compiled programs; no step is run to measure anything.
+`make` computes a `CompileReport` from the compiler's result; docs/placement.md explains an example line by
+line. `report_notes` logs what a user should know about a step that was compiled without an error. All numbers
+follow from compiling; no step is run to measure anything.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class CompileReport:
     """The report of what a compiled step does and costs, which prints as text; see `CompiledStep.report`.
 
     Attributes:
-        actors: one line per actor, with its tasks, transfers and memory.
-        transfers: the arrays that are sent between actors.
-        inputs: the actors that hold each argument.
-        outputs: the actors that hold each result.
-        notes: explanations of kinds of tasks, and names of stages.
+        actors: one line per actor, with the actor's tasks, transfers and memory.
+        transfers: one line per kind of array that one actor sends to another.
+        inputs: one line per argument leaf, with the actors that hold the leaf.
+        outputs: one line per result leaf, with the actors that hold the leaf.
+        notes: lines of text that explain kinds of tasks and give the names of stages.
     """
 
     actors: tuple[ActorLine, ...]
@@ -66,8 +66,8 @@ class TransferLine:
     """One line of a report: the arrays of one kind that are sent from one actor to another in a step.
 
     Args:
-        what: text with the type of the arrays, and the task that makes them, or the operation with the user's
-            line.
+        what: text that gives the type of the arrays and says where they come from: the task that makes them,
+            or the operation and the line of the user's code.
         from_actor: the actor that sends the arrays.
         to_actor: the actor that receives the arrays.
         size_bytes: size of one array.
@@ -75,7 +75,7 @@ class TransferLine:
         when: the part of the step in which they are sent: `"in the loop"`, `"before the loop"` or `"after the
             loop"`.
         per_microbatch: how many of these arrays each microbatch sends; 0 outside the loops.
-        why: text that says what needs the arrays on the receiving actor.
+        why: the reason for the transfer: text that says what the receiving actor needs the arrays for.
     """
 
     what: str
@@ -103,9 +103,9 @@ class ActorLine:
         sent_bytes: bytes that the actor sends to other actors in one step.
         received_bytes: bytes that the actor receives from other actors in one step; values from the
             controller are not counted.
-        peak_bytes: the most bytes that the actor's buffer table holds during the step (see `docs/memory.md`),
-            computed from the program.
-        peak_at: the task or the buffer at which that peak is reached.
+        peak_bytes: the most bytes of buffers that the actor holds at one time during the step, computed from
+            the actor's program (see `docs/memory.md`).
+        peak_at: text that names the task that runs, or the buffer that arrives, when that peak is reached.
         temp_bytes: the most bytes that one executable needs for temporaries, as XLA reports after compiling.
         compile_s: seconds that the actor took to compile.
         argument_bytes: bytes of the arguments that the actor holds when the step starts.
@@ -186,7 +186,7 @@ def why_taken(compiled: Compiled, name: str) -> str:
 
 
 def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:
-    """Return one line of text per loop that has named stages, with the names from its `pipeline_yield`s."""
+    """Return, for each loop with named stages, one line of text with the names from `pipeline_yield`."""
     lines = []
     for loop in compiled.placed.loops.values():
         named = [f"{k} at {name!r}" for k, name in enumerate(loop.staged.stage_names) if name]
@@ -314,7 +314,8 @@ def _table(columns: Sequence[tuple[str, str, Sequence[object]]]) -> str:
     """Return a table as text with aligned columns.
 
     Args:
-        columns: for each column its title, `"<"` or `">"` for flush left or right, and one value per row.
+        columns: for each column a tuple: the title; `"<"` to align the column left or `">"` to align it
+            right; and one value per row.
     """
     aligned = []
     for title, side, values in columns:
@@ -378,12 +379,12 @@ def _place_table(places: Sequence[PlaceLine]) -> str:
 def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled) -> None:
     """Log information and warnings for the user about a step that was compiled without an error.
 
-    The log names the microbatches of each loop, and actors that have nothing to do; a Python warning names
-    donated arguments whose memory no result can reuse.
+    The log gives the number of microbatches of each loop, and names the actors that have nothing to do. A
+    Python warning names the donated arguments whose memory no result can reuse.
 
     Args:
         name: name of the step.
-        line: `file:line` of the call of `mesh.distributed`, to which the warning points.
+        line: `file:line` of the call of `mesh.distributed`, which the warning gives as its source.
         request: the compiler's input.
         compiled: the compiler's result.
     """

@@ -1,7 +1,8 @@
-"""Bind a user's function to a mesh: its options, the signature of its calls, and its compiled forms.
+"""Define a user's step function that is bound to a mesh, and the forms in which it is compiled.
 
-`DistributedStep` is the object that `mesh.distributed` returns; `CompiledStep` is one compiled form of it.
-Compiling and running are done by the step's `Runner`, a part of the mesh.
+`DistributedStep` is the object that `mesh.distributed` returns. A `DistributedStep` has the options of the
+step, and stores one `CompiledStep` for each kind of call. Compiling and running are done by the step's
+`Runner`, which is a part of the mesh.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from jaxpp_async.session.remote_array import RemoteArray
 class CompiledStep:
     """One compiled form of a step, loaded on every actor.
 
-    A step has one form for each set of shapes, dtypes, static values and shardings that it was called with.
+    A step has one form for each combination of shapes, dtypes, static values and shardings in its calls.
 
     Attributes:
         compiled: the compiler's result.
@@ -47,7 +48,7 @@ class CompiledStep:
         outputs: the result leaves, then the values that the step's prints show.
         donated: a dictionary. Its keys are the positions of the argument leaves whose buffers the step
             reuses; its values are the positions of the result leaves that are the arguments' new values, or
-            None.
+            None for an argument that has no new value.
         binding: the mapping of arguments and results to actors, which every call uses.
         handed_back: a dictionary for arguments that the step returns without using them. Its keys are
             positions of result leaves; its values are positions of argument leaves. The result stays on the
@@ -122,8 +123,9 @@ class StepOptions:
     """The options of a step, which the user passes to `RemoteMesh.distributed`.
 
     Args:
-        in_shardings: a tree prefix of the arguments' shardings over one actor's devices; None: inferred.
-        out_shardings: a tree prefix of the results' shardings; None: inferred.
+        in_shardings: a tree prefix of the arguments' shardings over one actor's devices; None if the
+            shardings are to be inferred.
+        out_shardings: a tree prefix of the results' shardings; None if the shardings are to be inferred.
         donate_argnums: positions of the arguments whose buffers the step may reuse.
         static_argnums: positions of the hashable arguments that are part of the program.
         schedule: the schedule to use in place of the one in the function; None keeps that one.
@@ -140,7 +142,7 @@ class StepOptions:
 class CallSignature:
     """The properties of one call that `DistributedStep.recall` compares with those of a later call.
 
-    If they are equal, the later call uses the same compiled form.
+    If all properties are equal, the later call uses the same compiled form.
 
     Args:
         treedef: the tree structure of the dynamic (not static) arguments.
@@ -209,9 +211,9 @@ class DistributedStep:
     def with_schedule(self, schedule: Any) -> DistributedStep:
         """Return the same step under another schedule, which must have the same number of stages.
 
-        Tasks that are compiled already are not compiled again. A variant is a form of a task that a schedule
-        asks for, such as half a backward, or the last stage's forward and backward in one. Each variant that
-        this schedule is the first to need is compiled once.
+        Tasks that have been compiled for an earlier schedule are not compiled again. A schedule may need a
+        task in a form that no earlier schedule needed, such as half of a backward, or the last stage's
+        forward and backward in one task. Each such form is compiled once.
         """
         options = replace(self._options, schedule=schedule)
         return DistributedStep(self.runner, self.fn, options, line=self.line, exports=self._exports)
@@ -244,7 +246,7 @@ class DistributedStep:
         actors keep each leaf. The values equal those of `jax.jit(fn)(*args)`.
 
         Returns:
-            The tree that `fn` returns, of `RemoteArray`s.
+            A tree of `RemoteArray`s with the structure of the tree that `fn` returns.
         """
         with HiddenFrames():
             return await self.runner.init(self, argnum, fn, args)
@@ -335,12 +337,20 @@ class DistributedStep:
         self._calls.appendleft((call, compiled))
 
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the entries of the traced (not static) arguments, given one entry per argument."""
+        """Return those entries of `args` that belong to the traced (not static) arguments.
+
+        Args:
+            args: one entry per argument of a call, such as the argument itself or its position.
+        """
         static = self._options.static_argnums
         return tuple(a for i, a in enumerate(args) if i not in static) if static else tuple(args)
 
     def _static(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the entries of the static arguments, given one entry per argument."""
+        """Return those entries of `args` that belong to the static arguments.
+
+        Args:
+            args: one entry per argument of a call, such as the argument itself or its position.
+        """
         return tuple(args[i] for i in self._options.static_argnums if i < len(args))
 
     def signature(self, args: Sequence[Any]) -> Any:
@@ -350,8 +360,9 @@ class DistributedStep:
         JAX's settings. If a mesh axis is explicit, the value also has the shardings of arrays.
 
         Raises:
-            TypeError: an argument is missing, a static one cannot be hashed, or JAX cannot compute with one.
-            ValueError: the options name an argument that the call does not have.
+            TypeError: an argument is missing, a static argument cannot be hashed, or JAX cannot compute with
+                a traced argument.
+            ValueError: `static_argnums` or `donate_argnums` has a position at which the call has no argument.
         """
         self._check_count(args)
         static, dynamic = self._static(args), self._dynamic(args)
@@ -459,10 +470,10 @@ class DistributedStep:
         )
 
     def _in_specs(self, dynamic: tuple[Any, ...], argnums: Sequence[int]) -> list:
-        """Return, for each leaf of the dynamic arguments, the sharding from `in_shardings`, or None.
+        """Return one entry per leaf of the dynamic arguments: its sharding in `in_shardings`, or None.
 
         Args:
-            dynamic: the shapes of the dynamic (not static) arguments.
+            dynamic: the dynamic (not static) arguments, with a `jax.ShapeDtypeStruct` for each leaf.
             argnums: the position of each dynamic argument in the call.
         """
         prefix = self._options.in_shardings
@@ -475,7 +486,7 @@ class DistributedStep:
         return self._specs(prefix, dynamic, names, shapes, "in_shardings")
 
     def _microbatches_whole(self, traced: Traced, given: list) -> list:
-        """Check that the user's shardings split no batch along its microbatches; return these shardings.
+        """Check that no sharding of the user splits a batch along its microbatches, and return `given`.
 
         Args:
             traced: the traced step.
@@ -502,10 +513,10 @@ class DistributedStep:
         return given
 
     def _typed(self, shapes: Sequence[Any], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-        """Return the shapes of the arguments with a sharding in each leaf, as explicit mesh axes need them.
+        """Return the shapes of the arguments with a sharding in each leaf, which explicit mesh axes require.
 
-        The sharding of a leaf is the one that the user gave. If there is none, it is that of the argument if
-        this is a `RemoteArray`, and replication otherwise.
+        The sharding of a leaf is the one that the user gave. If the user gave none, a `RemoteArray` keeps the
+        sharding that it has, and any other leaf is replicated.
 
         Args:
             shapes: the arguments, with a `jax.ShapeDtypeStruct` for each leaf.
@@ -534,7 +545,12 @@ class DistributedStep:
 
 
 def _signature(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signature | None:
-    """Return a function's signature, or None if it has none, which is so for some builtins."""
+    """Return a function's signature, or None if Python cannot determine it, as for some builtins.
+
+    Args:
+        fn: the function.
+        follow_wrapped: whether to return, for a wrapper, the signature of the function that it wraps.
+    """
     try:
         return inspect.signature(fn, follow_wrapped=follow_wrapped)
     except (TypeError, ValueError):
@@ -542,13 +558,14 @@ def _signature(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signatur
 
 
 def _settled(signature: Any, settled: frozenset[int]) -> Any:
-    """Return a call's signature, but with the leaves at the positions `settled` no longer weakly typed.
+    """Return a call's signature, changed so that the leaves at the positions `settled` are not weakly typed.
 
-    A training state may have weak types in its first step only.
+    A training state may be weakly typed in the first step only. Later calls then have the returned signature,
+    and use the same compiled form.
 
     Args:
         signature: the return value of `DistributedStep.signature`.
-        settled: positions of leaves.
+        settled: positions of leaves for which the compiled form does not depend on weak types.
     """
     treedef, types, static, config = signature
     strong = tuple((s, d, weak and k not in settled) for k, (s, d, weak) in enumerate(types))
@@ -589,7 +606,7 @@ def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
 
 
 def handed_back(compiled: Compiled) -> dict[int, int]:
-    """Return which results of a step are arguments that no task uses; the caller gets these arguments back.
+    """Return which results of a step are arguments that the step returns unchanged and that no task uses.
 
     Returns:
         A dictionary. Its keys are positions of results; its values are positions of arguments.

@@ -1,8 +1,9 @@
-"""Keep track of a step that has been sent: its future, its arrays, its timeline's data, and its prints.
+"""Keep track of a step that has been sent, and give the user its future, its timeline and its prints.
 
-`StepFuture` is for the user. `StepArrays` updates the handles of the arrays that the step consumes and makes,
-when it is sent, when it fails and when its caller is cancelled. `Recording` makes the timeline, also after
-the future is gone. `Printer` calls the host code of `jax.debug.print` and `jax.debug.callback`.
+`StepFuture` is the future that the user gets. `StepArrays` updates the handles of the arrays that the step
+consumes and makes: when the step is sent, when the step fails, and when the step's caller is cancelled.
+`Recording` makes the timeline, even after the future has been deleted. `Printer` calls the host code of
+`jax.debug.print` and `jax.debug.callback`.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ class StepFuture:
     def timeline(self) -> Timeline:
         """Return what each actor did in this step and when, instruction by instruction; see docs/timeline.md.
 
-        The timeline remains available after restarts and after the mesh is closed. If a restart ran the step
-        again, its timeline is that of the last execution, from when the step was sent again.
+        The timeline remains available after restarts and after the mesh is closed. If the step was run again
+        after a restart of actors, the timeline shows only the last execution, and begins when the step was
+        sent again.
 
         Raises:
             MeshError: the step has not finished, or failed or was aborted.
@@ -109,7 +111,8 @@ class Recording:
         name: the step function's name.
         handle: the step's handle, which has the actors' replies and the times at which these were received.
         programs: the programs that the actors ran.
-        controller: the mesh's controller, asked for the actors' processes and clocks when the step has ended.
+        controller: the mesh's controller, from which the recording gets the actors' processes and clocks when
+            the step has ended.
     """
 
     __slots__ = ("_controller", "_processes", "handle", "name", "programs")
@@ -186,8 +189,9 @@ class Recording:
 class StepArrays:
     """An object that updates the handles of a step's donated arguments and results after the step is sent.
 
-    Donated arguments are unusable from when the step is sent. If the step fails, its results are unusable
-    too; if its caller is cancelled, each donated argument refers to the result that is its new value.
+    Donated arguments become unusable when the step is sent. If the step fails, the results become unusable
+    too. If the step's caller is cancelled, the handle of each donated argument refers to the argument's new
+    value, which is one of the results.
 
     Args:
         name: the step function's name.
@@ -221,7 +225,7 @@ class StepArrays:
             array.retire(DONATED, f"it was donated to step {self._name!r}, which failed: {why}")
 
     def abandon(self) -> str | None:
-        """Make each donated array refer to its new value among the results, after the caller was cancelled.
+        """Make each donated array refer to the result that is its new value, after the caller was cancelled.
 
         A donated array that has no new value stays unusable. The caller never gets the results themselves.
 
@@ -257,9 +261,10 @@ class StepArrays:
         return "; ".join(said) or None
 
     def _argument_and_result(self, arg: int, result: int) -> tuple[str, str]:
-        """Return the names of the argument and the result that contain two leaves: `("state", "result[0]")`.
+        """Return the names of an argument and a result that contain two given leaves.
 
-        The result leaf is the new value of the argument leaf, so both have the same path in their trees.
+        The result leaf is the new value of the argument leaf, so both leaves have the same path in their
+        trees. The names are, for example, `("state", "result[0]")`.
 
         Args:
             arg: position of the argument leaf.
@@ -274,7 +279,9 @@ class StepArrays:
 
 
 class Printer:
-    """An object that calls the host code of one mesh's steps, such as prints, in the order of the steps.
+    """An object that runs the host code of `jax.debug.print` and `jax.debug.callback`.
+
+    One `Printer` serves all steps of a mesh, and runs their host code in the order of the steps.
 
     Args:
         values: the part of the mesh that fetches the values to print.
@@ -287,7 +294,8 @@ class Printer:
     def start(self, traced: Traced, shown: Sequence[RemoteArray], handle: StepHandle) -> asyncio.Task[None]:
         """Start a task that calls the host code of a step's prints and callbacks once the step has finished.
 
-        The task first waits for the prints of the steps before. If the step fails, the task prints nothing.
+        The task first waits until the host code of earlier steps has run. If the step fails, the task calls
+        nothing.
 
         Args:
             traced: the traced step, which has the host code to call.
@@ -295,8 +303,8 @@ class Printer:
             handle: the step's handle.
 
         Returns:
-            The task. Its exception is that of a user's callback, or the mesh's failure if the values are
-            lost.
+            The task. The task fails with the exception of a user's callback, or with the mesh's error if the
+            values are lost.
         """
         task = asyncio.get_running_loop().create_task(self._print(traced, list(shown), handle, self._last))
         # nobody is obliged to await a step; JAX has logged what a callback raised

@@ -1,6 +1,7 @@
-"""Compile steps, load them on the actors and run them: the module that connects compiler and controller.
+"""Compile steps, load them on the actors, and run them.
 
-`StepRunner` also decides which arrays are moved before a step, and when arrays are freed.
+This module connects the compiler and the controller. `StepRunner` also decides which arrays are moved before
+a step, and when arrays are freed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class StepRunner:
     """The part of a mesh that compiles and runs its steps; implements `step.Runner`.
 
     Args:
-        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
+            started.
         values: the part of the mesh that creates, fills, fetches and frees arrays.
         num_actors: number of actors.
         target: the devices of one actor.
@@ -161,8 +163,8 @@ class StepRunner:
     async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
         """Make argument `argnum` of `step` on the actors by running `fn(*args)`; see `DistributedStep.init`.
 
-        The function `fn` becomes a step of its own, whose results are made on the actors on which `step` uses
-        them.
+        The function `fn` is compiled and run like another step. Its results are made on the actors on which
+        `step` uses them.
         """
         wanted = step.latest("step.init").argument_slots(argnum)
         name = getattr(fn, "__name__", "init")
@@ -271,7 +273,7 @@ class StepRunner:
         A step is admitted when fewer than `max_inflight` steps are under way.
 
         Returns:
-            The future of the step, which has been sent.
+            The future of the step.
         """
         binding = compiled.binding
         if (self._admission.locked() or self._start_lock.locked()) and binding.ids(
@@ -326,13 +328,16 @@ class StepRunner:
     ) -> dict[int, RemoteArray]:
         """Copy the arguments that a step returns unchanged and that its caller keeps.
 
+        Each such result needs buffers of its own, because the caller may free the argument and the result
+        separately.
+
         Args:
             compiled: the step's compiled form.
             leaves: the argument leaves of the call.
             results: positions of the results that are such arguments; see `_to_copy`.
 
         Returns:
-            The copies, by position of the result.
+            A dictionary. Its keys are the positions in `results`; its values are the handles of the copies.
         """
         if not results:
             return {}
@@ -411,13 +416,12 @@ class StepRunner:
 
 
 def _unused_donations(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
-    """Return the donated arrays that the step does not use, per actor that holds them.
+    """Return, for each actor, the ids of donated arrays that the actor holds but does not use in the step.
 
     The step's programs do not free these buffers, so the controller has to.
 
     Returns:
-        A dictionary. Its keys are actors; its values are the ids of the donated arrays that the actor holds
-        but does not use in the step.
+        A dictionary. Its keys are actors; its values are lists of array ids.
     """
     found: dict[ActorId, list[int]] = {}
     back = compiled.handed_back.values()
@@ -430,10 +434,10 @@ def _unused_donations(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[Act
 
 
 def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
-    """Return the positions of the results that have to be copies of arguments, made on the arguments' actors.
+    """Return the positions of the results that have to be copies of arguments.
 
-    Such a result is an argument that the step returns without using it, and that the caller keeps because the
-    argument is not donated.
+    Such a result is an argument on actors that the step returns without using it. If the argument is not
+    donated, the caller keeps the argument, so the result has to be a copy.
     """
     return [
         result
@@ -447,11 +451,12 @@ def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> lis
 
     Args:
         traced: the traced function.
-        wanted: the leaves of the step's argument.
+        wanted: for each leaf of the step's argument, the slot with its name, type and actors.
         name: the function's name, for the error message.
 
     Raises:
-        ArrayError: the function makes another number of leaves, or one of another shape or dtype.
+        ArrayError: the function makes more or fewer leaves than `wanted` has, or a leaf has another shape or
+            dtype.
     """
     made = [_out_type(traced, ref) for ref in traced.flat.outputs[: len(traced.out_names)]]
     types = [(s.type.aval.shape, s.type.aval.dtype) for s in wanted]
