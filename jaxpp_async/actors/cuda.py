@@ -104,7 +104,7 @@ class CudaDevices(Protocol):
         ...
 
     def make_stream(self) -> CudaStream:
-        """Return a new stream over all of the devices."""
+        """Return a new `CudaStream`, which consists of one CUDA stream per device."""
         ...
 
     def hardware(self) -> Hardware:

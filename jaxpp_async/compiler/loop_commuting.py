@@ -1,4 +1,4 @@
-"""Move linear operations out of the loop: those that join the parts of a summed result from several stages.
+"""Move the linear operations that join a summed result's parts from several stages to after the loop.
 
 A sum over microbatches commutes with linear operations. The last operations of a summed result may join
 values of several stages. For example, the gradient of a weight that two stages share is the sum of two

@@ -135,12 +135,13 @@ def choose_recomputation(
 def _cut(
     keep: tuple[int, ...], recompute: tuple[int, ...], edges: tuple[tuple[int, int], ...], num_taken: int
 ) -> frozenset[int]:
-    """Choose the values to recompute by a minimum cut, at the least total cost of keeping and recomputing.
+    """Find the values that a later executable, such as a backward, should recompute instead of keeping them.
 
-    Values are numbered from 0. Results are cached, since equal stages have equal graphs.
+    A minimum cut of the graph of values gives the least total cost of keeping and recomputing. Values are
+    numbered from 0. Results are cached, since equal stages have equal graphs.
 
     Args:
-        keep: the cost of keeping each value.
+        keep: the cost of keeping each value until the later executable runs.
         recompute: the cost of recomputing each value; -1 if the value cannot be recomputed.
         edges: pairs of values, (operand, result), of the operations that can be run again.
         num_taken: the number of values that the later executable needs. These values have the lowest numbers.

@@ -29,7 +29,7 @@ class StageAssignment:
     Operations are identified by their position in the body. Markers are operations that `pipeline_yield` adds
     at the end of each stage: a `MARKER` for the values themselves, and a `MARKER_SIDE` for their tangents or
     cotangents at the same stage boundary. A marker returns the values that it is given. Light operations are
-    cheap operations that every task that needs their results repeats.
+    cheap: each task that needs the result of one computes it again.
 
     Args:
         loop: the microbatch loop.

@@ -572,8 +572,12 @@ class RequestLog:
     ) -> dict[ProcessId, asyncio.Future[Any]]:
         """Send one request to each of several processes, and return a future of each reply, by process.
 
-        If one of the requests cannot be encoded, none is sent. The other arguments and the errors are those
-        of `send`.
+        If one of the requests cannot be encoded, none is sent. The errors are those of `send`.
+
+        Args:
+            makes: for each process, a function that makes its request from the request's number.
+            expected: the type of the replies.
+            awaited: see `send`.
         """
         self._check_usable()
         calls = {process: PendingRequest(expected, awaited=awaited) for process in makes}

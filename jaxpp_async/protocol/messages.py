@@ -66,7 +66,7 @@ def step_kind(step: StepId) -> RunKind:
     """Return the kind of a run of a program: `"move"`, `"init"` or `"step"`.
 
     Args:
-        step: the id of the run. Any number is accepted, since an actor may have sent it.
+        step: the id of the run. An actor may have sent it, so it is not checked: every number has a kind.
     """
     return _KINDS[min(step & 3, len(_KINDS) - 1)]
 

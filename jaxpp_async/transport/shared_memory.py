@@ -233,8 +233,9 @@ class MappedBlock:
         size_bytes: the size of the whole block, including the page after the data, which contains `freed` and
             `mark`.
         freed: a flag in the block that is set once its owner has freed it.
-        mark: a 64-bit number in the block. If this process writes a message into the block because of an
-            offer (`ucx/offers.py`), this process then stores the offer's serial number in `mark`.
+        mark: a 64-bit number in the block, by which the block's owner sees that a message has been written.
+            The owner offers this process the block as the place of a message (`ucx/offers.py`). After this
+            process has written the message, it stores the offer's serial number here.
     """
 
     __slots__ = ("_whole", "address", "freed", "mark", "size_bytes")

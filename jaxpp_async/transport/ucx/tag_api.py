@@ -193,8 +193,14 @@ class TagPort:
 
 
 def _completion_callbacks(completed: list[tuple[int, int, int]]):
-    """Make the send and receive callbacks for UCX. The callbacks only add the operations that have ended to
-    `completed`, because they run inside UCX, where no operation may be posted."""
+    """Return the callbacks that UCX calls when a send, and when a receive, has ended.
+
+    The callbacks only add to a list, because they run inside UCX, where no operation may be posted.
+
+    Args:
+        completed: the list. Each entry is the operation's identity, its status, and for a receive the number
+            of bytes that came (for a send 0).
+    """
     length_at = ctypes.c_size_t.from_address
     offset = _RecvInfo.length.offset
 
