@@ -1,8 +1,8 @@
 """Run an actor process: `python -m jaxpp_async.actors`, which only launchers start.
 
-Stdin delivers one line of JSON (the configuration and the secret), and then one byte every few seconds. The
-process ends if these bytes stop coming. JAX is imported only after the CPU affinity is set, since JAX sizes
-its thread pools by the affinity.
+The launcher writes one line of JSON (the configuration and the secret) to the stdin of the process, and then
+one byte every few seconds. If these bytes stop, the process exits, because the launcher is then lost. JAX is
+imported only after the CPU affinity is set, since JAX sizes its thread pools by the affinity.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _run(config: _Config) -> ExitCode:
 async def _serve_and_leave(config: _Config) -> ExitCode:
     """Serve the controller's requests until shutdown, and then exit the process from inside the event loop.
 
-    The loop is not closed, because closing waits for the loop's threads, and JAX may block these. An error is
-    printed to stderr, and the kind of the error decides the exit status.
+    The loop is not closed, because closing waits for the loop's threads, and these may be blocked inside JAX.
+    An error is printed to stderr. The exit status says what kind of error occurred, if any.
     """
     try:
         code = await _serve(config)

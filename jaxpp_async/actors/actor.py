@@ -49,14 +49,14 @@ class Actor:
     several processes.)
 
     Args:
-        process_id: the number of the process in the mesh, by which the transport also knows it.
+        process_id: the number of the process in the mesh; the transport uses the same number.
         make_transport: makes the transport of a given name on a given network.
         send: transmits a reply to the controller; called on the event loop.
         inline: whether the actor runs in the controller's process and shares its JAX.
         note_progress: records the position of a step in its program; called at every instruction.
-        open_devices: takes JAX devices and the name of a transport. If the devices compute asynchronously and
-            the transport uses their memory, it returns an interface to the devices; otherwise None. Tests
-            pass a fake.
+        open_devices: takes JAX devices and the name of a transport. Returns an interface to the devices if
+            these compute asynchronously and the transport uses their memory; otherwise None. Tests pass a
+            fake.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Actor:
     # ------------------------------------------------------------ requests
 
     def _begin(self, message: m.Message) -> m.Reply | Coroutine[Any, Any, m.Reply]:
-        """Start to carry out a request: do the part that must happen in order with other requests.
+        """Carry out the part of a request that must happen in order with other requests.
 
         Returns:
             The reply, or a coroutine that does the rest of the work and returns the reply.
@@ -278,8 +278,11 @@ class Actor:
         return reply
 
     def _abort(self, message: m.Abort) -> Coroutine[Any, Any, m.Done]:
-        """Fail every step and every array that is not yet available, and return a coroutine that ends the
-        transfers and returns the reply."""
+        """Fail all steps that have not finished, and all arrays that are not available yet.
+
+        Returns:
+            A coroutine that ends the transfers of these steps and returns the reply.
+        """
         self._task_count.stop()
         cause = StepAbortedError(f"aborted: {message.cause}", actor=self.actor_id)
         dropped = self._steps.abort(cause, message.epoch)
@@ -326,8 +329,9 @@ class Actor:
         """Create the `StepRun` of a requested step, with all arrays that the step names as they are at this
         moment.
 
-        Later requests may free these arrays or replace them. The arrays that the step donates are removed
-        from the actor's array store, and entries for the step's results are added to the store.
+        If later requests free or replace these arrays, this step is not affected. The arrays that the step
+        donates are removed from the actor's array store, and entries for the step's results are added to the
+        store.
 
         Args:
             message: the controller's request.
@@ -381,7 +385,7 @@ class Actor:
         return bound, donated
 
     def _begin_transfers(self, run: StepRun) -> None:
-        """If the transport has to know the order of messages in advance (NCCL), tell it the order of the
+        """If the transport must know the order of messages in advance, as NCCL does, give it the order of the
         step's messages."""
         ordered = self._resources.transports.ordered
         if ordered is not None:
@@ -447,12 +451,15 @@ class Actor:
 
 
 def report(request: int, run: StepRun | None) -> Reported:
-    """Return the position of a step in its program and its incomplete transfers, for the controller's stall
-    detector.
+    """Return the position of a step in its program, and the transfers of the step that are incomplete, for
+    the controller's stall detector.
 
     Args:
         request: the number of the `Report` request that is answered.
         run: the step under way, or None.
+
+    Returns:
+        The reply. If no step is under way, its `step` is None, and it names no transfers.
     """
     if run is None or run.ended:
         return Reported(request, None, now_s=time.monotonic())

@@ -18,9 +18,9 @@ from jaxpp_async.protocol.messages import ArrayId
 class StoredArray:
     """The store's entry for one array, which may not be available yet.
 
-    Unlike an `asyncio.Future`, the entry calls its callbacks immediately and in the order in which they were
-    added. If a fetch is requested before a step that donates the array, the fetch thus reads the array before
-    the step consumes it.
+    When the array becomes available or fails, the entry calls its callbacks directly, in the order in which
+    they were added; an `asyncio.Future` would call them later, from the event loop. A fetch that is requested
+    before a step that donates the array therefore reads the array before the step consumes it.
 
     Attributes:
         aval: the shape, the dtype and the sharding of the array.
@@ -49,8 +49,8 @@ class StoredArray:
             self._call_back()
 
     def fail(self, error: BaseException) -> None:
-        """Record why there will be no array and call the callbacks. Does nothing if the entry has its array
-        or its error already."""
+        """Record the error because of which the array will never be available, and call the callbacks. Does
+        nothing if the entry has its array or its error already."""
         if not self.done:
             self.error = in_words(error)
             self._call_back()
@@ -152,8 +152,8 @@ class ArrayStore:
         self._entries.pop(array_id, None)
 
     def fail_pending(self, error: BaseException) -> None:
-        """Remove every entry whose array is not available. An entry that has not failed yet fails with
-        `error`."""
+        """Remove every entry whose array is not available. Each removed entry fails with `error`, unless the
+        entry has already failed."""
         for array_id, entry in list(self._entries.items()):
             if entry.array is None:
                 del self._entries[array_id]

@@ -1,8 +1,8 @@
 """Save an actor's arrays to files and restore them, as the controller requests.
 
-`BeginSnapshot` keeps the arrays of a save as they are between two steps. `WriteFile` then has a thread write
-them while later steps run. The controller decides which process writes which array to which file, and when a
-checkpoint is complete.
+The request `BeginSnapshot` keeps the arrays to save as they are between two steps. A `WriteFile` request then
+has a thread write these arrays to a file while later steps run. The controller decides which process writes
+which array to which file, and when a checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CheckpointRequests:
     """The component of an actor process that saves its arrays to checkpoint files and restores them.
 
     Args:
-        store: the arrays, which saves read and restores add to.
+        store: the array store. Saves read arrays from it, and restores add arrays to it.
         layouts: the distributions of arrays over this process's devices.
         workers: threads for reading, writing and copying.
     """
@@ -114,8 +114,8 @@ class CheckpointRequests:
         return Done(message.request)
 
     def sweep(self, message: Sweep) -> Coroutine[Any, Any, Done]:
-        """End the save to a folder immediately, so that another save may begin, and remove the files that the
-        request names.
+        """End the save to a folder, if one is under way, so that another save may begin, and remove the files
+        that the request names.
 
         Returns:
             A coroutine that removes the files, and returns the reply. The coroutine raises `CheckpointError`
@@ -152,8 +152,8 @@ class CheckpointRequests:
         """Stop all saves: release their arrays, and tell the threads to stop and to remove the files that
         they are writing.
 
-        The threads may continue for a while, since one that waits for a disk cannot be stopped. Later
-        requests that use files wait for these threads, because they may use the same file names.
+        A thread may continue for a while, since a thread that waits for a disk cannot be stopped. Later
+        requests that write or remove files wait for these threads, because both may use the same file names.
         """
         for save in self._saves.values():
             save.stop()
@@ -209,19 +209,24 @@ def _write(
     metadata: Mapping[str, str],
     stopped: threading.Event,
 ) -> tuple[int, dict[str, str]]:
-    """Write one file of a save; called in a worker thread, since it waits for arrays that are being copied
-    from a device.
+    """Write one file of a save. This is called in a worker thread, since it waits for arrays that are being
+    copied from a device.
 
     Args:
         path: the path of the file.
-        copies: a dictionary. Its keys are the names of the arrays in the file; its values are the array's
-            copy on the host, and the number of the part to write (-1: the whole array).
+        copies: a dictionary. Its keys are the names of the arrays in the file; each value is a pair of the
+            array's copy on the host and the number of the part (distinct slice) to write. The number -1 means
+            the whole array.
         metadata: the entries of the file's header.
         stopped: an event that makes the thread stop and remove the file.
 
     Returns:
-        The size of the file in bytes, and a dictionary from each array's name in the file to the SHA-256 of
-        the array's bytes.
+        The size of the file in bytes, and a dictionary. Its keys are the names of the arrays in the file; its
+        values are the SHA-256 hashes of the written bytes.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+        InterruptedError: `stopped` was set.
     """
     arrays = {
         name: _part_of([np.asarray(data) for data in copy.shards.result()], copy.layout, part)
@@ -288,7 +293,7 @@ def _read_and_place(message: ReadFile, layouts: Layouts) -> list[jax.Array]:
 
 
 def _read_pieces(part: FilePart, layout: Layout) -> np.ndarray:
-    """Read an array that was saved in several pieces, as far as this process needs it.
+    """Read those pieces of an array that this process needs; the array was saved in several pieces.
 
     Args:
         part: the array, and the file and the position of each piece.
@@ -296,7 +301,7 @@ def _read_pieces(part: FilePart, layout: Layout) -> np.ndarray:
 
     Returns:
         A host array of the whole array's shape. Pieces that overlap no shard of this process are not read,
-        and are zero.
+        and are zero in the array.
     """
     aval = part.aval
     pieces = [

@@ -6,12 +6,13 @@ its own.
 
 JAX does not give access to its streams. `array.__dlpack__(stream=s)` makes stream `s` wait until the array is
 computed, so an event that is recorded on `s` afterwards happens as soon as the array is computed. The capsule
-that the call returns is dropped immediately, because JAX does not donate an array that has one.
+that the call returns is dropped immediately, because JAX does not donate an array while such a capsule of the
+array exists.
 
 A GPU still computes after the call of an executable has returned. `DeviceWork` neither polls the device nor
-blocks the event loop: a thread sleeps until an event happens, and then wakes the loop once. Calls of
-executables have one thread and stream, and copies have another, so that the end of a copy is reported without
-waiting for executables that were called earlier.
+blocks the event loop: a thread sleeps until an event happens, and then wakes the loop once. Executables and
+copies have separate threads and streams, so that the end of a copy is reported without waiting for
+executables that were called earlier.
 """
 
 from __future__ import annotations
@@ -118,10 +119,10 @@ def open_cuda(devices: Sequence[Any], transport: str) -> CudaDevices | None:
 
     Args:
         devices: the JAX devices of the process.
-        transport: the name of the transport; `"memory"` moves host memory only, also for actors with GPUs.
+        transport: the name of the transport; `"memory"` moves host memory only, even for actors with GPUs.
 
     Returns:
-        The devices, or None where arrays pass through host memory, as they do on CPUs.
+        The devices, or None if arrays pass through host memory on their way to other actors, as on CPUs.
 
     Raises:
         InstallError: CuPy is not installed.
@@ -253,8 +254,9 @@ def _ordinal(device: Any) -> int:
 def _jax_cuda(device: Any) -> str:
     """Return the version of CUDA that JAX's plugin was built for, such as `"13.0"`.
 
-    CuPy is another package and may use a different CUDA. The plugin reports a line such as `cuda 13000`. If
-    there is no such line, the major version is taken from the name of the plugin's package.
+    This may differ from the CUDA that CuPy uses. If JAX's plugin reports a line such as `cuda 13000`, the
+    version is taken from that line; otherwise the major version is taken from the name of the plugin's
+    package.
     """
     reported = re.search(r"(?m)^cuda (\d{4,5})$", getattr(device.client, "platform_version", ""))
     if reported is not None:
@@ -333,11 +335,10 @@ class DeviceWork:
         self._run_watcher.watch(self._runs.record(_last_to_wait_for(outputs)), on_reached)
 
     def after_copy(self, arrays: Sequence[jax.Array], on_reached: OnReached) -> None:
-        """Call `on_reached` on the event loop once arrays are available that are not results of the latest
-        executable.
+        """Call `on_reached` on the event loop once the given arrays are available.
 
-        Examples are copies and step arguments. This must be called on the thread on which `after_run` is
-        called.
+        This is for arrays that are not results of the latest executable, such as copies and step arguments.
+        Must be called on the thread on which `after_run` is called.
         """
         self._copy_watcher.watch(self._copies.record(arrays), on_reached)
 
@@ -387,11 +388,13 @@ class _Watcher:
 
 
 def _last_to_wait_for(outputs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Choose one result of an executable to wait for, and return it as a sequence of at most one array.
+    """Choose one result of an executable to wait for, and return it in a sequence; the sequence is empty if
+    there are no results.
 
     All results of an executable are computed together, so one of them is enough. The choice is the last
     result that has elements and for which a stream can wait (`supports_dlpack`), so that this thread does not
-    block. If there is none, the choice is the last result that has elements, and otherwise the last result.
+    block. If there is no such result, the choice is the last result that has elements. If no result has
+    elements, the choice is the last result.
     """
     held = [array for array in reversed(outputs) if array.size]
     return [*filter(supports_dlpack, held), *held, *outputs[-1:]][:1]

@@ -1,13 +1,15 @@
 """Compile serialized tasks (`jax.export.Exported`) for an actor's devices, and check results for NaNs and
 infinities.
 
-A compiled task takes and returns flat lists of arrays. The task is JAX's own `Compiled`, whose calls run in
-C++ after the first one: with the arguments already on the devices and synchronous dispatch (`jax_runtime`), a
-call costs no more than calling the loaded executable and wrapping its results by hand.
+A compiled task takes and returns flat lists of arrays. The task is a `jax.stages.Compiled`; its calls after
+the first one run in C++. If the arguments are already on the devices and dispatch is synchronous (see
+`jax_runtime`), such a call costs no more than calling XLA's executable and making arrays of the results
+directly.
 
-`call_checked` gives tasks what `jax_debug_nans` and `jax_debug_infs` promise: an error for a result that has
-a NaN or an infinity. The error names the operation if the task checks its operations itself (`SelfChecked`).
-JAX alone would check only the first call of a compiled executable, since later calls bypass its checks.
+`call_checked` raises an error for a result that has a NaN or an infinity, as `jax_debug_nans` and
+`jax_debug_infs` promise. The error names the operation if the task checks its operations itself
+(`SelfChecked`). JAX alone would check only the first call of a compiled executable, since later calls bypass
+its checks.
 """
 
 from __future__ import annotations
@@ -166,8 +168,8 @@ def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Exe
 def _places(out_tree: Any) -> tuple[str, ...] | None:
     """Return the operations that a task checks for NaNs and infinities, or None if it checks none.
 
-    A task that checks its operations has a second result, a dictionary with one key.
-    `evaluate.checked_function` has written the operations into this key.
+    A task that checks its operations has a second result, which is a dictionary with one key. That key is a
+    text, made by `evaluate.checked_function`, which names one operation per line.
 
     Args:
         out_tree: the tree structure of the task's results.
@@ -183,12 +185,15 @@ _SCHEDULER = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 def _compiler_options(devices: Devices) -> dict[str, str | bool]:
-    """Return the XLA options for compiling tasks: on CPUs they switch off the concurrency-optimized
+    """Return the XLA options for compiling tasks. On CPUs they switch off the concurrency-optimized
     scheduler.
 
     That scheduler starts independent operations at the same time, and so computes all gradients of a stage
     before it accumulates the first one. For eight matrices this took eight times the temporary memory and
-    twice the time. If `XLA_FLAGS` names the scheduler, the user's choice is kept.
+    twice the time.
+
+    Returns:
+        The options; empty for other devices, or if the user has named the scheduler in `XLA_FLAGS`.
     """
     if not devices.is_cpu or _SCHEDULER in os.environ.get("XLA_FLAGS", ""):
         return {}
@@ -199,7 +204,8 @@ def check_signature(found: Sequence[Signature], layouts: Sequence[Layout], what:
     """Check that the arguments or the results of an executable have the types and shardings that the program
     expects.
 
-    Transfers and fetches read shards as the program's avals say, so a difference would move wrong bytes.
+    Transfers and fetches compute the positions of bytes from the program's avals, so a difference would make
+    them move wrong bytes.
 
     Args:
         found: the shape, the dtype and the sharding of each argument, or of each result, of the executable.
@@ -236,9 +242,10 @@ the lock until it has restored them."""
 
 @contextlib.contextmanager
 def _without_donation_warnings() -> Iterator[None]:
-    """Suppress the warning that lowering gives for donated arguments that match no result.
+    """Suppress, within a `with` block, the warning that lowering gives for donated arguments that match no
+    result.
 
-    The compiler intends such donations, and the user cannot change them.
+    The compiler of this project makes such donations on purpose, and the user cannot change them.
     """
     with _WARNING_FILTERS, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -261,9 +268,11 @@ def call_checked(
     Args:
         call: the executable.
         arguments: its arguments.
-        infs: whether to check for infinities at all. An accumulator of `Max` starts with an infinity.
-        explain: called after `call`; returns a description of the operation that made the invalid value, or
-            None. `explain` is None for a task that does not check its operations.
+        infs: whether to check for infinities, if JAX's configuration forbids them. False for a task that
+            makes initial accumulators, since an accumulator of `Max` starts with an infinity.
+        explain: called if a result is invalid; returns a description of the operation that made the invalid
+            value, or None if that is not known. The argument itself is None for a task that does not check
+            its operations.
 
     Returns:
         The results of the executable.
@@ -294,8 +303,8 @@ def _kind(values: np.ndarray, nans: bool, infs: bool) -> str | None:
 
 
 class SelfChecked:
-    """A wrapper of an executable that checks its operations for NaNs and infinities; it keeps the findings of
-    the last call.
+    """A callable that calls an executable which checks its own operations for NaNs and infinities, and that
+    keeps the findings of the last call.
 
     Args:
         call: the executable; returns the results, and a dictionary with the findings as its only value.

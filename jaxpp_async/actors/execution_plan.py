@@ -60,7 +60,7 @@ class PostRecv:
         from_actor: the actor that sends the data.
         tag: the tag of the transfer.
         aval: the aval of the received array.
-        private: whether the array becomes a result of the step or is donated. The array then must not share
+        private: whether the array becomes a result of the step or is donated. If so, the array must not share
             memory with a buffer into which later receives write.
     """
 
@@ -137,8 +137,8 @@ class KeepOutput:
 @final
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The command that ends the step: every instruction has been executed, and every transfer has
-    completed."""
+    """The command that ends the step. The executor returns this command once all instructions have been
+    executed and all transfers have completed."""
 
 
 Command: TypeAlias = BindInput | PostRecv | Execute | StartSend | Drop | KeepOutput | Finish
@@ -153,11 +153,11 @@ class ExecutionPlan:
         commands: one command per instruction, in program order; a `Delete` instruction becomes a `Drop`.
         avals: the aval of each buffer, by buffer key.
         counted_bytes: for each buffer key, the bytes that the buffer adds to the count of memory in use: the
-            size of its aval, or 0 where the program does not count it. Loading a program checks that
-            executables agree with the avals.
-        next_run: for each `Run` instruction, the index of the next `Run`, which may then be issued early.
-            None if the next `Run` must wait until all instructions before it are complete, or if there is
-            none.
+            size of its aval, or 0 if the program does not count the buffer. The avals can be trusted here,
+            since executables are compared with them when a program is loaded.
+        next_run: a dictionary. Its keys are the indices of all `Run` instructions. Each value is the index of
+            the next `Run`, if that one may be issued before the instructions between the two. Otherwise, and
+            for the last `Run`, the value is None.
         max_receives: for each aval, the greatest number of receive buffers that the program uses at the same
             time.
         binds: the commands that bind step arguments.
@@ -280,13 +280,13 @@ class _Planner:
 
 
 def _next_runs(commands: list[Command]) -> dict[int, int | None]:
-    """Map each `Run` instruction to the next one, if that one may be issued before the instructions between
-    them.
+    """Find, for each `Run` instruction, the next `Run`, and decide whether that one may be issued before the
+    instructions between the two.
 
     Returns:
         A dictionary. Its keys are the indices of all `Run` instructions. Each value is the index of the next
-        `Run`, or None if a send between the two reads a buffer that the next `Run` consumes, or if there is
-        no next `Run`.
+        `Run`. The value is None if there is no next `Run`, or if the next `Run` must wait because it consumes
+        a buffer that a send between the two reads.
     """
     result: dict[int, int | None] = {}
     previous: Execute | None = None

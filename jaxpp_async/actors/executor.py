@@ -37,15 +37,15 @@ class Executor:
     Args:
         plan: the program, prepared for execution.
         alone: the indices of the `Run` instructions of quick tasks, which run on the event loop's thread.
-            During them the next `Run` is not issued early, so that the sends that follow such a `Run` start
-            before the next `Run`.
+            While such a task runs, the next `Run` is not issued early. The sends that follow the task thus
+            start before the next `Run`.
 
     Attributes:
         peak_bytes: the greatest number of bytes of buffers in use so far.
         table_bytes: the number of bytes of buffers in use now.
         pending_bytes: the bytes of buffers that are deleted but that transfers still use.
         finished: whether the command `Finish` has been returned.
-        starved: whether no task executes because the next one waits for buffers.
+        starved: True while no task executes because the next `Run` waits for buffers.
         at: the index of the instruction under way.
     """
 
@@ -234,8 +234,8 @@ class Executor:
     # ------------------------------------------------------------ runs
 
     def _process_run(self, run: Execute, out: list[Command]) -> None:
-        """Process a `Run` instruction: issue it, unless it was issued early, or note which buffers it waits
-        for.
+        """Process a `Run` instruction. If the `Run` has to wait for buffers, record which; otherwise issue
+        the `Run`, unless it was issued early. Then issue the next `Run` early, if that is possible.
 
         Args:
             run: the command of the instruction.
@@ -288,7 +288,8 @@ class Executor:
         self._look_ahead(run, out)
 
     def _after_transfer(self, buffer: BufferKey, out: list[Command]) -> list[Command]:
-        """Issue the `Run` that waits for buffers, or end the step, if nothing else has to happen first.
+        """If the next `Run` no longer waits for any buffer, issue it. If the program's end is reached and no
+        transfer is under way, end the step.
 
         This is called after a buffer has arrived or has been sent.
 

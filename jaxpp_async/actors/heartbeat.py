@@ -1,9 +1,12 @@
-"""Tell the controller every half second that an actor process is alive, and where it is in its program.
+"""Tell the controller every half second that an actor process is alive, and at which instruction of its
+program the process is.
 
-A separate thread sends these heartbeats over a separate connection. Neither the actor's event loop nor JAX
-nor a step can block this thread; only an event that stops the whole process can: SIGSTOP, swapping, or native
-code that keeps the GIL. When the connection breaks, the thread ends the process, since the controller can no
-longer be reached. The control connection alone would not notice the loss as long as nothing is sent on it.
+A separate thread sends these heartbeats over a separate connection. The thread continues while the actor's
+event loop, JAX or a step is blocked. Only an event that stops the whole process stops the thread too, such as
+SIGSTOP, swapping, or native code that keeps the GIL.
+
+When the connection breaks, the thread ends the process, since the controller can no longer be reached. The
+control connection alone would not notice the loss as long as nothing is sent on it.
 """
 
 from __future__ import annotations
@@ -48,9 +51,9 @@ class Heartbeat:
             must already be open.
         secret: the 32 bytes that all processes of the mesh share.
         controller: the host and the port of the controller.
-        lost_s: the time in seconds after which the controller counts as unreachable, if sent bytes are not
-            acknowledged or a connection is not established; at least as long as the time for which the
-            controller may be silent.
+        lost_s: how long, in seconds, the controller may take to acknowledge sent bytes or to accept a
+            connection before the process considers it unreachable. This is at least as long as the time for
+            which the controller may be silent.
     """
 
     identity: Identity
@@ -67,7 +70,7 @@ def start_beating(
     Args:
         heartbeat: the options.
         read: returns the actor's position in its program, or None; called from the thread.
-        leave: ends the process; called when the controller cannot be reached.
+        leave: ends the process with an exit status; called when the controller cannot be reached.
     """
     thread = threading.Thread(
         target=_run, args=(heartbeat, read, leave), name="jaxpp-async heartbeat", daemon=True

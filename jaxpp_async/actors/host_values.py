@@ -53,7 +53,7 @@ class HostValues:
         process_rank: the number of this process, and its rank in its actor.
 
     Attributes:
-        transport: the transport in use; it is replaced when other actors are restarted.
+        transport: the transport in use; a new transport replaces it when other actors are restarted.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class HostValues:
         """Post receives for the parts (distinct shards) of a value that this process stores.
 
         Each part has an owner among the actor's processes that store the part. The controller sends the part
-        to its owner, and the owner forwards the part to the other processes.
+        to the owner, and the owner forwards the part to the other processes that store it.
 
         Args:
             put: the message that announces the value.
@@ -163,7 +163,7 @@ class HostValues:
         return [copy_when_available(entry, self._layouts) for entry in entries]
 
     async def fetch(self, message: Fetch, copies: list[HostCopy], epoch: int) -> Fetched:
-        """Copy arrays to the host, and start to send the large ones to the controller.
+        """Wait for the host copies of arrays, and start to send large arrays to the controller.
 
         Args:
             message: the controller's request.
@@ -172,8 +172,8 @@ class HostValues:
 
         Returns:
             The reply, which contains the small arrays. The transfers of large arrays continue after the
-            reply, since the controller may post its receives only then. If a transfer fails, the controller's
-            receive fails too.
+            reply, since the controller may post its receives only when it has the reply. If a transfer fails,
+            the controller's receive fails too.
         """
         found = await asyncio.gather(*(copy.shards for copy in copies))
         replies: list[tuple[tuple[int, ...], str, bytes | None]] = []
@@ -262,8 +262,9 @@ class HostCopy:
         """Copy the array of a store entry to the host. The array must be available, or the entry must have
         failed.
 
-        The shards become the result of the future `shards`. A failure becomes its exception and is not
-        raised, since the code that made the array available calls this method.
+        The shards become the result of the future `shards`. An error becomes the exception of that future and
+        is not raised, because this method is called by code that makes the array available, and only the copy
+        has failed.
         """
         if self.shards.done():  # the fetch was cancelled
             return
@@ -285,7 +286,7 @@ def copy_when_available(entry: StoredArray, layouts: Layouts) -> HostCopy:
         layouts: the distributions of arrays over this process's devices.
 
     Returns:
-        The copy, whose `shards` are a future.
+        The copy. Its future `shards` is done once the array has been copied or has failed.
     """
     read = fetch_shards if layouts.devices.is_cpu else start_host_copies
     copy = HostCopy(layouts.of(entry.aval), asyncio.get_running_loop().create_future(), read)
@@ -315,8 +316,8 @@ async def _resolve(entry: StoredArray, placing: Callable[[], Awaitable[jax.Array
 
 
 async def _until_sent(sending: asyncio.Future[None], data: np.ndarray) -> None:
-    """Keep an array's memory alive until the transport has sent it. A failure of the transfer is ignored,
-    since the controller reports it."""
+    """Keep an array's memory alive until the transport has sent it. An error of the transfer is ignored,
+    since the controller reports that error."""
     with contextlib.suppress(JaxppAsyncError):  # the controller's receive fails too, and reports it
         await sending
     del data

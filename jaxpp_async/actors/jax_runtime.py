@@ -3,13 +3,13 @@ mesh.
 
 The mesh contains the devices of the whole actor; in an actor of several processes, each process has some of
 them. In an actor process this module configures JAX. An inline actor runs in the user's process and uses the
-user's JAX, so nothing is configured there, and all inline actors share its devices.
+user's JAX, so nothing is configured there, and all inline actors share the devices of that JAX.
 
 `join` connects the processes of one actor by `jax.distributed`, before JAX is first used. The first process
-runs the service through which they find each other, on a port that it has reserved by `reserve_port`. JAX
-would by default end a process whose peers it considers dead. In this project the controller decides that, so
-JAX is told to wait for days. `reserve_port` returns immediately; `join` blocks until the other processes have
-connected.
+runs the service through which the processes find each other, on a port that `reserve_port` has reserved. By
+default JAX would end a process if it considers another process of the actor dead. In this project only the
+controller decides which processes are dead, so JAX is told to wait for days. `reserve_port` returns
+immediately; `join` blocks until the other processes have connected.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Devices:
     """The devices of one actor as a JAX mesh, and which of them belong to this process.
 
     Args:
-        mesh: the actor's mesh, also for a single device. The devices of one process must be consecutive in
-            it.
+        mesh: the actor's mesh, even if the actor has a single device. The devices of one process must be
+            consecutive in the mesh.
 
     Attributes:
         size: the number of devices of the whole actor.
@@ -156,10 +156,10 @@ def _confine_nccl(configure: Configure) -> None:
 
 
 def share_cache(configure: Configure) -> AbstractContextManager[None]:
-    """Return a context in which the JAX of the controller's process, shared by inline actors, uses the mesh's
-    compilation cache.
+    """Return a context manager that makes JAX in the controller's process use the mesh's compilation cache.
+    Inline actors share this JAX.
 
-    If the user has configured a compilation cache, the context changes nothing.
+    If the user has configured a compilation cache, the context manager changes nothing.
 
     Raises:
         MeshError: the folder of the cache cannot be created.
@@ -238,10 +238,11 @@ this never happens, since the mesh detects dead processes itself."""
 
 
 def reserve_port() -> socket.socket:
-    """Reserve a free TCP port for a later service: return a socket that is bound to the port but does not
-    listen.
+    """Reserve a free TCP port for a later service.
 
-    Only processes of this user that bind to the same port explicitly can share the port.
+    Returns:
+        A socket that is bound to the port but does not listen. While the socket is open, other programs
+        cannot use the port, except programs of this user that bind to the same port explicitly.
     """
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:

@@ -2,7 +2,7 @@
 
 A `LoadedProgram` contains everything about a program that does not change from step to step: executables,
 layouts, and the messages of its transfers. A `LoadedProgram` also learns from measured times which tasks are
-quick, and so may run on the event loop's thread.
+quick; these may run on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ slow growth would keep the event loop from its other work for many such runs."""
 
 
 class LoadedTask:
-    """The executable of one `Run` instruction, with what it needs to check results for NaNs and infinities.
+    """The executable of one `Run` instruction, which can check its results for NaNs and infinities.
 
     Args:
         call: the executable.
-        label: the label of the `Run` instruction.
+        label: the label of the `Run` instruction. Tasks with a label `start(...)` make initial accumulators,
+            which may be infinite, so infinities in their results are not errors.
         places: the operations that the executable checks for NaNs and infinities, or None if it checks none
             (`Executable.places`).
         names: the user's name of each argument of the executable; None for an argument that is not an
@@ -119,12 +120,12 @@ class LoadedProgram:
     Args:
         plan: the commands of the program.
         calls: the executable of each `Run` instruction, by the instruction's index.
-        places: the operations that a `Run` instruction checks for NaNs and infinities, by its index; only for
-            runs that check any.
+        places: a dictionary. Its keys are the indices of the `Run` instructions that check their operations
+            for NaNs and infinities; its values are these operations.
         names: the user's names of step arguments, by the argument's number, for error messages.
         layouts: the distributions of arrays over this process's devices.
-        pool: the source of receive buffers. As many as the program uses at the same time are allocated
-            immediately.
+        pool: the source of receive buffers. The constructor allocates as many as the program uses at the same
+            time.
         loops: the indices of the `Run` instructions that contain a loop. These never count as quick, since
             their time may depend on their data.
         process_rank: the number of this process, and its rank in its actor.
@@ -140,8 +141,8 @@ class LoadedProgram:
         blank_stamps: the time stamps of a step that has not begun: two NaNs per instruction, in the format of
             `array("d")`.
         donates: whether the program consumes any of its arguments.
-        quick: the indices of the `Run` instructions that lately have taken less than `QUICK_S` and so may run
-            on the event loop's thread; this set changes from step to step.
+        quick: the indices of the `Run` instructions whose executables have lately taken less than `QUICK_S`,
+            and so may run on the event loop's thread; this set changes from step to step.
         longest_s: the longest time in seconds that any `Run` has taken.
     """
 
@@ -191,7 +192,7 @@ class LoadedProgram:
 
     def _transferred_parts(self) -> Iterator[tuple[StartSend | PostRecv, list[Part]]]:
         """Yield the command of each send and receive of the program, with those parts (distinct slices) of
-        its array that this process stores."""
+        the transferred array that this process stores."""
         for command in self.plan.commands:
             if isinstance(command, StartSend | PostRecv):
                 yield command, [shard.part for shard in self.layouts[command.buffer].shards]
@@ -236,13 +237,17 @@ class LoadedProgram:
 
 
 def _group_runs(runs: Mapping[int, Execute], loops: Container[int]) -> dict[int, _RunTimes]:
-    """Return the object that estimates the time of each `Run` instruction; `Run`s of the same executable
-    share one.
+    """Make the objects that estimate the times of `Run` instructions; `Run`s of the same executable share one
+    object.
 
     Args:
         runs: the commands of all `Run` instructions, by the instruction's index.
         loops: the indices of the `Run` instructions that contain a loop. These instructions never count as
             quick, and are left out of the result.
+
+    Returns:
+        A dictionary. Its keys are the indices of the `Run` instructions; its values are the estimating
+        objects.
     """
     of_executable: dict[tuple[int, tuple[int, ...]], _RunTimes] = {}
     found: dict[int, _RunTimes] = {}

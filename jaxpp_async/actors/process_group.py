@@ -47,7 +47,7 @@ class TaskCount:
         """Count one more task, unless `stop` has been called. Any thread may call this method.
 
         Args:
-            run: the step to which the task belongs; the task is counted for it too.
+            run: the step to which the task belongs; its own counter `begun` is increased too.
 
         Returns:
             Whether the task may begin.
@@ -59,13 +59,13 @@ class TaskCount:
             return not self._stopped
 
     def stop(self) -> int:
-        """Let no more tasks begin, and return the number of tasks that have begun."""
+        """Allow no more tasks to begin, and return the number of tasks that have begun."""
         with self._lock:
             self._stopped = True
             return self._count
 
     def go_on(self, count: int) -> None:
-        """Let tasks begin again after `stop`, and set the counter to `count`."""
+        """Allow tasks to begin again after `stop`, and set the counter to `count`."""
         with self._lock:
             self._stopped, self._count = False, count
 
@@ -76,7 +76,7 @@ class DroppedStep:
 
     Args:
         program: the program of the step.
-        begun: the number of its tasks that have begun on this process.
+        begun: the number of the step's tasks that have begun on this process.
     """
 
     program: LoadedProgram
@@ -97,15 +97,16 @@ async def catch_up(
     compute: ComputeThread,
     workers: ThreadPoolExecutor,
 ) -> None:
-    """Run on zeros the tasks that other processes of the actor have begun and this one has not, and wait
-    until all have ended.
+    """Run the tasks that other processes of the actor have begun and this process has not, with zeros as
+    arguments. Then wait until all tasks of this process have ended.
 
     The processes first exchange how many tasks each of them has begun.
 
     Args:
         name: the name of this exchange, the same in all processes and used once.
-        dropped: the aborted steps that were under way or waiting, in order.
-        task_count: the counter of begun tasks, which lets no tasks begin until this function has succeeded.
+        dropped: the aborted steps, which were under way or in the queue, in order.
+        task_count: the counter of begun tasks, which allows no tasks to begin until this function has
+            succeeded.
         cluster: the processes of the actor.
         compute: the thread that runs the tasks.
         workers: threads for waiting for the other processes.
@@ -132,8 +133,8 @@ async def catch_up(
 async def _wait_idle(compute: ComputeThread, expected_s: float) -> None:
     """Wait until the compute thread has finished its jobs.
 
-    If they do not finish within `END_S` seconds but were expected to take about as long or longer, this
-    function returns, and the thread finishes them before the next step's tasks.
+    If the jobs do not finish within `END_S` seconds, but were expected to take at least half of that time,
+    this function returns without an error. The thread then finishes them before the next step's tasks.
 
     Args:
         compute: the thread.
@@ -141,7 +142,8 @@ async def _wait_idle(compute: ComputeThread, expected_s: float) -> None:
             no task has ended yet.
 
     Raises:
-        MeshError: the jobs do not finish within `END_S` seconds, and less than half of that was expected.
+        MeshError: the jobs do not finish within `END_S` seconds, and were expected to take less than half of
+            that time.
     """
     idle = asyncio.get_running_loop().create_future()
     compute.submit(lambda: lambda: None if idle.done() else idle.set_result(None))
@@ -159,7 +161,8 @@ async def _wait_idle(compute: ComputeThread, expected_s: float) -> None:
 
 
 def _dry_run(program: LoadedProgram, task: Execute) -> Job:
-    """Return a job for the compute thread that runs a task on zeros, because other processes wait for it."""
+    """Return a job for the compute thread that runs a task with zeros as arguments, because other processes
+    of the actor have begun this task and cannot finish it alone."""
 
     def run() -> None:
         layouts = [program.layouts[key] for key in task.inputs]

@@ -40,7 +40,7 @@ class ReceiveBuffer:
         layout: the distribution of the array over the devices.
         memory: one flat uint8 array per distinct shard; empty if the memory is on devices.
         pieces: the memory that the transport writes, one per distinct shard.
-        array: the JAX array that uses this memory. None if JAX does not use the memory without copying it; a
+        array: the JAX array that uses this memory. None if JAX cannot use the memory without copying it; a
             new array is then made for each message.
         replicas: the copies to make between devices once the data has arrived.
     """
@@ -76,7 +76,8 @@ class ReceiveBuffer:
 
 
 class FreeBuffers:
-    """The unused receive buffers for arrays of one aval. `reserve` sets how many of them are kept at most."""
+    """The unused receive buffers for arrays of one aval. `reserve` sets the greatest number of unused buffers
+    to keep."""
 
     __slots__ = ("_layout", "_layouts", "_most", "_on_devices", "free")
 
@@ -97,7 +98,7 @@ class FreeBuffers:
         return self.free.pop() if self.free else self._make()
 
     def put_back(self, buffer: ReceiveBuffer) -> None:
-        """Add a buffer to the unused ones. If the limit that `reserve` sets is reached, free the buffer
+        """Add a buffer to the unused ones. If as many as `reserve` allows are kept already, free the buffer
         instead."""
         if len(self.free) < self._most:
             self.free.append(buffer)
@@ -129,8 +130,8 @@ class ReceivePool:
     def buffers_of(self, aval: Aval) -> FreeBuffers:
         """Return the free buffers for arrays of an aval.
 
-        Loading a program calls this once for each of its receives, and not in each step, since hashing an
-        aval takes longer than receiving an array.
+        This is called once per receive when a program is loaded, and not in each step, since hashing an aval
+        takes longer than receiving a small array.
         """
         if aval not in self._buffers:
             self._buffers[aval] = FreeBuffers(self._layouts.of(aval), self._layouts, self._on_devices)
@@ -193,8 +194,8 @@ def _allocate_on_devices(layout: Layout) -> jax.Array:
 
 
 def _plan_replicas(array: jax.Array, layout: Layout, pieces: tuple[Memory, ...]) -> tuple[DeviceCopy, ...]:
-    """List the copies to make between devices after a receive: a shard that several devices store is received
-    on one of them and copied to the others."""
+    """List the copies to make between devices after a receive. A shard that several devices store is received
+    on the first of these devices, and then copied to the others."""
     parts, devices = device_parts(array, layout), layout.devices
     copies = []
     for shard, piece in zip(layout.shards, pieces, strict=True):

@@ -1,7 +1,8 @@
-"""Copy an actor's arrays for restarts (`TakeReplica`), and restore the arrays from a copy (`Rollback`).
+"""Carry out two requests: `TakeReplica` copies an actor's arrays for restarts, and `Rollback` restores them
+from such a copy.
 
-Both requests take effect in order with the steps. `ReplicaStore` keeps the copies and moves them between
-actors.
+Both requests take effect in the order in which they and the steps are requested. `ReplicaStore` keeps the
+copies and moves them between actors.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class ReplicaRequests:
     def take_replica(
         self, message: TakeReplica, leaving: Container[ArrayId]
     ) -> Coroutine[Any, Any, ReplicaTaken]:
-        """Copy every array to host memory as it is at this moment, between the steps requested before and
-        after.
+        """Copy every array to host memory, as it is after the steps requested so far and before any later
+        step.
 
         Args:
             message: the controller's request.
@@ -115,7 +116,7 @@ class ReplicaRequests:
 
 
 def _make_replica(copies: Mapping[ArrayId, HostCopy]) -> StateReplica:
-    """Copy arrays to bytes, as one replica (a copy of the process's state for restarts).
+    """Make one replica (a copy of the process's state for restarts) from host copies of its arrays.
 
     This waits for arrays that are still being copied from a device, so it is called in a worker thread.
     """

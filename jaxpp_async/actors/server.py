@@ -1,7 +1,8 @@
 """Serve one actor over its control channel: connect to the controller, pass requests to the actor, and close
 it.
 
-The same code runs in an actor process and inline, and it serves an `Actor` or a fake actor of a test.
+The same code runs in actor processes and, for inline actors, in the user's process. Tests use it to serve
+fake actors.
 """
 
 from __future__ import annotations
@@ -84,15 +85,16 @@ async def serve(
     """Run one actor until the controller shuts it down or the connection ends.
 
     Args:
-        identity: the number and the incarnation (one life of one process) that the handshake reports.
+        identity: the number of the process, and its incarnation (how many processes had this number before);
+            both are reported in the handshake.
         secret: the 32 bytes that all processes of the mesh share.
         connect: opens a socket to the controller for the connection.
         make_actor: makes the actor; called after the handshake.
         make_transport: makes the transport of a given name on a given network.
         max_frame_bytes: the length of the longest frame that the connection accepts.
         lost_s: how long the controller may fail to acknowledge bytes before the connection fails, in seconds.
-        spins: whether the event loop belongs to the actor alone, and may keep looking for messages for a
-            moment after each step (`LoopSpin`).
+        spins: whether the event loop belongs to the actor alone. If so, the loop keeps looking for messages
+            for a moment after each step instead of sleeping (`LoopSpin`).
 
     Returns:
         The exit status that an actor process should end with.
@@ -156,7 +158,8 @@ class _RequestDispatcher:
 
         Args:
             actor: the actor.
-            spins: whether the event loop may keep looking for messages for a moment after each step.
+            spins: whether the event loop keeps looking for messages for a moment after each step instead of
+                sleeping.
         """
         self._actor = actor
         if spins:
@@ -181,11 +184,10 @@ class _RequestDispatcher:
                 self.reply(failed_reply(message.request, error))
 
     def reply(self, message: Message) -> None:
-        """Send a reply to the controller.
+        """Send a reply to the controller. If the reply cannot be encoded, send a `Failed` reply instead.
 
-        After the reply to a step, the event loop keeps looking for messages for a moment instead of sleeping,
-        since the next step may be requested soon. If a reply cannot be encoded, a `Failed` reply is sent
-        instead.
+        If `open` was called with `spins`, the event loop keeps looking for messages for a moment after the
+        reply to a step, since the next step may be requested soon.
         """
         try:
             self.connection.send(message)
@@ -203,7 +205,7 @@ class _RequestDispatcher:
         """Pass no more requests to the actor, and set the result of `closed`.
 
         Args:
-            last: the request to shut down, or None if the connection has ended.
+            last: the request to shut down, which becomes the result; None if the connection has ended.
         """
         if self._loop_spin is not None:
             self._loop_spin.end()

@@ -1,8 +1,8 @@
 """Set up an actor process when its `Configure` request arrives: start JAX and the transport, and make the
 objects that use them.
 
-`make_resources` does so once in the life of a process. `ActorResources` contains all that it makes,
-`StepResources` the part that steps use, and `ComputeThread` is the thread that runs long tasks.
+`make_resources` does this once in the life of a process, and returns the objects as `ActorResources`. The
+objects that steps use are in its `StepResources`. `ComputeThread` is the thread that runs long tasks.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ async def make_resources(
         note_progress: records the position of a step in its program; called at every instruction.
         may_begin: called before each task in an actor of several processes; False stops the step. None in an
             actor of one process.
-        shared_cache: keeps the compilation cache that an inline actor shares with the controller. The caller
-            closes it when the actor closes.
+        shared_cache: the stack to which this function adds the use of a compilation cache that inline actors
+            share with the controller. The caller closes the stack when the actor closes.
         inline: whether the actor runs in the controller's process and shares its JAX.
 
     Returns:
@@ -165,7 +165,7 @@ async def make_resources(
 
 
 class CountedStep(Protocol):
-    """The interface of a step that counts its tasks that have begun."""
+    """The interface of a step that counts how many of its tasks have begun."""
 
     begun: int
 
@@ -179,8 +179,8 @@ class StepResources:
         compute: the thread that runs tasks off the event loop.
         pool: the source of receive buffers.
         layouts: the distributions of arrays over this process's devices.
-        device_lock: a lock to hold while an executable runs if several actors share the devices; None if they
-            do not.
+        device_lock: if several actors share the devices, a lock to hold while an executable runs; otherwise
+            None.
         note_progress: records the position of a step in its program; called at every instruction that a step
             begins or waits at.
         device_work: reports the end of asynchronous work on devices whose memory the transport reads and
@@ -205,11 +205,12 @@ or None. A job must not raise an exception."""
 
 
 class ComputeThread:
-    """A thread that runs jobs one after the other. Each finished job wakes the event loop once.
+    """A thread that runs jobs one after the other. If a job returns a function, the event loop then calls
+    that function.
 
     Args:
         name: the name of the thread.
-        loop: the event loop, which calls the function that a job returns.
+        loop: the event loop.
     """
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop):

@@ -74,8 +74,8 @@ class Layout:
         devices: the devices of this process.
         is_on_one_process: whether this process alone has all devices of the actor, and so all of each array.
         is_whole: whether the array is not split, so that its only part is the whole array.
-        is_plain: whether the elements have the same format in a device's memory as in numpy, with at least
-            one byte each, and the device is a CPU.
+        is_plain: whether arrays can be used as numpy arrays without conversion, because the devices are CPUs
+            and each element has the same format as in numpy, with at least one byte.
         size_bytes: the size in bytes of the whole array as a numpy array.
         is_small: whether the array is on a single CPU device and so small that calling `put` takes a
             noticeable share of the time.
@@ -175,8 +175,9 @@ class Layouts:
 def send_memories(array: jax.Array, layout: Layout) -> list[Memory]:
     """Return the memory of each distinct shard of an array, for sending from host memory.
 
-    An array that is not split and is stored in numpy's format (`Layout.is_plain`) is sent from its own
-    memory, without a copy and without making a view of it. This function waits until the array is computed.
+    If the array is not split and is stored in numpy's format (`Layout.is_plain`), this is the array's own
+    memory, without a copy; for other arrays the shards may be copied. This function waits until the array is
+    computed.
     """
     array.block_until_ready()  # asking for an array's address does not wait for its values
     if layout.is_plain and layout.is_whole:
@@ -218,7 +219,7 @@ def host_bytes(array: np.ndarray) -> np.ndarray:
     """Return the bytes of an array in C order as a flat uint8 array, which is a view if the array is
     contiguous.
 
-    Arrays are sent without a dtype, since the buffer protocol supports neither bfloat16 nor float8.
+    Arrays are sent as bytes, since the buffer protocol supports neither bfloat16 nor float8.
     """
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
@@ -238,8 +239,8 @@ def start_host_copies(array: jax.Array, layout: Layout) -> list[jax.Array]:
     """Start to copy each distinct shard of an array to host memory, and return the copies, which may not be
     complete yet.
 
-    The array may be donated immediately, since a device does its work in order. This function does not block
-    the event loop.
+    The array may be donated as soon as this function has returned, since a device does its work in order.
+    This function does not block the event loop.
     """
     host = jax.local_devices(backend="cpu")[0]
     return [jax.device_put(array.addressable_data(shard.positions[0]), host) for shard in layout.shards]
@@ -249,8 +250,8 @@ def join_on_host(shards: Sequence[Any], layout: Layout) -> np.ndarray:
     """Join a whole array from its distinct shards in host memory. All parts of the array must be on this
     process.
 
-    If the shards are copies that `start_host_copies` has started, this function waits for them.
-    (`numpy.asarray` of a sharded array would cache the result inside the array.)
+    If the shards are copies that `start_host_copies` has started, this function waits for them. This is used
+    instead of `numpy.asarray` of a sharded array, which would cache the result inside the array.
 
     Args:
         shards: the distinct shards, in the order of `layout.shards`.
@@ -372,9 +373,9 @@ def buffer_addresses(array: jax.Array) -> list[int]:
 def count_memory(arrays: Iterable[jax.Array]) -> tuple[int, int]:
     """Return the number of arrays that have memory of their own, and the total size of this memory in bytes.
 
-    Replicas of an array are counted once. `jax.live_arrays` also lists the views of one device's part that
-    JAX keeps inside an array once that part has been requested. These views have no memory of their own and
-    are not counted.
+    An array that is replicated on several devices is counted once, with its size as a numpy array.
+    `jax.live_arrays` also lists single-device views, which JAX makes when the part of an array on one device
+    is requested. These views have no memory of their own and are not counted.
     """
     whole: dict[tuple[int, ...], int] = {}
     for array in arrays:

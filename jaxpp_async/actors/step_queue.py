@@ -1,7 +1,7 @@
 """Run the steps that the controller requests of an actor one after the other, and answer each request once.
 
-A request may arrive twice, since a restart repeats requests whose replies may have been lost. The step then
-runs once, and the second request gets the same reply as the first. After a failed step no other step runs
+A request may arrive twice, since the controller repeats requests whose replies may have been lost in a
+restart. The step then runs once, and both requests get the same reply. After a failed step no other step runs
 until the controller has aborted the mesh and begun the next epoch (the epoch counts the mesh's aborts).
 """
 
@@ -29,7 +29,8 @@ StepKey = tuple[int, int]
 
 
 class StepQueue:
-    """A queue of the steps that one actor is to run, which also answers their requests.
+    """The steps that one actor is to run, in order. A `StepQueue` starts the steps one after the other and
+    answers their requests.
 
     Args:
         actor_id: the id of the actor, for error messages.
@@ -150,7 +151,7 @@ class StepQueue:
                 self._replies.popitem(last=False)
 
     def arrays_to_free(self) -> set[m.ArrayId]:
-        """Return the ids of the arrays that the steps under way or in the queue will free when they end."""
+        """Return the ids of the arrays that will be freed when the steps under way and in the queue end."""
         runs = [*self._waiting, *([self.current] if self.current is not None else [])]
         return {array_id for run in runs for array_id in run.message.frees_after}
 
@@ -162,8 +163,8 @@ class StepQueue:
             epoch: the next epoch, whose steps may run after `resume`.
 
         Returns:
-            The steps that will not be finished, in order. A step that had failed before comes first, and
-            steps that were refused after it come last.
+            The steps that will not be finished, in order. If a step had failed before, that step comes first,
+            and the steps that were refused since then come last.
         """
         self._broken = str(cause)
         dropped = [self.current] if self.current is not None else []

@@ -2,14 +2,13 @@
 store.
 
 Everything runs on the event loop without blocking it, except that long tasks run on the compute thread. When
-an operation completes, it calls back. The callback reports this to the executor, which returns the next
-commands, and these are carried out immediately. A step is one object; no instruction needs an asyncio task or
-a future.
+an operation completes, a callback reports this to the executor. The executor returns the next commands, and
+these are carried out immediately. A step is one object; no instruction needs an asyncio task or a future.
 
 `StepRun` is for devices that have computed the results when a call returns. `DeviceStepRun` is for devices
-that compute after a call has returned (`StepResources.device_work`). For the executor, a task on such a
-device ends when the device reports its end. Sends therefore start when the value is available, and memory is
-freed or overwritten when no work on the device reads it any more, as on CPUs.
+that compute after a call has returned (`StepResources.device_work`). There, a task counts as finished only
+when the device reports that it has computed the results. Sends therefore start only when the value is
+available, and memory is freed or overwritten only when no work on the device reads it any more, as on CPUs.
 """
 
 from __future__ import annotations
@@ -200,10 +199,11 @@ class StepRun:
             self._note_waiting()
 
     def _bind_present(self) -> list[BufferKey]:
-        """Assign the step arguments that are available to their buffers; nearly always these are all
-        arguments.
+        """Assign the step arguments that are available to their buffers, so that these arguments need no
+        callbacks.
 
-        This needs no callback for each argument.
+        Nearly always these are all arguments. An array that is bound to several arguments is left out where
+        it is donated, since it must be copied first.
 
         Returns:
             The keys of the buffers of these arguments.
@@ -368,11 +368,12 @@ class StepRun:
 
         Args:
             copy: the copy.
-            entry: the store's entry for the step result, which gets the copy only after this wait, since
+            entry: the store's entry for the step result. The entry gets the copy only after this wait, since
                 nothing may read the copy earlier.
 
         Returns:
-            The function to call on the event loop afterwards, or None.
+            The function to call on the event loop afterwards, which stores the copy, or fails the step after
+            an error.
         """
         try:
             copy.block_until_ready()
@@ -421,8 +422,8 @@ class StepRun:
         """Call the executable of a `Run` instruction and wait for its results; called on the compute thread.
 
         Returns:
-            The function to call on the event loop afterwards, or None if the step has ended or must not begin
-            more tasks.
+            The function to call on the event loop afterwards, which continues the step, or fails it after an
+            error. None if no executable was called, because the step has ended or must not begin more tasks.
         """
         if self.ended or not self._may_begin():
             return None
@@ -443,10 +444,10 @@ class StepRun:
         return may_begin is None or may_begin(self)
 
     def _call(self, command: Execute) -> tuple[float, float]:
-        """Call the executable of a `Run` instruction, and wait until it has computed.
+        """Call the executable of a `Run` instruction, and wait for its results.
 
         Returns:
-            The times (`time.monotonic`) at which it began and ended.
+            The times (`time.monotonic`) at which the call began and at which the results were computed.
         """
         start_s = time.monotonic()
         self._run(command, wait=True)
@@ -488,7 +489,8 @@ class StepRun:
         )
 
     def _note_waiting(self) -> None:
-        """If the step waits for other actors, record that, and tell the transport to poll for messages.
+        """If the step waits for other actors, record this in its progress, and tell the transport to poll for
+        messages.
 
         This is called when no command is left to carry out.
         """
@@ -523,8 +525,8 @@ def _shared_entries(bound: Mapping[int, StoredArray]) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class TransferRelay:
-    """A receive whose data other processes of the actor need as well: each part (a distinct slice of the
-    array) is forwarded to these processes once it has been received.
+    """A receive of data that other processes of the actor need as well. Each part (a distinct slice) of the
+    array is forwarded to these processes once that part has been received.
 
     Args:
         transport: carries the parts.
@@ -560,7 +562,7 @@ class TransferRelay:
                 on_end(None)
 
     def _pass_on(self, memory: Memory, onward: Sequence[PieceTransfer], error: Exception | None) -> None:
-        """Forward a received part of the array to other processes, and report to `done` that its receive has
+        """Forward a received part of the array to other processes, and report to `done` that the receive has
         ended.
 
         Args:
@@ -606,7 +608,8 @@ class DeviceStepRun(StepRun):
         This is called on the compute thread.
 
         Returns:
-            None if there was no error; otherwise a function to call on the event loop, which fails the step.
+            None if there was no error, or if the step has ended or must not begin more tasks. After an error:
+            a function to call on the event loop, which fails the step.
         """
         if self.ended or not self._may_begin():
             return None
@@ -711,13 +714,13 @@ class DeviceStepRun(StepRun):
     def _after_copy(
         self, array: jax.Array, command: PostRecv | StartSend, go_on: Callable[[], None]
     ) -> Callable[[], None] | None:
-        """Have the device call `go_on` on the event loop once an array is available.
+        """Have `go_on` called on the event loop once the device has computed an array.
 
         Args:
             array: the array.
-            command: the command for which the array is needed; a failure is reported as that of its
-                instruction.
-            go_on: the function to call once the array is available.
+            command: the command for which the array is needed. An error is reported as an error of this
+                command's instruction.
+            go_on: the function to call once the array is computed.
 
         Returns:
             None if there was no error; otherwise a function to call on the event loop, which fails the step.
@@ -732,7 +735,8 @@ class DeviceStepRun(StepRun):
         """Return a callback for the device that calls `go_on`, or fails the step if the device has failed.
 
         Args:
-            command: the command whose instruction is reported as failed.
+            command: the command that waits for the device; after a failure, its instruction is reported as
+                failed.
             go_on: the function to call if the device has not failed.
         """
 

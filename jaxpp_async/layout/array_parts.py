@@ -66,8 +66,8 @@ class Part:
 def parts_of(aval: Aval, axes: tuple[tuple[str, int], ...], num_processes: int = 1) -> tuple[Part, ...]:
     """List the parts (distinct slices) into which the mesh of an actor divides an array.
 
-    Devices along an unreduced axis store different summands of the same slice, so each of these devices has a
-    part.
+    Devices along an unreduced mesh axis store different summands of the same slice, so each of these devices
+    has a part of its own.
 
     Args:
         aval: the shape, the dtype and the spec of the array.
@@ -91,7 +91,7 @@ def parts_of(aval: Aval, axes: tuple[tuple[str, int], ...], num_processes: int =
     shape = tuple(n // count for n, count in zip(aval.shape, counts, strict=True))
     devices_each = math.prod(sizes.values()) // num_processes
     holders: dict[tuple[int, ...], list[int]] = {}
-    # Along an unreduced axis each device stores its own summand of the same box of the array.
+    # Along an unreduced axis each device stores its own summand of the same slice of the array.
     keys = [*splits, *((axis,) for axis in aval.unreduced)]
     for position, coordinates in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
         at = dict(zip(sizes, coordinates, strict=True))
@@ -145,7 +145,7 @@ class PieceTransfer(NamedTuple):
     """One message between two processes, which carries one part (distinct slice) of an array.
 
     Args:
-        part_index: the index of the part in the list of the parts that this process stores.
+        part_index: the index of the part in the list of the parts of the array that this process stores.
         peer: the other process, to which the message is sent or from which it is received.
         sequence: the sequence number in the message's wire tag. The transport uses this tag to match a send
             with its receive.
@@ -322,7 +322,8 @@ def _on_links(
 
 
 def _first_device(part: Part, rank: int, devices_each: int) -> int:
-    """Return the first device of a process that stores a part; transports use this device for the part.
+    """Among the devices of one process, return the first one that stores a part. Transports send the part
+    from this device, or receive it there.
 
     Args:
         part: the part, which the process must store.
@@ -352,7 +353,8 @@ class Scattering:
 
     @property
     def splits(self) -> bool:
-        """True if actors have several processes; False if each has one, which stores all of every array."""
+        """True if each actor has several processes; False if each actor has one process, which stores the
+        whole of every array."""
         return self.per_actor > 1
 
     def process(self, actor: ActorId, rank: int) -> ProcessId:
@@ -368,7 +370,8 @@ class Scattering:
         return parts_of(aval, self.axes, self.per_actor)
 
     def owned(self, array_id: ArrayId, aval: Aval) -> dict[int, list[Part]]:
-        """Group the parts of an array by owner: the process that exchanges a part with the controller.
+        """Group the parts of an array by owner. The owner of a part is the process that exchanges the part
+        with the controller.
 
         Returns:
             A dictionary. Its keys are the ranks of the processes that own parts; its values are the parts of
@@ -388,8 +391,8 @@ class Scattering:
             value: the whole value.
 
         Returns:
-            One tuple per part: the rank of the process that receives it, the number of the part, and a copy
-            of the part's bytes as a flat uint8 array.
+            One tuple per part: the rank of the process that receives the part, the number of the part, and a
+            copy of the part's bytes as a flat uint8 array.
         """
         return [
             (
@@ -402,16 +405,18 @@ class Scattering:
 
 
 class Gathering:
-    """One fetch of arrays to the controller, as a request to each process whose replies are then joined.
+    """One fetch of arrays to the controller. `requests` lists the requests to send to the processes, and
+    `arrays` joins their replies.
 
     Args:
         wanted: for each array to fetch: the actor that stores it, its id and its aval.
         scattering: how arrays are split among the processes of an actor.
 
     Attributes:
-        requests: for each process, the ids of the arrays to request from it, each with the aval of the reply.
-            With several processes per actor a reply is a flat uint8 array: the bytes of the parts for which
-            the process answers.
+        requests: a dictionary. Its keys are ids of processes; its values are lists of the arrays to request
+            from the process, each as the id of the array and the aval of the reply. If an actor has several
+            processes, a reply is a flat uint8 array with the bytes of the array's parts (distinct slices)
+            that the process sends.
     """
 
     def __init__(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]], scattering: Scattering):
@@ -432,7 +437,8 @@ class Gathering:
         """Join the replies of all processes, and return the arrays in the order of `wanted`.
 
         Args:
-            answers: for each process in `requests`: its replies, in the order of its requests.
+            answers: for each process in `requests`, the replies of that process, in the order of the
+                requests.
         """
         found: list[list[tuple[Sequence[Part] | None, Array]]] = [[] for _ in self._wanted]
         for process, arrays in answers.items():

@@ -26,7 +26,8 @@ Bytes: TypeAlias = np.ndarray[Any, Any]
 class StateReplica:
     """A copy of all arrays of one process, in host memory, from which a restart continues after a failure.
 
-    The copy is made at one point of the process's stream of requests.
+    The copy is made between two requests to the process, so it contains the effects of all earlier requests
+    and of no later ones.
 
     Args:
         arrays: the id, the aval and the shard sizes of each array.
@@ -101,7 +102,7 @@ class ReplicaStore:
         return sum(copy.size_bytes for copy in self._copies.values())
 
     async def send(self, transport: Transport, message: SendReplica) -> None:
-        """Send a copy of arrays to another process, which must call `receive` at the same time.
+        """Send a copy of arrays to another process, which must call `receive` for the same copy.
 
         Args:
             transport: carries the bytes.
