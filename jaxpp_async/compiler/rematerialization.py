@@ -49,9 +49,16 @@ class RecomputePlan:
     ops: tuple[Op, ...]
     new_ids: dict[int, int]
 
-    def prepend_to(self, ops: Iterable[Op]) -> tuple[Op, ...]:
-        """Return the operations to run again, followed by copies of `ops` that read the recomputed values."""
-        return (*self.ops, *self.read_recomputed(ops))
+    def prepend_to(self, ops: Sequence[Op]) -> tuple[Op, ...]:
+        """Return the operations to run again, followed by copies of `ops` that read the recomputed values.
+
+        Light operations that the later executable repeats by itself (`ir_slicing.LightOps`) come first where
+        the operations to run again read their results. Light operations depend on the loop's inputs alone,
+        so none of them reads a recomputed value.
+        """
+        light = select_needed(ops, {v for op in self.ops for v in op.reads})
+        first = set(light)
+        return (*light, *self.ops, *self.read_recomputed(op for op in ops if op not in first))
 
     def read_recomputed(self, ops: Iterable[Op]) -> Iterable[Op]:
         """Return copies of `ops` that read the recomputed values in place of the originals."""
@@ -75,7 +82,8 @@ def minimize_residuals(staged: StagedLoop, types: Types) -> StagedLoop:
         forward, backward = tasks.get(("fwd", stage)), tasks.get(("bwd", stage))
         if forward is None or backward is None:
             continue
-        plan = choose_recomputation(forward.ops, staged.takes(backward), staged.loop.body.inputs, types)
+        free = free_values(staged, backward.ops)
+        plan = choose_recomputation(forward.ops, staged.takes(backward), free, types)
         if plan.ops:
             tasks["bwd", stage] = replace(backward, ops=plan.prepend_to(backward.ops))
             changed.append(stage)
@@ -90,6 +98,15 @@ def minimize_residuals(staged: StagedLoop, types: Types) -> StagedLoop:
     return replace(smaller, tasks=tasks)
 
 
+def free_values(staged: StagedLoop, later: Iterable[Op]) -> set[int]:
+    """Return the ids of the values that an executable has without keeping or recomputing anything.
+
+    These are the inputs of the loop's body and the results of the executable's operations, `later`. Some of
+    these operations repeat light operations of an earlier executable, whose results have the same ids there.
+    """
+    return {*staged.loop.body.inputs, *(o for op in later for o in op.outputs)}
+
+
 def choose_recomputation(
     ops: Sequence[Op], taken: Collection[int], free: Collection[int], types: Types
 ) -> RecomputePlan:
@@ -98,7 +115,7 @@ def choose_recomputation(
     Args:
         ops: the operations of the earlier executable, in program order.
         taken: the ids of the values of the earlier executable that the later one needs.
-        free: the ids of the values that the later executable has in any case, such as the inputs of the loop.
+        free: the ids of the values that the later executable has in any case; see `free_values`.
         types: the type of each value; types of newly created values are added to it.
 
     Returns:

@@ -25,7 +25,7 @@ from jaxpp_async import schedules
 from jaxpp_async.compiler.ir import Types
 from jaxpp_async.compiler.ir_slicing import LightOps, split_needed
 from jaxpp_async.compiler.partition import StagedLoop, StageTask, task_order
-from jaxpp_async.compiler.rematerialization import choose_recomputation
+from jaxpp_async.compiler.rematerialization import choose_recomputation, free_values
 from jaxpp_async.compiler.stage_assignment import TaskKey
 from jaxpp_async.program.instructions import ActorId, Task
 
@@ -263,7 +263,7 @@ def split_backward(
     later = StageTask(("bwd_weight", stage), tuple(second), adds_second)
     repeated = LightOps.among(first, staged.loop.body.inputs).needed(staged.reads(later))
     later = replace(later, ops=(*repeated.values(), *second))
-    plan = choose_recomputation(first, staged.takes(later), staged.loop.body.inputs, types)
+    plan = choose_recomputation(first, staged.takes(later), free_values(staged, later.ops), types)
     return (
         StageTask(("bwd_input", stage), tuple(first), adds_first),
         replace(later, ops=plan.prepend_to(later.ops)),

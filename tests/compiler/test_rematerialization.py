@@ -185,3 +185,21 @@ def test_a_weight_gradient_takes_what_its_products_read():
             sizes = [types[v].aval.shape for v in recipe.inputs]
             taken[recipe.name] = sorted(s for s in sizes if s[0] == ROWS)
     assert taken and all(shapes == [(ROWS, D)] * 2 + [(ROWS, 4 * D)] * 2 for shapes in taken.values()), taken
+
+
+@pytest.mark.parametrize("schedule", [jpp.GPipe(2), jpp.Std1F1B(2), jpp.ZeroBubbleH1(2)], ids=repr)
+def test_a_residual_of_a_value_that_the_backward_repeats_by_itself(schedule):
+    """The second stage's input costs little, so its backward makes it again, and the residuals from it."""
+
+    def step(params, batch):
+        def grads_of(mb):
+            def loss(params):
+                x = jpp.pipeline_yield(0.3 * jnp.cumsum(jnp.sin(mb) + params["b"], 1))
+                return jnp.sum(jnp.sin(x) * x)
+
+            value, grads = jax.value_and_grad(loss)(params)
+            return grads, value
+
+        return jpp.accumulate_grads(grads_of, schedule, reduce=(jpp.Sum(), jpp.Stack()))(batch)
+
+    check_step(step, {"b": np.ones(D, np.float32)}, RNG.normal(size=(3, ROWS, D)).astype(np.float32))
