@@ -13,7 +13,7 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from paths import ROOT, TESTS
@@ -95,10 +95,11 @@ def _lines_of(node: ast.Expr) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
-def all_files() -> list[Module]:
+@cache
+def all_files() -> tuple[Module, ...]:
     """Return every Python file of the package, package markers too."""
     paths = sorted(PACKAGE.rglob("*.py"))
-    return [Module(path.relative_to(ROOT), path.read_text(encoding="utf-8")) for path in paths]
+    return tuple(Module(path.relative_to(ROOT), path.read_text(encoding="utf-8")) for path in paths)
 
 
 def modules() -> list[Module]:
