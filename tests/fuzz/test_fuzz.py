@@ -16,7 +16,7 @@ from programs import programs
 
 from jaxpp_async.testing import assert_close
 
-NUM_PLANNED, NUM_ON_ACTORS = 100, 6
+NUM_PLANNED, NUM_ON_ACTORS = 60, 6
 
 STEADY = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
