@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import pathlib
 import random
 import sys
@@ -26,6 +27,10 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "support")]
+
+# Actors on other hosts do not inherit the flags with which `conftest` has tests compile in less time, and
+# would compute other last bits than this process: without flags all compile as they do for users.
+os.environ.setdefault("XLA_FLAGS", "")
 
 import conftest  # noqa: F401, E402  (settings of JAX, before it starts)
 import psutil  # noqa: E402
