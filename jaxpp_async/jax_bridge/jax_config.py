@@ -194,7 +194,7 @@ def _put_whole(self: Any, key: str, value: bytes) -> None:
     try:
         beside.write_bytes(value)
         beside.replace(place)
-    except BaseException:
+    except BaseException:  # whatever interrupts the write, no partial file may stay
         beside.unlink(missing_ok=True)
         raise
 

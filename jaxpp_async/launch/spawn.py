@@ -81,7 +81,7 @@ def spawn_actor(
 
     try:
         first_line = request.first_line(page)
-    except BaseException:
+    except BaseException:  # whatever interrupts the start, the page has no other owner yet
         os.close(page)
         raise
     own = request.python == sys.executable
