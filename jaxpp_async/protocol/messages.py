@@ -1014,3 +1014,14 @@ Reply: TypeAlias = (
     | Inspected | Reported
 )  # fmt: skip
 Message: TypeAlias = Request | Reply | Log | Beat
+
+
+# temporary, until the branch "messages" lands
+@dataclass(frozen=True)
+class Rules:
+    reply: type = object
+    ordered: bool = False
+    repeated: bool = False
+    changes_state: bool = False
+    ended_by: type | None = None
+    reads_files: bool = False
