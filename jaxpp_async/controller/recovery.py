@@ -317,8 +317,7 @@ class Recovery:
         link = self._actor_group.links[process]
         actor = link.info.id
         for program_id in self._programs.programs_of(actor):
-            number = self._request_log.number()
-            message = self._programs.load_message(number, program_id, actor, link.known_blobs)
+            message = self._programs.load_message(program_id, actor, link.known_blobs)
             await link.call(message, Loaded)
 
 

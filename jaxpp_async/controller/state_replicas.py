@@ -106,7 +106,7 @@ class StateReplication:
         self._steps_since = 0
         generation, mark = next(self._generations), self._request_log.new_mark()
         asked = {
-            process: link.ask(TakeReplica(self._request_log.number(), generation), ReplicaTaken)
+            process: link.ask(TakeReplica(generation), ReplicaTaken)
             for process, link in self._actor_group.links.items()
         }
         work = self._complete_or_report(generation, mark, asked)
@@ -170,7 +170,7 @@ class StateReplication:
         """
         generation, everyone = self._generation, sorted(self._actor_group.links)
         if generation is not None:
-            await self._ask_each(everyone, lambda: DropReplicas(self._request_log.number(), generation))
+            await self._ask_each(everyone, DropReplicas(generation))
             await self._send_to_replaced(generation, lost)
             # Restore the second copies that the lost actors stored for others. Until that is done, the loss
             # of one more actor could lose its state.
@@ -180,7 +180,7 @@ class StateReplication:
         size_bytes = sum(n for kept in self._contents.values() for array in kept for n in array.shard_bytes)
         try:
             async with awake_timeout(ROLLBACK_S + size_bytes / SLOW_BYTES_PER_S):
-                await self._ask_each(everyone, lambda: Rollback(self._request_log.number(), generation))
+                await self._ask_each(everyone, Rollback(generation))
         except TimeoutError:
             raise ActorUnresponsiveError(
                 "actors did not go back to the last replica of their arrays in time"
@@ -222,7 +222,7 @@ class StateReplication:
         self._generation, self._contents = generation, kept
         self._request_log.forget_before(mark)
         self._replica_store.keep_only(generation)
-        await self._ask_each(sorted(kept), lambda: DropReplicas(self._request_log.number(), generation))
+        await self._ask_each(sorted(kept), DropReplicas(generation))
         _LOG.debug("replica %d of the state is complete", generation)
 
     def _on_ended(self, _: asyncio.Task[None]) -> None:
@@ -291,9 +291,9 @@ class StateReplication:
         arrived: set[ProcessId] = set()
 
         async def move(of: ProcessId, source: ProcessId, to: ProcessId) -> None:
-            number, epoch = self._request_log.number, self._actor_group.epoch
-            receive = ReceiveReplica(number(), epoch, generation, of, source, arrays[of])
-            send = SendReplica(number(), epoch, generation, of, to)
+            epoch = self._actor_group.epoch
+            receive = ReceiveReplica(epoch, generation, of, source, arrays[of])
+            send = SendReplica(epoch, generation, of, to)
             ends = {to: self._run_one_end(to, receive), source: self._run_one_end(source, send)}
             await all_of(ends, f"move the replica of process {of}")
             arrived.add(of)
@@ -346,6 +346,6 @@ class StateReplication:
             choose_holders(hosts)[processes.actor_of(process)], processes.rank_of(process)
         )
 
-    async def _ask_each(self, processes: Collection[ProcessId], make: Callable[[], Request]) -> None:
-        for pending in [self._actor_group.links[process].ask(make(), Done) for process in processes]:
+    async def _ask_each(self, processes: Collection[ProcessId], message: Request) -> None:
+        for pending in [self._actor_group.links[process].ask(message, Done) for process in processes]:
             await pending
