@@ -26,7 +26,7 @@ from jaxpp_async.actors.execution_plan import BindInput, ExecutionPlan, PostRecv
 from jaxpp_async.actors.jax_runtime import reserve_port
 from jaxpp_async.actors.loaded_program import LoadedProgram, load_program
 from jaxpp_async.actors.process_group import DroppedStep, TaskCount, catch_up
-from jaxpp_async.actors.server import failed_reply
+from jaxpp_async.actors.server import SendMessage, failed_reply
 from jaxpp_async.actors.setup import ActorResources, make_resources
 from jaxpp_async.actors.shards import count_memory
 from jaxpp_async.actors.step_queue import StepQueue
@@ -51,7 +51,7 @@ class Actor:
     Args:
         process_id: the number of the process in the mesh; the transport uses the same number.
         make_transport: makes the transport of a given name on a given network.
-        send: transmits a reply to the controller; called on the event loop.
+        send: transmits a reply to the controller, with the request's number; called on the event loop.
         inline: whether the actor runs in the controller's process and shares its JAX.
         note_progress: records the position of a step in its program; called at every instruction.
         open_devices: takes JAX devices and the name of a transport. Returns an interface to the devices if
@@ -64,7 +64,7 @@ class Actor:
         process_id: ProcessId,
         *,
         make_transport: Callable[[str, Network], Transport],
-        send: Callable[[m.Message], None],
+        send: SendMessage,
         inline: bool = False,
         note_progress: NoteProgress = ignore_progress,
         open_devices: Callable[[Sequence[Any], str], CudaDevices | None] = open_cuda,
@@ -103,23 +103,27 @@ class Actor:
         )
         self._closed = False
 
-    def handle(self, message: m.Message) -> None:
+    def handle(self, message: m.Message, number: int) -> None:
         """Start to carry out one request. Long work continues after this method returns, and its reply
-        follows later."""
+        follows later.
+
+        Args:
+            message: the request.
+            number: the number of the request, which goes with its reply.
+        """
         try:
             if type(message) is m.Step:  # by far the most frequent request
-                self._steps.request(message)
+                self._steps.request(message, number)
                 return
             reply = self._begin(message)
             if isinstance(reply, Coroutine):
-                task = self._spawn(type(message).__name__, self._answer(message, reply))
+                task = self._spawn(type(message).__name__, self._answer(number, reply))
                 # if the actor closes before the task begins, Python would warn of the coroutine
                 task.add_done_callback(lambda _: reply.close())
             else:
-                self._send(reply)
+                self._send(reply, number)
         except Exception as error:  # the request fails, but the actor continues
-            request, step = getattr(message, "request", None), getattr(message, "step", None)
-            self._send(failed_reply(request, error, step=step))
+            self._send(failed_reply(error, step=getattr(message, "step", None)), number)
 
     @property
     def actor_id(self) -> ActorId:
@@ -162,12 +166,12 @@ class Actor:
         match message:
             case m.Reserve():
                 self._port = reserve_port()
-                return m.Reserved(message.request, self._port.getsockname()[1])
+                return m.Reserved(self._port.getsockname()[1])
             case m.Configure():
                 return self._configure(message)
             case m.Admit():
                 self._resources.transports.admit(message.addresses)
-                return m.Done(message.request)
+                return m.Done()
             case m.Connect():
                 return self._connect(message)
             case m.OfferLinks():
@@ -179,7 +183,7 @@ class Actor:
             case m.Store():
                 entries = self._resources.host_values.store_puts(message.puts, self._steps.epoch)
                 self._free(message.frees)
-                return self._stored(message.request, entries)
+                return self._stored(entries)
             case m.Fetch():
                 values = self._resources.host_values
                 return values.fetch(message, values.start_copies(message), self._steps.epoch)
@@ -205,13 +209,13 @@ class Actor:
                 return self._receive_replica(message)
             case m.DropReplicas():
                 self._replica_store.keep_only(message.generation)
-                return m.Done(message.request)
+                return m.Done()
             case m.Rollback():
                 return self._resources.replica_requests.roll_back(message)
             case m.Inspect():
-                return m.Inspected(message.request, self._count_resources())
+                return m.Inspected(self._count_resources())
             case m.Report():
-                return report(message.request, self._steps.current)
+                return report(self._steps.current)
             case m.Shutdown():
                 return self._shutdown(message)
             case _:
@@ -231,9 +235,9 @@ class Actor:
         self._steps.epoch = message.epoch
         return ready
 
-    async def _stored(self, request: int, entries: Sequence[StoredArray]) -> m.Done:
+    async def _stored(self, entries: Sequence[StoredArray]) -> m.Done:
         await wait_all(entries)
-        return m.Done(request)
+        return m.Done()
 
     async def _connect(self, message: m.Connect) -> m.Connected:
         self._steps.epoch = message.epoch
@@ -244,12 +248,12 @@ class Actor:
         step_resources, routes = self._resources.step_resources, {}
         if step_resources.device_work is not None:
             routes = {peer: step_resources.transport.routes(peer) for peer in peers if peer != CONTROLLER}
-        return m.Connected(message.request, routes)
+        return m.Connected(routes)
 
     async def _offer_links(self, message: m.OfferLinks) -> m.LinksOffered:
         transport, loop = self._resources.transports.required_ordered, asyncio.get_running_loop()
         ids = [await loop.run_in_executor(self._workers, transport.make_id) for _ in range(message.num_ids)]
-        return m.LinksOffered(message.request, transport.address, tuple(ids))
+        return m.LinksOffered(transport.address, tuple(ids))
 
     async def _join_links(self, message: m.JoinLinks) -> m.Done:
         transport = self._resources.transports.required_ordered
@@ -262,7 +266,7 @@ class Actor:
             await transport.join(
                 NcclLink(link.sender, link.receiver, link.from_device, link.to_device), link.unique_id
             )
-        return m.Done(message.request)
+        return m.Done()
 
     async def _load(self, message: m.Load) -> m.Loaded:
         step_resources = self._resources.step_resources
@@ -304,24 +308,24 @@ class Actor:
             if failed_ends := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
                 raise failed_ends[0]
         self._steps.resume()
-        return m.Done(message.request)
+        return m.Done()
 
     async def _reset_transport(self, message: m.ResetTransport) -> m.TransportReset:
         await self._resources.transports.aclose()
         resources = self._resources_or_none = self._resources.with_new_transports(self._steps.epoch)
-        return m.TransportReset(message.request, resources.transports.host.address)
+        return m.TransportReset(resources.transports.host.address)
 
     async def _send_replica(self, message: m.SendReplica) -> m.Done:
         await self._replica_store.send(self._resources.transports.host, message)
-        return m.Done(message.request)
+        return m.Done()
 
     async def _receive_replica(self, message: m.ReceiveReplica) -> m.Done:
         await self._replica_store.receive(self._resources.transports.host, message)
-        return m.Done(message.request)
+        return m.Done()
 
     async def _shutdown(self, message: m.Shutdown) -> m.Done:
         await self.aclose()
-        return m.Done(message.request)
+        return m.Done()
 
     # ------------------------------------------------------------ steps
 
@@ -394,7 +398,7 @@ class Actor:
     def _complete_step(self, run: StepRun) -> m.StepDone:
         if run.message.frees_after:
             self._free(run.message.frees_after)
-        return m.StepDone(run.message.request, run.message.step, run.stats(len(self._store)))
+        return m.StepDone(run.message.step, run.stats(len(self._store)))
 
     # ------------------------------------------------------------ helpers
 
@@ -411,17 +415,17 @@ class Actor:
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.start(f"actor {self.actor_id}: {name}", work)
 
-    async def _answer(self, message: Any, work: Coroutine[Any, Any, m.Reply]) -> None:
+    async def _answer(self, number: int, work: Coroutine[Any, Any, m.Reply]) -> None:
         try:
             reply = await work
         except Exception as error:  # the request fails, but the actor continues
             if self._closed:
                 return
-            reply = failed_reply(message.request, error)
+            reply = failed_reply(error)
             # The frames refer to arrays, and to futures that refer to the error. Without this only the
             # garbage collector would free them.
             traceback.clear_frames(error.__traceback__)
-        self._send(reply)
+        self._send(reply, number)
 
     def _count_resources(self) -> dict[str, int]:
         """Return what the actor stores and has done, for the `Inspect` request.
@@ -450,22 +454,20 @@ class Actor:
 # ---------------------------------------------------------------- a step that does not go on
 
 
-def report(request: int, run: StepRun | None) -> Reported:
+def report(run: StepRun | None) -> Reported:
     """Return the position of a step in its program, and the transfers of the step that are incomplete, for
     the controller's stall detector.
 
     Args:
-        request: the number of the `Report` request that is answered.
         run: the step under way, or None.
 
     Returns:
         The reply. If no step is under way, its `step` is None, and it names no transfers.
     """
     if run is None or run.ended:
-        return Reported(request, None, now_s=time.monotonic())
+        return Reported(None, now_s=time.monotonic())
     executor = run.executor
     return Reported(
-        request=request,
         step=run.message.step,
         program_id=run.message.program_id,
         instruction=executor.at,

@@ -67,7 +67,7 @@ class CheckpointRequests:
         entries = {array_id: self._store.get(array_id) for array_id in message.array_ids}
         copies = {array_id: copy_when_available(entry, self._layouts) for array_id, entry in entries.items()}
         save = self._saves[message.folder] = _Save(copies)
-        return save.begun(message.request)
+        return save.begun()
 
     def write(self, message: WriteFile) -> Coroutine[Any, Any, Written]:
         """Write one file of a save. The arrays to write are looked up before this method returns.
@@ -101,7 +101,7 @@ class CheckpointRequests:
         )
         del copies  # only the thread refers to the arrays now
         size, digests = await save.writing
-        return Written(message.request, size, tuple(digests[name] for _, name, _ in message.arrays))
+        return Written(size, tuple(digests[name] for _, name, _ in message.arrays))
 
     async def check(self, message: CheckFiles) -> Done:
         """Check that the files of a save still exist and have the sizes with which they were written.
@@ -111,7 +111,7 @@ class CheckpointRequests:
         """
         check, folder = checkpoint_folder.check_files, os.fsdecode(message.folder)
         await asyncio.get_running_loop().run_in_executor(self._workers, check, folder, dict(message.files))
-        return Done(message.request)
+        return Done()
 
     def sweep(self, message: Sweep) -> Coroutine[Any, Any, Done]:
         """End the save to a folder, if one is under way, so that another save may begin, and remove the files
@@ -132,7 +132,7 @@ class CheckpointRequests:
         await self._wait_stopped()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._workers, _sweep, message)
-        return Done(message.request)
+        return Done()
 
     def read(self, message: ReadFile) -> Coroutine[Any, Any, Done]:
         """Restore arrays from files. Entries for the arrays are added to the array store before this method
@@ -146,7 +146,7 @@ class CheckpointRequests:
 
     async def _read(self, message: ReadFile, entries: Sequence[StoredArray]) -> Done:
         await fill(entries, partial(_read_and_place, message, self._layouts), self._workers)
-        return Done(message.request)
+        return Done()
 
     def stop_all(self) -> None:
         """Stop all saves: release their arrays, and tell the threads to stop and to remove the files that
@@ -181,12 +181,12 @@ class _Save:
         self.writing: asyncio.Future[Any] | None = None
         self._waiting = [copy.shards for copy in copies.values()]
 
-    async def begun(self, request: int) -> Done:
+    async def begun(self) -> Done:
         """Wait until all arrays of the save are available, and return the reply to the request with this
         number."""
         waiting, self._waiting = self._waiting, []
         await asyncio.gather(*waiting)
-        return Done(request)
+        return Done()
 
     def stop(self) -> None:
         """Tell the writing thread to stop, and release the arrays that are still to be written."""

@@ -308,7 +308,7 @@ async def load_program(
             loops.add(run.instruction)
         temp_bytes[run.executable] = max(temp_bytes[run.executable], executable.temp_bytes)
     program = LoadedProgram(plan, calls, places, message.names, layouts, pool, loops, process_rank)
-    return program, Loaded(message.request, compile_s, temp_bytes)
+    return program, Loaded(compile_s, temp_bytes)
 
 
 def _check(

@@ -77,7 +77,7 @@ class ReplicaRequests:
         loop = asyncio.get_running_loop()
         replica = await loop.run_in_executor(self._workers, _make_replica, found)
         self._replica_store.put(message.generation, self._process_id, replica)
-        return ReplicaTaken(message.request, replica.arrays)
+        return ReplicaTaken(replica.arrays)
 
     def roll_back(self, message: Rollback) -> Coroutine[Any, Any, Done]:
         """Replace all arrays of this process by those of a replica (a copy of the arrays, kept for restarts).
@@ -112,7 +112,7 @@ class ReplicaRequests:
             ]
 
         await fill(entries, place_arrays, self._workers)
-        return Done(message.request)
+        return Done()
 
 
 def _make_replica(copies: Mapping[ArrayId, HostCopy]) -> StateReplica:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import jaxpp_async
 from jaxpp_async.base.printable import in_words
 from jaxpp_async.base.spinning import LoopSpin
-from jaxpp_async.errors import MeshError
+from jaxpp_async.errors import MeshError, ProtocolError
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import Identity, Wire
 from jaxpp_async.protocol.messages import Done, Failed, Log, Message, Request, Shutdown, StepDone
@@ -39,17 +39,32 @@ class ActorLike(Protocol):
         """The number of the step that is under way, or None. Any thread may read it."""
         ...
 
-    def handle(self, message: Request) -> None:
+    def handle(self, message: Request, number: int) -> None:
         """Start to carry out one request; called in the order in which requests arrive.
 
         This call returns quickly. For a request that fails, this call raises no exception, but sends a reply
         that says so.
+
+        Args:
+            message: the request.
+            number: the number of the request, which goes with its reply.
         """
         ...
 
     async def aclose(self) -> None:
         """Cancel all work and release every resource."""
         ...
+
+
+class SendMessage(Protocol):
+    """The type of a function that sends a message to the controller.
+
+    Args:
+        message: the message.
+        number: the number of the request that the message answers; None if it answers none.
+    """
+
+    def __call__(self, message: Message, number: int | None = None) -> None: ...
 
 
 class MakeActor(Protocol):
@@ -60,7 +75,7 @@ class MakeActor(Protocol):
         process_id: int,
         *,
         make_transport: Callable[[str, Network], Transport],
-        send: Callable[[Message], None],
+        send: SendMessage,
         inline: bool = False,
     ) -> ActorLike: ...
 
@@ -114,16 +129,16 @@ async def serve(
     try:
         await connect(connection)
         await connection.opened
-        actor = make_actor(identity.process_id, make_transport=make_transport, send=dispatcher.reply)
+        actor = make_actor(identity.process_id, make_transport=make_transport, send=dispatcher.send)
         try:
             dispatcher.open(actor, spins=spins)
-            shutdown = await dispatcher.closed
+            shut_down_by = await dispatcher.closed
         finally:
             dispatcher.close(None)
             await _close_actor(actor)
-        if shutdown is None:
+        if shut_down_by is None:
             return ExitCode.CONNECTION_LOST
-        connection.send(Done(shutdown.request))
+        connection.send(Done(), shut_down_by)
         return ExitCode.OK
     finally:
         connection.close()
@@ -141,15 +156,15 @@ class _RequestDispatcher:
 
     Attributes:
         connection: carries the replies to the controller.
-        closed: a future that is done when no more requests follow. Its result is the request to shut down, or
-            None if the connection has ended.
+        closed: a future that is done when no more requests follow. Its result is the number of the request to
+            shut down, or None if the connection has ended.
     """
 
     connection: Connection
 
     def __init__(self) -> None:
-        self.closed: asyncio.Future[Shutdown | None] = asyncio.get_running_loop().create_future()
-        self._early: list[Any] = []
+        self.closed: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._early: list[tuple[Any, int]] = []
         self._actor: ActorLike | None = None
         self._loop_spin: LoopSpin | None = None
 
@@ -165,52 +180,59 @@ class _RequestDispatcher:
         if spins:
             self._loop_spin = LoopSpin(asyncio.get_running_loop(), lambda: actor.current_step is None)
         early, self._early = self._early, []
-        for message in early:
-            self.dispatch(message)
+        for message, number in early:
+            self.dispatch(message, number)
 
-    def dispatch(self, message: Any) -> None:
+    def dispatch(self, message: Any, number: int | None) -> None:
         """Pass a request to the actor, or keep it until there is an actor. A `Shutdown` ends the dispatching
-        instead."""
+        instead.
+
+        Raises:
+            ProtocolError: the request has no number, so it could not be answered.
+        """
+        if number is None:
+            raise ProtocolError(f"the controller sent a {type(message).__name__} without a number")
         if self._loop_spin is not None:
             self._loop_spin.end()
         if self._actor is None:
-            self._early.append(message)
+            self._early.append((message, number))
         elif isinstance(message, Shutdown):
-            self.close(message)
+            self.close(number)
         elif not self.closed.done():
             try:
-                self._actor.handle(message)
+                self._actor.handle(message, number)
             except Exception as error:  # a bug in the actor, which the controller must be told
-                self.reply(failed_reply(message.request, error))
+                self.send(failed_reply(error), number)
 
-    def reply(self, message: Message) -> None:
-        """Send a reply to the controller. If the reply cannot be encoded, send a `Failed` reply instead.
+    def send(self, message: Message, number: int | None = None) -> None:
+        """Send a message to the controller (see `SendMessage`). If a reply cannot be encoded, send a `Failed`
+        reply instead.
 
         If `open` was called with `spins`, the event loop keeps looking for messages for a moment after the
         reply to a step, since the next step may be requested soon.
         """
         try:
-            self.connection.send(message)
+            self.connection.send(message, number)
         except (
             MeshError
-        ) as error:  # the reply cannot be encoded: the controller, which waits for it, must learn of that
+        ) as error:  # it cannot be encoded: the controller, which waits for it, must learn that
             _LOG.exception("a message cannot be sent")
             if not isinstance(message, Log):
-                request, step = getattr(message, "request", None), getattr(message, "step", None)
-                self.connection.send(failed_reply(request, error, step=step))
+                self.connection.send(failed_reply(error, step=getattr(message, "step", None)), number)
         if self._loop_spin is not None and type(message) is StepDone:
             self._loop_spin.begin()
 
-    def close(self, last: Shutdown | None) -> None:
+    def close(self, shut_down_by: int | None) -> None:
         """Pass no more requests to the actor, and set the result of `closed`.
 
         Args:
-            last: the request to shut down, which becomes the result; None if the connection has ended.
+            shut_down_by: the number of the request to shut down, which becomes the result; None if the
+                connection has ended.
         """
         if self._loop_spin is not None:
             self._loop_spin.end()
         if not self.closed.done():
-            self.closed.set_result(last)
+            self.closed.set_result(shut_down_by)
 
 
 async def _close_actor(actor: ActorLike) -> None:
@@ -221,17 +243,14 @@ async def _close_actor(actor: ActorLike) -> None:
         _LOG.exception("the actor did not close cleanly")
 
 
-def failed_reply(
-    request: int | None, error: BaseException, *, step: int | None = None, instruction: str | None = None
-) -> Failed:
+def failed_reply(error: BaseException, *, step: int | None = None, instruction: str | None = None) -> Failed:
     """Return the reply that reports an exception to the controller, as names and text only, so that nothing
     has to be unpickled.
 
     Args:
-        request: the number of the request that failed; None if it is not known.
         error: the exception.
         step: the number of the step that failed; None if the request was not a step.
         instruction: the text of the instruction that failed; None if no instruction failed.
     """
     words = in_words(error)
-    return Failed(request, words.exception_type, words.message, words.printed, step, instruction)
+    return Failed(words.exception_type, words.message, words.printed, step, instruction)

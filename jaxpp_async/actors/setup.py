@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from jaxpp_async.actors.array_store import ArrayStore
 from jaxpp_async.actors.checkpoint_requests import CheckpointRequests
 from jaxpp_async.actors.cuda import CudaDevices, DeviceWork
@@ -160,8 +162,8 @@ async def make_resources(
     hardware = plain_hardware(devices) if cuda is None else cuda.hardware()
     if (ordered := transports.ordered) is not None:
         shares = ranks_may_share(ordered.version, os.environ)
-        hardware = replace(hardware, nccl=ordered.version, nccl_shares=shares)
-    return resources, Ready(message.request, transports.host.address, names, package_versions(), hardware)
+        hardware = structs.replace(hardware, nccl=ordered.version, nccl_shares=shares)
+    return resources, Ready(transports.host.address, names, package_versions(), hardware)
 
 
 class CountedStep(Protocol):

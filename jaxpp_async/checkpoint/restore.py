@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -175,8 +174,8 @@ class _Reading:
             files: for each file name, the arrays to read from it.
         """
         for name, parts in files.items():
-            make = partial(ReadFile, path=self._encoded(name), parts=tuple(parts))
-            await self._controller.request_log.send(process, make, Done)
+            message = ReadFile(self._encoded(name), tuple(parts))
+            await self._controller.request_log.send(process, message, Done)
 
     def _encoded(self, file: str) -> bytes:
         """Return the full path of a checkpoint's file, encoded as bytes for messages to actors."""

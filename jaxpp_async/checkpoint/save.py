@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from jaxpp_async.base.events import Emit, EventLog
@@ -217,11 +216,10 @@ class Saver:
         plan = make_save_plan(leaves, self._controller())
         controller, save_id = self._controller(), checkpoint_folder.new_save_id()
         controller.before_save()
-        makes = {
-            process: partial(BeginSnapshot, folder=os.fsencode(folder), array_ids=ids)
-            for process, ids in plan.snapshots.items()
+        messages = {
+            process: BeginSnapshot(os.fsencode(folder), ids) for process, ids in plan.snapshots.items()
         }
-        snapshots = controller.request_log.send_each(makes, Done, awaited=awaited)
+        snapshots = controller.request_log.send_each(messages, Done, awaited=awaited)
         saving = self._current = Saving(folder, plan.size_bytes, is_awaited=awaited)
         job = _Job(
             controller,
@@ -351,14 +349,15 @@ class _Job:
         for index, entries in enumerate(files):
             file = checkpoint_folder.file_name(self.save_id, process, index)
             paths = list(dict.fromkeys(entry.path for entry in entries))
-            make = partial(
-                WriteFile,
-                folder=os.fsencode(self.folder),
-                file=file,
-                arrays=tuple((entry.array_id, entry.name, entry.number) for entry in entries),
-                metadata=self._metadata(paths),
+            message = WriteFile(
+                os.fsencode(self.folder),
+                file,
+                tuple((entry.array_id, entry.name, entry.number) for entry in entries),
+                self._metadata(paths),
             )
-            written: Written = await request_log.send(process, make, Written, awaited=self.saving.is_awaited)
+            written: Written = await request_log.send(
+                process, message, Written, awaited=self.saving.is_awaited
+            )
             info = request_log.info(process)
             process_rank = ProcessRank(info.process, info.size)
             self.files[file] = m.File(written.size_bytes, f"{process_rank} on host {info.host}")
@@ -373,8 +372,8 @@ class _Job:
         """
         names = [checkpoint_folder.file_name(self.save_id, process, index) for index in range(len(files))]
         sizes = tuple((name, self.files[name].size_bytes) for name in names)
-        make = partial(CheckFiles, folder=os.fsencode(self.folder), files=sizes)
-        await self.controller.request_log.send(process, make, Done, awaited=self.saving.is_awaited)
+        message = CheckFiles(os.fsencode(self.folder), sizes)
+        await self.controller.request_log.send(process, message, Done, awaited=self.saving.is_awaited)
 
     def _add_array(self, file: str, entry: SavedArray, digest: str) -> None:
         """Record for the manifest that an array, or one part of an array, has been written to a file.
@@ -646,9 +645,9 @@ class FileRemovals:
         controller = self._controller()
         if controller.is_closed:
             return
-        make = partial(Sweep, folder=os.fsencode(folder), files=files, remove_folder=remove_folder)
-        makes = dict.fromkeys(controller.processes.everyone, make)
-        sweeps = list(controller.request_log.send_each(makes, Done, awaited=False).values())
+        message = Sweep(os.fsencode(folder), files, remove_folder)
+        messages = dict.fromkeys(controller.processes.everyone, message)
+        sweeps = list(controller.request_log.send_each(messages, Done, awaited=False).values())
         for sweep in sweeps:
             self._under_way.setdefault(folder, set()).add(sweep)
             sweep.add_done_callback(lambda sweep: self._ended(folder, sweep))

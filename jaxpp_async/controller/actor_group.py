@@ -73,7 +73,6 @@ class ActorGroup:
         options: the options of the mesh's controller.
         links: a dictionary that this object fills with the `ActorLink` of each process (the controller's
             handle and connection), by process number. A replaced process gets a new link.
-        number: a function that returns a new request number.
         on_progress: called with a line of text at each stage of the start.
         on_transfer_error: called with the error of a transfer between an actor and the controller.
         on_routes: called for each connected process with its `ActorInfo` and, for each of its peers, the
@@ -95,14 +94,13 @@ class ActorGroup:
         options: ControllerOptions,
         links: dict[ProcessId, ActorLink],
         *,
-        number: Callable[[], int],
         on_progress: Callable[[str], None],
         on_transfer_error: Callable[[TransferError], None],
         on_routes: Callable[[ActorInfo, Mapping[ProcessId, tuple[str, ...]]], None],
     ):
         self.processes, self.links, self.epoch = processes, links, 0
         self._launcher, self._options = launcher, options
-        self._number, self._on_progress = number, on_progress
+        self._on_progress = on_progress
         self._on_transfer_error, self._on_routes = on_transfer_error, on_routes
         self._secret = secrets.token_bytes(SECRET_BYTES)
         version, longest = jaxpp_async.__version__, options.max_frame_bytes
@@ -265,14 +263,14 @@ class ActorGroup:
         """
         if len(links) == 1:
             return [None]
-        port = await self._startup.reserve(links[0], Reserve(self._number()))
+        port = await self._startup.reserve(links[0], Reserve())
         addresses = addresses_of_hosts([link.connection.ends for link in links])
         coordinator = f"{addresses[0]}:{port}"
         return [Cluster(coordinator, tuple(addresses), rank) for rank in range(len(links))]
 
     async def _configure(self, link: ActorLink, cluster: Cluster | None) -> None:
         message = self._options.actors.message(
-            self._number(), self.transport_kind, self.epoch, cluster, self._host_address(link)
+            self.transport_kind, self.epoch, cluster, self._host_address(link)
         )
         self.hardware[link.info.process] = (await self._startup.configure(link, message)).hardware
 
@@ -310,7 +308,7 @@ class ActorGroup:
         for process in sorted(self.links):
             peers = {CONTROLLER, *self.processes.peers_of(process)}
             known = {peer: address for peer, address in addresses.items() if peer in peers}
-            connects[process] = Connect(self._number(), self.epoch, known)
+            connects[process] = Connect(self.epoch, known)
         found = await self.ask_each(connects, Connected, "connect")
         for process, connected in sorted(found.items()):
             self._on_routes(self.links[process].info, connected.routes)
@@ -328,7 +326,7 @@ class ActorGroup:
             return
         everyone = tuple(addresses.values())
         self.host_transfers.transport.admit(everyone)
-        await self.ask_each({p: Admit(self._number(), everyone) for p in sorted(self.links)}, Done, "admit")
+        await self.ask_each({p: Admit(everyone) for p in sorted(self.links)}, Done, "admit")
 
     def _make_transport(self) -> Transport:
         kind = kind_of(self.transport_kind).host_transport or self.transport_kind
@@ -376,14 +374,14 @@ class ActorGroup:
         Returns:
             The request, which can be awaited.
         """
-        return self.links[process].ask(Abort(self._number(), self.epoch, cause), Done)
+        return self.links[process].ask(Abort(self.epoch, cause), Done)
 
     def request_report(self, process: ProcessId) -> asyncio.Future[Reported]:
         """Ask a process for its position in its program and for its open transfers; return the future reply.
 
         If a restart (the replacement of lost actors) begins before the reply, the request is not sent again.
         """
-        return self.links[process].ask(Report(self._number()), Reported).future
+        return self.links[process].ask(Report(), Reported).future
 
     async def reset_transport(self, process: ProcessId) -> None:
         """Have a process replace its end of the data plane (the transport for arrays), and record the new
@@ -395,7 +393,7 @@ class ActorGroup:
             RemoteError: the process could not make a new end.
         """
         link = self.links[process]
-        reset: TransportReset = await link.call(ResetTransport(self._number()), TransportReset)
+        reset: TransportReset = await link.call(ResetTransport(), TransportReset)
         link.address = reset.address
 
     async def reset_host_transport(self) -> None:
@@ -467,7 +465,7 @@ class ActorGroup:
             if link is None or link.handle is not handle or not link.connection.is_open:
                 handle.kill()  # it cannot be asked: it is being started or replaced
             else:
-                link.connection.send(Shutdown(self._number()))
+                link.ask(Shutdown(), Done)
         return await wait_all_dead(handles, SHUTDOWN_S / (2 if self.processes.per_actor > 1 else 1))
 
     def kill(self) -> None:

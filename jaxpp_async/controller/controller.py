@@ -110,7 +110,6 @@ class Controller:
             processes,
             options,
             links,
-            number=self.request_log.number,
             on_progress=self._report_progress,
             on_transfer_error=self._suspect,
             on_routes=self.mesh_events.connected,
@@ -316,7 +315,7 @@ class Controller:
         processes_by_actor = self._programs.processes_by_actor(program_id)
         step = step_id(self._num_steps, kind, self._num_ahead)
         handle = StepHandle(step, program_id, [p for _, processes in processes_by_actor for p in processes])
-        frees, number, epoch = self._frees.take(), self.request_log.number, self._actor_group.epoch
+        frees, epoch = self._frees.take(), self._actor_group.epoch
         posts: list[SentRequest] = []
         freed = dict(frees)
         for actor, processes in processes_by_actor:
@@ -324,7 +323,6 @@ class Controller:
             small, large = self._actor_group.host_transfers.prepare(actor, values) if values else ((), {})
             before = frees.pop(actor, ())
             message = Step(
-                number(),
                 epoch,
                 step,
                 program_id,
@@ -380,7 +378,7 @@ class Controller:
             small, large = self._actor_group.host_transfers.prepare(actor, values.get(actor, ()))
             for process in self.processes.processes_of(actor):
                 calls[process] = PendingRequest(Done)
-                message = Store(self.request_log.number(), small, frees.get(actor, ()))
+                message = Store(small, frees.get(actor, ()))
                 posts.append(self._with_values(process, message, calls[process], large.get(process, ()), []))
         try:
             self.request_log.post(*posts)
@@ -424,7 +422,7 @@ class Controller:
         self._check_usable()
         self._send_frees()
         replies = {
-            process: self.request_log.send(process, Inspect, Inspected)
+            process: self.request_log.send(process, Inspect(), Inspected)
             for process in sorted(self._actor_group.links)
         }
         return {process: (await reply).numbers for process, reply in replies.items()}
@@ -468,7 +466,7 @@ class Controller:
         The request is sent before this method returns. Therefore a step that is started later cannot donate
         the arrays before they have been read.
         """
-        message, fetch = self._actor_group.host_transfers.fetch(self.request_log.number(), process, wanted)
+        message, fetch = self._actor_group.host_transfers.fetch(process, wanted)
         self.request_log.post(SentRequest(process, message, fetch, fetch.start))
         return self._reply_of(process, fetch)
 
@@ -479,7 +477,7 @@ class Controller:
     def _send_frees(self) -> None:
         for actor, array_ids in self._frees.take().items():
             for process in self.processes.processes_of(actor):
-                message = Store(self.request_log.number(), (), array_ids)
+                message = Store((), array_ids)
                 self.request_log.post(SentRequest(process, message, PendingRequest(Done, awaited=False)))
 
     # ------------------------------------------------------------ saves

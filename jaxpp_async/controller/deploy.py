@@ -93,7 +93,7 @@ class Deployment:
     async def _load(self, program_id: int, process: ProcessId) -> Loaded:
         known = self._actor_group.links[process].known_blobs
         actor = self._actor_group.processes.actor_of(process)
-        message = self._programs.load_message(self._request_log.number(), program_id, actor, known)
+        message = self._programs.load_message(program_id, actor, known)
         call = PendingRequest(Loaded)
         try:
             self._request_log.post(SentRequest(process, message, call))
@@ -286,7 +286,7 @@ class LinkSetup:
         ends = sorted({end for link in new for end in (link.sender, link.receiver)})
         makers = links_by_maker(new)
         offers: dict[ProcessId, LinksOffered] = await self._actor_group.ask_each(
-            {end: OfferLinks(self._request_log.number(), len(makers.get(end, ()))) for end in ends},
+            {end: OfferLinks(len(makers.get(end, ()))) for end in ends},
             LinksOffered,
             "offer links",
         )
@@ -308,7 +308,7 @@ class LinkSetup:
 
     def _join(self, process: ProcessId, link: NcclLink, unique_id: bytes, offer: LinksOffered) -> JoinLinks:
         addresses = {link.peer_of(process): offer.address}
-        return JoinLinks(self._request_log.number(), addresses, (JoinLink(*link, unique_id),))
+        return JoinLinks(addresses, (JoinLink(*link, unique_id),))
 
 
 # ---------------------------------------------------------------- programs
@@ -404,11 +404,10 @@ class LoadedPrograms:
         """Return the ids of all programs in which an actor takes part, in ascending order."""
         return tuple(i for i, program in sorted(self._programs.items()) if actor in program.keys)
 
-    def load_message(self, request: int, program_id: int, actor: ActorId, known: set[str]) -> Load:
+    def load_message(self, program_id: int, actor: ActorId, known: set[str]) -> Load:
         """Return the message that has a process load its actor's part of a program.
 
         Args:
-            request: the request number of the message.
             program_id: the program.
             actor: the actor that the process belongs to.
             known: content keys of the executables that the process has been sent before, which the message
@@ -419,7 +418,7 @@ class LoadedPrograms:
         new = set(keys.values()) - known
         known |= new
         blobs = {key: program.blobs[key] for key in sorted(new)}
-        return Load(request, program_id, program.texts[actor], keys, blobs, program.names)
+        return Load(program_id, program.texts[actor], keys, blobs, program.names)
 
     def processes_by_actor(self, program_id: int) -> ProcessesByActor:
         """Return the actors that run a part of a program, in ascending order, each with its processes."""

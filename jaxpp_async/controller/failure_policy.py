@@ -153,9 +153,9 @@ class FailurePolicy:
         """
         return self._actor_group.links.get(link.info.process) is link and not link.is_detached
 
-    def _on_message(self, link: ActorLink, message: Any) -> None:
+    def _on_message(self, link: ActorLink, message: Any, number: int | None) -> None:
         try:
-            failed = link.handle_reply(message)
+            failed = link.handle_reply(message, number)
         except ProtocolError as error:
             self.report(error)
             return

@@ -12,10 +12,11 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec import structs
 
 from jaxpp_async.controller.error_messages import location
 from jaxpp_async.controller.options import ControllerOptions
@@ -155,7 +156,7 @@ class HostTransfers:
             if data is not None:
                 pieces = how.pieces(value.array_id, value.aval, value.value)
                 sequence = self._next_sequence(how.process(actor, 0), len(pieces))
-                put = replace(put, sequence=sequence)
+                put = structs.replace(put, sequence=sequence)
                 for rank, number, piece in pieces:
                     sendings.setdefault(how.process(actor, rank), []).append((sequence + number, piece))
             puts.append(put)
@@ -178,13 +179,10 @@ class HostTransfers:
         self.expect(process, sends, sum(data.nbytes for _, data in sendings))
         return sends
 
-    def fetch(
-        self, request: int, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]
-    ) -> tuple[Fetch, PendingFetch]:
+    def fetch(self, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]) -> tuple[Fetch, PendingFetch]:
         """Make a request for arrays of a process, and a handler that waits for the reply and for the arrays.
 
         Args:
-            request: the request number.
             process: the process that has the arrays.
             wanted: the id and aval of each array.
 
@@ -193,7 +191,7 @@ class HostTransfers:
             time that the request has been sent.
         """
         sequences = tuple(self._next_sequence(process) for _ in wanted)
-        message = Fetch(request, tuple(array_id for array_id, _ in wanted), sequences)
+        message = Fetch(tuple(array_id for array_id, _ in wanted), sequences)
         return message, PendingFetch(self, process, [aval for _, aval in wanted], sequences)
 
     def receive(

@@ -51,13 +51,10 @@ class ActorConfig:
         """The number of devices of one actor: the size of its SPMD mesh."""
         return math.prod(size for _, size in self.spmd_mesh)
 
-    def message(
-        self, request: int, transport: str, epoch: int, cluster: Cluster | None, address: str | None
-    ) -> Configure:
+    def message(self, transport: str, epoch: int, cluster: Cluster | None, address: str | None) -> Configure:
         """Return the request that carries this configuration to one process.
 
         Args:
-            request: the request number.
             transport: the name of the transport between actors.
             epoch: the epoch in which the process begins, a number that counts aborts of the whole mesh.
             cluster: how the process joins the other processes of its actor; None if it is the only one.
@@ -65,7 +62,6 @@ class ActorConfig:
                 known.
         """
         return Configure(
-            request=request,
             spmd_mesh=self.spmd_mesh,
             axis_types=self.axis_types,
             platform=self.platform,

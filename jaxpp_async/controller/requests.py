@@ -20,10 +20,13 @@ import itertools
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
+
+from msgspec import Raw
+from msgspec.structs import replace
 
 from jaxpp_async.controller.error_messages import abandoned, is_consequence, remote_error
 from jaxpp_async.controller.options import ControllerOptions
@@ -319,21 +322,22 @@ class ActorLink:
         self.reply_handlers: dict[int, ReplyHandler] = {}
         self.known_blobs: set[str] = set()
         self.address = b""
-        self._dropped: set[int] = set()
+        self._numbers, self._dropped = itertools.count(), set[int]()
 
-    def request(self, message: Request, reply_handler: ReplyHandler, encoded: bytes | None = None) -> None:
-        """Send a request immediately, and pass its reply to `reply_handler` when it arrives.
+    def request(self, message: Request | Raw, reply_handler: ReplyHandler) -> None:
+        """Give a request the next number, send it immediately, and pass its reply to `reply_handler` when it
+        arrives.
 
         Args:
-            message: the request.
+            message: the request, or what `codec.Encoder.encode_message` returned for it.
             reply_handler: receives the reply.
-            encoded: the encoded message, if the caller has it already (see `Connection.send`).
 
         Raises:
             MeshError: the message cannot be encoded; no reply is expected then.
         """
-        self.connection.send(message, encoded)
-        self.reply_handlers[message.request] = reply_handler
+        number = next(self._numbers)
+        self.connection.send(message, number)
+        self.reply_handlers[number] = reply_handler
 
     def ask(self, message: Request, expected: type, *, awaited: bool = False) -> PendingRequest:
         """Send a request immediately, and return an object that can be awaited for the reply.
@@ -367,11 +371,15 @@ class ActorLink:
         await self.connection.drain()
         return await pending
 
-    def handle_reply(self, reply: Any) -> Failed | None:
+    def handle_reply(self, reply: Any, number: int | None) -> Failed | None:
         """Handle a message that the process sent.
 
         A reply is passed to the handler of the request that it answers. A log record is logged. A failure
         that concerns only one request ends that request with an error.
+
+        Args:
+            reply: the message.
+            number: the number of the request that it answers, or None.
 
         Returns:
             The failure, if the message reports the failure of a step or of the whole actor, which the caller
@@ -381,33 +389,33 @@ class ActorLink:
             ProtocolError: the reply answers no request.
         """
         if type(reply) is Failed:
-            return self._handle_failure(reply)
+            return self._handle_failure(reply, number)
         if type(reply) is Log:
             log_remote(self.info, reply)
             return None
-        reply_handler = self.reply_handlers.pop(reply.request, None)
+        reply_handler = self.reply_handlers.pop(number, None) if number is not None else None
         if reply_handler is not None:
             reply_handler.on_reply(self, reply)
-        elif reply.request in self._dropped:
-            self._dropped.discard(reply.request)
+        elif number in self._dropped:
+            self._dropped.discard(number)
         else:
             raise ProtocolError(
-                f"{self.info} answered request {reply.request}, which nobody made", actor=self.info.id
+                f"{self.info} answered request {number}, which nobody made", actor=self.info.id
             )
         return None
 
-    def _handle_failure(self, failed: Failed) -> Failed | None:
-        if failed.request is None:
+    def _handle_failure(self, failed: Failed, number: int | None) -> Failed | None:
+        if number is None:
             return failed
-        if failed.request in self._dropped:
-            self._dropped.discard(failed.request)
+        if number in self._dropped:
+            self._dropped.discard(number)
             return None
-        reply_handler = self.reply_handlers.get(failed.request)
+        reply_handler = self.reply_handlers.get(number)
         if not isinstance(reply_handler, PendingRequest) or is_consequence(failed):
             # The failure concerns the mesh. The handler stays registered until the mesh's failure or, after a
             # restart, a reply ends its request.
             return failed
-        del self.reply_handlers[failed.request]
+        del self.reply_handlers[number]
         reply_handler.fail(remote_error(self.info, failed))
         return None
 
@@ -425,7 +433,7 @@ class ActorLink:
         self.reply_handlers.clear()
 
 
-def _ignore_late_reply(message: Any) -> None:
+def _ignore_late_reply(message: Any, number: int | None) -> None:
     """Ignore a message of a process from which no replies are expected any more."""
 
 
@@ -449,8 +457,8 @@ class SentRequest:
 
     Args:
         process: the process.
-        message: the request. When the request is sent again, it gets a new request number, and a step also
-            gets the current epoch (a number that counts aborts of the whole mesh).
+        message: the request. When a step is sent again, it gets the current epoch (a number that counts
+            aborts of the whole mesh).
         reply_handler: receives the reply.
         transfers: starts the data transfers of the request; called each time that the request has been sent.
             None: there are no transfers.
@@ -506,7 +514,7 @@ class RequestLog:
         options: ControllerOptions,
     ):
         self._links, self._check_usable, self._remembers = links, check_usable, options.restarts
-        self._numbers, self._serials = itertools.count(), itertools.count()
+        self._serials = itertools.count()
         # These include handlers that have their reply and wait for the data that follows it.
         self._open: set[ReplyHandler] = set()
         self._encoder = Encoder(options.max_frame_bytes)
@@ -518,10 +526,6 @@ class RequestLog:
 
     # ------------------------------------------------------------ sending
 
-    def number(self) -> int:
-        """Return a request number that no request has had before."""
-        return next(self._numbers)
-
     def post(self, *posts: SentRequest) -> None:
         """Send requests in the given order, after all earlier requests. During a restart, the requests are
         sent when the restart ends.
@@ -530,7 +534,7 @@ class RequestLog:
             MeshError: one of the requests cannot be encoded. None of them is sent or remembered then.
         """
         # Encode first: if a request that cannot be encoded were remembered, every later restart would fail.
-        encoded = [self._encoder.encode(post.message) for post in posts]
+        encoded = [self._encoder.encode_message(post.message) for post in posts]
         is_open = self._is_open.is_set()
         for post, data in zip(posts, encoded, strict=True):
             reply_handler = post.reply_handler
@@ -540,19 +544,19 @@ class RequestLog:
             if self._remembers:
                 self._remember(post)
             if is_open:
-                self._links[post.process].request(post.message, reply_handler, data)
+                self._links[post.process].request(data, reply_handler)
                 if post.transfers is not None:
                     post.transfers()
 
     def send(
-        self, process: ProcessId, make: Callable[[int], Request], expected: type, *, awaited: bool = True
+        self, process: ProcessId, message: Request, expected: type, *, awaited: bool = True
     ) -> asyncio.Future[Any]:
         """Send one request to a process, and return a future of the reply. A restart sends the request again
         if necessary.
 
         Args:
             process: the process to send to.
-            make: makes the request from its request number.
+            message: the request.
             expected: the type of the reply.
             awaited: whether a caller will await the future and so get the error if the mesh fails. If no
                 caller gets that error, the next call on the mesh raises it.
@@ -565,25 +569,23 @@ class RequestLog:
             MeshClosedError: the mesh is closed or has failed.
             MeshError: the request cannot be encoded.
         """
-        return self.send_each({process: make}, expected, awaited=awaited)[process]
+        return self.send_each({process: message}, expected, awaited=awaited)[process]
 
     def send_each(
-        self, makes: Mapping[ProcessId, Callable[[int], Request]], expected: type, *, awaited: bool = True
+        self, messages: Mapping[ProcessId, Request], expected: type, *, awaited: bool = True
     ) -> dict[ProcessId, asyncio.Future[Any]]:
         """Send one request to each of several processes, and return a future of each reply, by process.
 
         If one of the requests cannot be encoded, none is sent. The errors are those of `send`.
 
         Args:
-            makes: for each process, a function that makes its request from the request's number.
+            messages: the request for each process.
             expected: the type of the replies.
             awaited: see `send`.
         """
         self._check_usable()
-        calls = {process: PendingRequest(expected, awaited=awaited) for process in makes}
-        self.post(
-            *(SentRequest(process, make(self.number()), calls[process]) for process, make in makes.items())
-        )
+        calls = {process: PendingRequest(expected, awaited=awaited) for process in messages}
+        self.post(*(SentRequest(process, messages[process], call) for process, call in calls.items()))
         return {process: call.future for process, call in calls.items()}
 
     def info(self, process: ProcessId) -> ActorInfo:
@@ -708,12 +710,10 @@ class RequestLog:
         again = set()
         for sent in self._sent:
             sent.serial = next(self._serials)  # after every mark so far
-            changed: dict[str, Any] = {"request": self.number()}
             if isinstance(sent.message, Step):
-                changed["epoch"] = epoch
+                sent.message = replace(sent.message, epoch=epoch)
                 if sent.reply_handler.done and step_kind(sent.message.step) == "step":
                     again.add(step_number(sent.message.step))
-            sent.message = replace(cast(Any, sent.message), **changed)
             self._links[sent.process].request(sent.message, sent.reply_handler)
             if sent.transfers is not None:
                 sent.transfers()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from jaxpp_async.controller.device_checks import check_library_versions
@@ -247,7 +248,7 @@ def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connec
         process_rank.actor, handle.host, handle.pid, (), "starting", process_rank.rank, process_rank.size
     )
     link = ActorLink(info, handle, connection)
-    connection.on_message = lambda message: _on_message(link, message)
+    connection.on_message = partial(_on_message, link)
     connection.on_closed = lambda error: _on_closed(link, error)
     return link
 
@@ -261,8 +262,8 @@ def _has_answer(wanted: asyncio.Future[Any]) -> bool:
     return wanted.done() and not wanted.cancelled() and not isinstance(wanted.exception(), LaunchError)
 
 
-def _on_message(link: ActorLink, message: Any) -> None:
-    failed = link.handle_reply(message)
+def _on_message(link: ActorLink, message: Any, number: int | None) -> None:
+    failed = link.handle_reply(message, number)
     if failed is not None:  # the actor itself failed: all its requests fail with the reason
         for reply_handler in link.reply_handlers.values():
             reply_handler.fail(remote_error(link.info, failed))

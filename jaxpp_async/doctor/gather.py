@@ -37,7 +37,7 @@ from jaxpp_async.doctor.facts import (
 from jaxpp_async.launch.commands import command_here, inherited_environment
 
 PACKAGES = (
-    "jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes", "msgpack", "flatbuffers", "uvloop",
+    "jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes", "msgspec", "flatbuffers", "uvloop",
     "jax-cuda12-plugin", "jax-cuda13-plugin", "ucxx-cu12", "ucxx-cu13", "libucx-cu12", "libucx-cu13",
     "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nccl4py", "nvidia-ml-py",
 )  # fmt: skip

@@ -1,16 +1,20 @@
 """Define the messages that the controller and the actor processes exchange, in the order of their
 conversation.
 
-The controller sends requests, and each request has a number (the field `request`). The actor process answers
-a request with exactly one reply that has the same number: the kind of reply that the request's docstring
-names, or `Failed`. An actor process sends `Beat` and `Log` without being asked. `codec` encodes messages as
-bytes, and `frames` signs them.
+The controller sends requests. The actor process answers a request with exactly one reply: the kind of reply
+that the request's docstring names, or `Failed`. An actor process sends `Beat` and `Log` without being asked.
+A message travels in an envelope, together with the number of the request that it makes or answers. `codec`
+encodes envelopes as bytes, and `frames` signs them.
+
+Adding a message takes a class here and its handler on the actor: the side that accepts a message finds the
+message's class among the subclasses of `Request` or `Reply`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, dataclass_transform
+
+import msgspec
 
 from jaxpp_async.program.instructions import ActorId, Aval, BufferId, ProcessId, Tag
 
@@ -84,31 +88,57 @@ INLINE_BYTES = 16 * 1024
 """The most bytes of a host value that is sent in a control frame; larger ones are sent over the data plane.
 """
 
+Setting: TypeAlias = bool | int | float | str | None
+"""The value of a setting of JAX."""
+
+
+# ---------------------------------------------------------------- kinds of messages
+
+
+@dataclass_transform(frozen_default=True)
+class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The base class of data inside messages. An instance travels as an array of its fields' values.
+
+    Instances refer to plain data and to other parts, so they form no cycles, and Python's garbage collector
+    need not track them.
+    """
+
+
+class Message(Part, tag=True):
+    """The base class of messages. A message travels as an array of its class's name and its fields."""
+
+
+class Request(Message):
+    """The base class of the messages that the controller sends to an actor process."""
+
+
+class Reply(Message):
+    """The base class of the messages with which an actor process answers a request."""
+
+
+def accepted_messages(side: Literal["actor", "controller"]) -> tuple[type[Message], ...]:
+    """Return the types of the messages that one side accepts on the control connection."""
+    return tuple(Request.__subclasses__()) if side == "actor" else (*Reply.__subclasses__(), Log)
+
 
 # ---------------------------------------------------------------- start and end of a process
 
 
-@dataclass(frozen=True, slots=True)
-class Reserve:
+class Reserve(Request):
     """A request to the first process of an actor to reserve a TCP port to which the actor's other processes
     will connect.
 
     If actors have several processes, the controller sends this request before `Configure`. Reply: `Reserved`.
     """
 
-    request: int
 
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(Reply):
     """Reply to `Reserve`: a TCP port that the process has reserved for its actor."""
 
-    request: int
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class Configure:
+class Configure(Request):
     """A request to a process to start JAX and its transport. The controller sends it before every other
     request except `Reserve`.
 
@@ -133,11 +163,10 @@ class Configure:
             address means that all processes run on one machine. None means that the address is not known.
     """
 
-    request: int
     spmd_mesh: tuple[tuple[str, int], ...]
     axis_types: tuple[str, ...]
     platform: str
-    jax_config: dict[str, Any]
+    jax_config: dict[str, Setting]
     cache_dir: str | None
     setup: str | None
     setup_folder: bytes | None
@@ -147,8 +176,7 @@ class Configure:
     address: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(Part):
     """A description of how the processes of an actor find each other, for an actor that has several.
 
     Args:
@@ -169,8 +197,7 @@ class Cluster:
         return len(self.addresses)
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Reply):
     """Reply to `Configure`: JAX and the transport of the process have started.
 
     Args:
@@ -180,15 +207,13 @@ class Ready:
         hardware: a description of the devices.
     """
 
-    request: int
     address: bytes
     devices: tuple[str, ...]
     versions: dict[str, str]
     hardware: Hardware
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(Part):
     """A description of the devices of an actor's process.
 
     Args:
@@ -216,8 +241,7 @@ class Hardware:
     nccl_shares: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(Request):
     """A request to let the given peers, and no other process, connect to the process's data plane (its
     transport for arrays). The controller sends it to every process before it sends any `Connect`, if other
     machines can connect to the data plane.
@@ -228,12 +252,10 @@ class Admit:
         addresses: the addresses of the peers' transports.
     """
 
-    request: int
     addresses: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Connect:
+class Connect(Request):
     """A request to a process to connect its transport to those of its peers. The controller sends it when all
     processes are ready, and again when some were replaced.
 
@@ -245,13 +267,11 @@ class Connect:
             entry.
     """
 
-    request: int
     epoch: int
     addresses: dict[ProcessId, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
+class Connected(Reply):
     """Reply to `Connect`: the transport is connected.
 
     Args:
@@ -260,12 +280,10 @@ class Connected:
             sent.
     """
 
-    request: int
     routes: dict[ProcessId, tuple[str, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class OfferLinks:
+class OfferLinks(Request):
     """A request for the address of a process's NCCL transport, which carries the arrays of programs, and for
     new ids of NCCL communicators. The controller sends it before `JoinLinks`, and only with transport
     `"nccl"`.
@@ -278,21 +296,17 @@ class OfferLinks:
             is the number of new links for which the receiver of this request does so.
     """
 
-    request: int
     num_ids: int
 
 
-@dataclass(frozen=True, slots=True)
-class LinksOffered:
+class LinksOffered(Reply):
     """Reply to `OfferLinks`: the address of the process's NCCL transport, and the new communicator ids."""
 
-    request: int
     address: bytes
     ids: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class JoinLinks:
+class JoinLinks(Request):
     """A request to connect a process's NCCL transport to new peers, and then to make links (NCCL
     communicators between two devices), one after the other. The controller sends it when all peers have
     answered `OfferLinks`.
@@ -304,13 +318,11 @@ class JoinLinks:
         links: the new links, in the order in which they are made.
     """
 
-    request: int
     addresses: dict[ProcessId, bytes]
     links: tuple[JoinLink, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class JoinLink:
+class JoinLink(Part):
     """A description of a link to make: an NCCL communicator for one direction between a device of one process
     and a device of another (see `transport.nccl.order.NcclLink`).
 
@@ -327,21 +339,17 @@ class JoinLink:
     unique_id: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Shutdown:
+class Shutdown(Request):
     """A request to a process to close its transport and to end. The controller sends it last.
 
     Reply: `Done`, after which the process closes the connection.
     """
 
-    request: int
-
 
 # ---------------------------------------------------------------- programs and steps
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Request):
     """A request to a process to compile the executables that are new to it, and to store a program. The
     controller sends it before the first `Step` that names the program.
 
@@ -358,16 +366,14 @@ class Load:
             infinities; empty unless JAX's options forbid these.
     """
 
-    request: int
     program_id: int
     program: str
     executables: dict[int, str]
     blobs: dict[str, bytes]
-    names: dict[int, str] = field(default_factory=dict)
+    names: dict[int, str] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Reply):
     """Reply to `Load`: the program can run.
 
     Args:
@@ -376,22 +382,19 @@ class Loaded:
             index.
     """
 
-    request: int
     compile_s: float
     temp_bytes: dict[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Request):
     """A request to a process to run a loaded program once. The controller sends it to every process of the
     actors on which the program runs.
 
     Reply: `StepDone`.
 
     Steps run in the order in which they arrive, one after the other. The controller may send the next step
-    before the last one has ended, and the next step may use the last one's outputs as inputs. If the process
-    has received a request with the same `epoch` and `step` before, it does not run the step again but answers
-    with the same reply. If it no longer has that reply, the request fails.
+    before the last one has ended, and the next step may use the last one's outputs as inputs. Within an epoch
+    the ids of the steps increase; a step whose id does not is refused.
 
     Args:
         epoch: the number of aborts of the mesh so far; the tags of the step's transfers contain this number.
@@ -406,7 +409,6 @@ class Step:
         frees_after: the ids of arrays to free when the step has ended (host arguments).
     """
 
-    request: int
     epoch: int
     step: StepId
     program_id: int
@@ -417,8 +419,7 @@ class Step:
     frees_after: tuple[ArrayId, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(Reply):
     """Reply to `Step`: the process has run the last instruction of its program.
 
     Args:
@@ -426,13 +427,11 @@ class StepDone:
         stats: the times and the memory use of the run.
     """
 
-    request: int
     step: StepId
     stats: StepStats
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
+class StepStats(Part):
     """The times of one actor in one step, in seconds, and its memory use, in bytes.
 
     Args:
@@ -459,8 +458,7 @@ class StepStats:
 # ---------------------------------------------------------------- values in and out
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(Request):
     """A request to a process to store host values and then to free arrays, outside of a step. The controller
     sends it for arguments that users put on the mesh, and for arrays that users no longer need.
 
@@ -471,13 +469,11 @@ class Store:
         frees: the ids of the arrays to free.
     """
 
-    request: int
     puts: tuple[Put, ...]
     frees: tuple[ArrayId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(Part):
     """A host value for a process to store as an array; part of `Store` and of `Step`.
 
     Args:
@@ -497,8 +493,7 @@ class Put:
     sequence: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(Request):
     """A request to a process to send arrays to the controller, whole (unsharded). The controller sends it
     when a user asks for values.
 
@@ -514,13 +509,11 @@ class Fetch:
             number is not used.
     """
 
-    request: int
     array_ids: tuple[ArrayId, ...]
     sequences: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(Reply):
     """Reply to `Fetch`: the arrays.
 
     Args:
@@ -528,15 +521,13 @@ class Fetched:
             data plane (the transport for arrays).
     """
 
-    request: int
     arrays: tuple[tuple[tuple[int, ...], str, bytes | None], ...]
 
 
 # ---------------------------------------------------------------- files of checkpoints
 
 
-@dataclass(frozen=True, slots=True)
-class BeginSnapshot:
+class BeginSnapshot(Request):
     """A request to a process to retain the present values of arrays for a save (the writing of a checkpoint).
     The values are those after all steps that were requested before this message. This is the first request of
     a save.
@@ -551,13 +542,11 @@ class BeginSnapshot:
         array_ids: the ids of the arrays to keep.
     """
 
-    request: int
     folder: bytes
     array_ids: tuple[ArrayId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WriteFile:
+class WriteFile(Request):
     """A request to a process to write arrays that it has retained for a save to one file, to flush the file
     to the disk, and to release the arrays. The controller sends it after `BeginSnapshot`.
 
@@ -571,26 +560,22 @@ class WriteFile:
         metadata: the entries for the file's header.
     """
 
-    request: int
     folder: bytes
     file: str
     arrays: tuple[tuple[ArrayId, str, int], ...]
     metadata: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(Reply):
     """Reply to `WriteFile`: the size of the file in bytes, and the SHA-256 of each array's bytes, in the
     order of `WriteFile.arrays`.
     """
 
-    request: int
     size_bytes: int
     sha256: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckFiles:
+class CheckFiles(Request):
     """A request to a process to check that files which the process has written still exist and are complete.
     The controller sends it at the end of a save, before the checkpoint is declared complete.
 
@@ -601,13 +586,11 @@ class CheckFiles:
         files: one (name, size in bytes) pair for each file.
     """
 
-    request: int
     folder: bytes
     files: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
+class Sweep(Request):
     """A request to a process to end the save in a folder, if one is under way, and to remove some of its
     files, whether they are complete or not. The controller sends it when a save is complete or has failed,
     and when old checkpoints are removed.
@@ -621,14 +604,12 @@ class Sweep:
             stays.
     """
 
-    request: int
     folder: bytes
     files: tuple[str, ...] = ()
     remove_folder: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFile:
+class ReadFile(Request):
     """A request to a process to read arrays from one file, to check them, and to store them. The controller
     sends it while it restores a checkpoint.
 
@@ -639,13 +620,11 @@ class ReadFile:
         parts: the arrays to read.
     """
 
-    request: int
     path: bytes
     parts: tuple[FilePart, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FilePart:
+class FilePart(Part):
     """An array for a process to read, as part of a `ReadFile` request.
 
     Args:
@@ -664,8 +643,7 @@ class FilePart:
     pieces: tuple[FilePiece, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FilePiece:
+class FilePiece(Part):
     """One piece of an array that several processes have written in pieces, and the file that contains this
     piece.
 
@@ -687,8 +665,7 @@ class FilePiece:
 # ---------------------------------------------------------------- aborts and replicas
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Request):
     """A request to a process to drop every step under way, to end all transfers, and to enter a new epoch
     (the period between two aborts). When an actor has failed, the controller sends this request to the other
     actors.
@@ -700,32 +677,25 @@ class Abort:
         cause: a description of the failure, for the errors of the dropped steps.
     """
 
-    request: int
     epoch: int
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class ResetTransport:
+class ResetTransport(Request):
     """A request to a process to close its transport and to make a new one, to which no peer is connected. The
     controller sends it after an `Abort`.
 
     Reply: `TransportReset`.
     """
 
-    request: int
 
-
-@dataclass(frozen=True, slots=True)
-class TransportReset:
+class TransportReset(Reply):
     """Reply to `ResetTransport`: the address of the new transport."""
 
-    request: int
     address: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TakeReplica:
+class TakeReplica(Request):
     """A request to a process to copy every array to host memory, with the values that the arrays have after
     all earlier requests. Such a copy is called a replica; the arrays of a lost actor are restored from it.
     The controller sends this request every few steps if the mesh replaces lost actors.
@@ -736,22 +706,18 @@ class TakeReplica:
         generation: the number of the replica, which counts up over the mesh's life.
     """
 
-    request: int
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaTaken:
+class ReplicaTaken(Reply):
     """Reply to `TakeReplica`: descriptions of the arrays of the replica (a copy of the process's arrays for
     restarts), in the order in which `SendReplica` sends them.
     """
 
-    request: int
     arrays: tuple[ReplicaArray, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaArray:
+class ReplicaArray(Part):
     """A description of one array of a replica (a copy of a process's arrays for restarts).
 
     Args:
@@ -765,8 +731,7 @@ class ReplicaArray:
     shard_bytes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SendReplica:
+class SendReplica(Request):
     """A request to a process to send a replica (a copy of a process's arrays for restarts) to a peer. The
     controller sends this request after `ReplicaTaken`, so that a peer stores a second copy. After a restart,
     the controller sends this request to the peer, which returns the replica to the process that replaces the
@@ -782,15 +747,13 @@ class SendReplica:
         to: the number of the receiving process, to which the controller sends `ReceiveReplica`.
     """
 
-    request: int
     epoch: int
     generation: int
     owner: ProcessId
     to: ProcessId
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveReplica:
+class ReceiveReplica(Request):
     """A request to a process to receive a replica (a copy of a process's arrays for restarts) from a peer and
     to keep it in host memory. The controller sends it together with the peer's `SendReplica`.
 
@@ -804,7 +767,6 @@ class ReceiveReplica:
         arrays: descriptions of the arrays, in the order in which they arrive.
     """
 
-    request: int
     epoch: int
     generation: int
     owner: ProcessId
@@ -812,8 +774,7 @@ class ReceiveReplica:
     arrays: tuple[ReplicaArray, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DropReplicas:
+class DropReplicas(Request):
     """A request to a process to delete all replicas (copies of arrays for restarts) except those of one
     generation (replicas that were taken at the same time). The controller sends it when every process has the
     new generation.
@@ -824,12 +785,10 @@ class DropReplicas:
         generation: the number of the replicas to keep.
     """
 
-    request: int
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rollback:
+class Rollback(Request):
     """A request to a process to drop every array, and to restore the arrays of a replica (a copy made for
     restarts) under the ids that they had when the replica was taken. The controller sends it after an
     `Abort`.
@@ -840,47 +799,37 @@ class Rollback:
         generation: the number of the replica; None to drop the arrays and restore none.
     """
 
-    request: int
     generation: int | None
 
 
 # ---------------------------------------------------------------- status: how an actor does
 
 
-@dataclass(frozen=True, slots=True)
-class Inspect:
+class Inspect(Request):
     """A request for counters that describe the state of a process, such as how many arrays it has. The
     controller sends it when tests or users ask for these counters.
 
     Reply: `Inspected`.
     """
 
-    request: int
 
-
-@dataclass(frozen=True, slots=True)
-class Inspected:
+class Inspected(Reply):
     """Reply to `Inspect`: the counters. Keys are names such as `live_arrays`, `file_descriptors` or
     `compilations`.
     """
 
-    request: int
     numbers: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Request):
     """A request for a process's position in its program, and for the transfers that it waits for. The
     controller sends this request if a step makes no progress, and also to read the process's clock.
 
     Reply: `Reported`.
     """
 
-    request: int
 
-
-@dataclass(frozen=True, slots=True)
-class Reported:
+class Reported(Reply):
     """Reply to `Report`: the process's position in its program, its open transfers and its clock.
 
     Args:
@@ -895,7 +844,6 @@ class Reported:
         now_s: the time that the process's clock shows, in seconds (see `clocks`).
     """
 
-    request: int
     step: StepId | None
     program_id: int = 0
     instruction: int = 0
@@ -903,11 +851,10 @@ class Reported:
     running: bool = False
     transfers_done: int = 0
     transfers: tuple[OpenTransfer, ...] = ()
-    now_s: float | None = field(default=None, compare=False)
+    now_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OpenTransfer:
+class OpenTransfer(Part):
     """A transfer of a step that is not complete: its data has not arrived, or has not been sent.
 
     Args:
@@ -931,8 +878,7 @@ class OpenTransfer:
     needed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(Message):
     """A heartbeat, which shows that a process is alive. The process sends it at regular intervals over a
     separate connection that carries only heartbeats, and gets no reply.
 
@@ -946,8 +892,7 @@ class Beat:
     clock: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(Message):
     """A log record for the controller's `logging`. The process sends it when a record is logged in the
     process, and gets no reply.
 
@@ -963,26 +908,21 @@ class Log:
     logger: str
     message: str
     step: int | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, str | int | float] = {}
 
 
 # ---------------------------------------------------------------- replies to many requests
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Reply):
     """Reply to a request that was carried out and that has no other kind of reply."""
 
-    request: int
 
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Reply to a request that has failed. A process also sends this message without having received a request
-    (then `request` is None), if the actor itself has failed.
+class Failed(Reply):
+    """Reply to a request that has failed. A process also sends this message in an envelope without a number,
+    so that it answers no request, if the actor itself has failed.
 
     Args:
-        request: the number of the failed request, or None.
         exception_type: the qualified name of the exception's type.
         message: the exception's text.
         traceback: the exception's traceback as text.
@@ -990,7 +930,6 @@ class Failed:
         instruction: the text of the instruction that was under way, or None.
     """
 
-    request: int | None
     exception_type: str
     message: str
     traceback: str
@@ -998,25 +937,10 @@ class Failed:
     instruction: str | None = None
 
 
-Request: TypeAlias = (
-    Reserve | Configure | Admit | Connect | OfferLinks | JoinLinks | Shutdown
-    | Load | Step | Store | Fetch
-    | BeginSnapshot | WriteFile | CheckFiles | Sweep | ReadFile
-    | Abort | ResetTransport | TakeReplica | SendReplica | ReceiveReplica | DropReplicas | Rollback
-    | Inspect | Report
-)  # fmt: skip
-Reply: TypeAlias = (
-    Done | Failed
-    | Reserved | Ready | Connected | LinksOffered
-    | Loaded | StepDone | Fetched
-    | Written
-    | TransportReset | ReplicaTaken
-    | Inspected | Reported
-)  # fmt: skip
-Message: TypeAlias = Request | Reply | Log | Beat
-
-
 # temporary, until the branch "messages" lands
+from dataclasses import dataclass
+
+
 @dataclass(frozen=True)
 class Rules:
     reply: type = object

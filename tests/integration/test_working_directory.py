@@ -15,7 +15,7 @@ from jaxpp_async.errors import MeshError
 from jaxpp_async.launch.commands import command_here, command_there
 from jaxpp_async.transport.ucx.context import check_config_file
 
-MODULES = ("secrets", "json", "random", "socket", "numpy", "jax", "uvloop", "msgpack", "ucxx", "jaxpp_async")
+MODULES = ("secrets", "json", "random", "socket", "numpy", "jax", "uvloop", "msgspec", "ucxx", "jaxpp_async")
 
 SCRIPT = """
 import asyncio

@@ -127,7 +127,7 @@ SAID_BY_PYTHON = [
         "does not have the pack",
     ),
     ("/opt/py: No module named jaxpp_async.launch.host_agent", 1, "has an older jaxpp-async"),
-    ("ModuleNotFoundError: No module named 'msgpack'", 1, "without the package msgpack"),
+    ("ModuleNotFoundError: No module named 'msgspec'", 1, "without the package msgspec"),
     ("Unknown option: -P\nusage: /opt/py [option] ...", 2, "/opt/py there is older than Python 3.11"),
     ("Segmentation fault", -11, "ended with signal 11 before it was ready: Segmentation fault"),
     ("", 3, "ended with code 3"),
