@@ -123,11 +123,7 @@ class Controller:
             self.mesh_events,
             options,
         )
-        self._clock_of: Callable[[ProcessId], Clock] = (
-            self._failure_policy.clocks.clock_of
-            if self._actor_group.has_processes
-            else lambda process: OWN_CLOCK
-        )
+        self._clock_of: Callable[[ProcessId], Clock] = self._failure_policy.clocks.clock_of
         self._linking = LinkSetup(self._actor_group, self.request_log, self._programs)
         self._deployment = Deployment(
             self._actor_group,
@@ -191,6 +187,8 @@ class Controller:
             for link in actor_group.links.values():
                 self._failure_policy.watch(link)
             await actor_group.connect()
+            if not actor_group.has_processes:
+                self._clock_of = lambda process: OWN_CLOCK
             # Spin only if that takes no core away from an actor.
             if actor_group.has_processes and has_spare_core(
                 link.info.host for link in actor_group.links.values()

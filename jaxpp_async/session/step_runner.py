@@ -358,7 +358,7 @@ class StepRunner:
         """Bind the arguments, send the step to its actors without awaiting anything, and return its future.
 
         Args:
-            step: the step.
+            step: the step, whose turn has come.
             compiled: its compiled form for this call.
             leaves: the argument leaves of the call.
             ids: the return value of `Binding.ids`; if it is None, the leaves need `bind_with_care`.
