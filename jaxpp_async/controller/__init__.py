@@ -4,6 +4,7 @@ Modules in reading order:
 
     controller: carries out the operations of a mesh (load, run, put, fetch, close) with the modules below.
     options: defines every option of this package, with its default.
+    submitted_step: follows each step from its call to its end, and makes its statistics and timeline.
     requests: sends requests, receives their replies, and remembers the requests that a restart repeats.
     failure_policy: decides which error describes a failure, and which of several failures caused the others.
     recovery: carries out restarts, which replace lost actors and repeat requests.

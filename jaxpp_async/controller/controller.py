@@ -36,8 +36,8 @@ from jaxpp_async.controller.requests import (
     PendingRequest,
     RequestLog,
     SentRequest,
-    StepHandle,
 )
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -58,7 +58,6 @@ from jaxpp_async.protocol.messages import (
     Inspect,
     Inspected,
     Loaded,
-    RunKind,
     Step,
     Store,
     step_id,
@@ -99,7 +98,7 @@ class Controller:
         self._arrays = itertools.count()
         self._num_steps = self._num_ahead = 0
         self._programs, self._frees = LoadedPrograms(processes, options), FreeList()
-        self._under_way: dict[int, StepHandle] = {}
+        self._under_way: dict[int, SubmittedStep] = {}
         self._loop_spin: LoopSpin | None = None
         self._tasks = OwnedTasks()
         self._closing: asyncio.Task[None] | None = None
@@ -123,6 +122,7 @@ class Controller:
             self.mesh_events,
             options,
         )
+        self._clock_of: Callable[[ProcessId], Clock] = self._failure_policy.clocks.clock_of
         self._linking = LinkSetup(self._actor_group, self.request_log, self._programs)
         self._deployment = Deployment(
             self._actor_group,
@@ -186,6 +186,8 @@ class Controller:
             for link in actor_group.links.values():
                 self._failure_policy.watch(link)
             await actor_group.connect()
+            if not actor_group.has_processes:
+                self._clock_of = lambda process: OWN_CLOCK
             # Spin only if that takes no core away from an actor.
             if actor_group.has_processes and has_spare_core(
                 link.info.host for link in actor_group.links.values()
@@ -227,15 +229,6 @@ class Controller:
     def is_closed(self) -> bool:
         """Whether the mesh has failed, has been closed, or is being closed."""
         return self.cause is not None or self._closing is not None
-
-    def clock(self, actor: ActorId) -> Clock:
-        """Return an estimate of how an actor's clock differs from this process's clock.
-
-        If the actor has several processes, the result is for the clock of its first process.
-        """
-        if not self._actor_group.has_processes:
-            return OWN_CLOCK
-        return self._failure_policy.clocks.clock_of(self._actor_group.processes.process(actor, 0))
 
     # ------------------------------------------------------------ programs and steps
 
@@ -279,42 +272,45 @@ class Controller:
 
     def start_step(
         self,
-        program_id: int,
+        step: SubmittedStep,
         inputs: Mapping[ActorId, dict[int, ArrayId]],
         outputs: Mapping[ActorId, dict[int, ArrayId]],
         *,
         puts: Mapping[ActorId, Sequence[HostValue]] | None = None,
         frees_before: Mapping[ActorId, Sequence[ArrayId]] = {},
         frees_after: Mapping[ActorId, Sequence[ArrayId]] | None = None,
-        kind: RunKind = "step",
-    ) -> StepHandle:
-        """Start a step of a loaded program, and return a handle that can be awaited for its statistics.
+    ) -> SubmittedStep:
+        """Send a step of a loaded program to its actors, and return the step.
 
         This sends one control message to each process that takes part. Steps run in the order in which this
         method is called.
 
         Args:
-            program_id: the program to run.
+            step: the step. Only steps of the kind `"step"` count in `num_steps`.
             inputs: for each actor a dictionary. Its keys are the numbers of the step arguments that the actor
                 reads; its values are the array ids of these arguments. The controller keeps `inputs` and
                 `outputs`, so the caller must not change them any more.
             outputs: for each actor a dictionary. Its keys are the numbers of the results that the actor
                 makes; its values are the new array ids of these results.
             puts: host values (numpy arrays of this process) to send to each actor ahead of the step. The
-                arrays must not change until the handle's `wait_sent` has returned.
+                arrays must not change until the step's `wait_sent` has returned.
             frees_before: arrays to free on each actor before the step begins. If the step cannot be sent,
                 they are not freed.
             frees_after: arrays to free on each actor when the step has finished.
-            kind: the kind of the step. Only steps of the kind `"step"` count in `num_steps`.
 
         Raises:
             MeshClosedError: the mesh is closed or has failed.
             MeshError: a message cannot be encoded; nothing of the step was sent.
         """
         self._check_usable()
+        program_id = step.program_id
         processes_by_actor = self._programs.processes_by_actor(program_id)
-        step = step_id(self._num_steps, kind, self._num_ahead)
-        handle = StepHandle(step, program_id, [p for _, processes in processes_by_actor for p in processes])
+        step.assign(
+            step_id(self._num_steps, step.kind, self._num_ahead),
+            [process for _, processes in processes_by_actor for process in processes],
+            self._programs.parts(program_id),
+            self._clock_of,
+        )
         frees, epoch = self._frees.take(), self._actor_group.epoch
         posts: list[SentRequest] = []
         freed = dict(frees)
@@ -324,7 +320,7 @@ class Controller:
             before = frees.pop(actor, ())
             message = Step(
                 epoch,
-                step,
+                step.id,
                 program_id,
                 inputs.get(actor) or {},
                 outputs.get(actor) or {},
@@ -333,20 +329,19 @@ class Controller:
                 tuple(frees_after.get(actor, ())) if frees_after else (),
             )
             for process in processes:
-                posts.append(
-                    self._with_values(process, message, handle, large.get(process, ()), handle.sends)
-                )
+                posts.append(self._with_values(process, message, step, large.get(process, ()), step.sends))
         try:
             self.request_log.post(*posts)
         except MeshError:  # a message cannot be encoded: nothing was sent
             self._frees.give_back(freed)
             raise
-        if kind == "step":
+        if step.kind == "step":
             self._num_steps, self._num_ahead = self._num_steps + 1, 0
         else:
             self._num_ahead += 1
-        self._under_way[step] = handle
-        handle.when_done(partial(self._under_way.pop, step, None))
+        step.is_sent = True
+        self._under_way[step.id] = step
+        step.when_done(partial(self._under_way.pop, step.id, None))
         if frees:
             self._frees.give_back(frees)  # those of actors that have no part in this step
         if frees_before:
@@ -355,11 +350,11 @@ class Controller:
         if self._recovery is not None:
             self._recovery.replication.note_step()
         if self._loop_spin is not None:
-            handle.when_done(self._loop_spin.end)
+            step.when_done(self._loop_spin.end)
             self._loop_spin.begin()
         if not processes_by_actor:
-            handle.finish()
-        return handle
+            step.finish()
+        return step
 
     # ------------------------------------------------------------ values
 
@@ -431,7 +426,7 @@ class Controller:
         self,
         process: ProcessId,
         message: Step | Store,
-        reply_handler: PendingRequest | StepHandle,
+        reply_handler: PendingRequest | SubmittedStep,
         large: Sequence[Sending],
         sends: list[asyncio.Future[None]],
     ) -> SentRequest:

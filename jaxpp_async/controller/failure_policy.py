@@ -25,7 +25,8 @@ from jaxpp_async.controller.error_messages import (
 from jaxpp_async.controller.health_monitor import ClockWatch, HealthMonitor
 from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import ActorLink, StepHandle
+from jaxpp_async.controller.requests import ActorLink
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorError, ProtocolError
 from jaxpp_async.program.instructions import ProcessId
 from jaxpp_async.protocol.frames import Identity
@@ -63,7 +64,7 @@ class FailurePolicy:
         self,
         actor_group: ActorGroup,
         programs: LoadedPrograms,
-        under_way: dict[int, StepHandle],
+        under_way: dict[int, SubmittedStep],
         on_failure: Callable[[ActorError, ProcessId | None], None],
         is_recovering: Callable[[], bool],
         mesh_events: MeshEvents,

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from jaxpp_async.controller.error_messages import describe_silence, silent_error, stuck_error
 from jaxpp_async.controller.failure_detector import DeclaredDead, FailureDetector, Recovered, Suspect, Verdict
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.controller.stall_detector import ProgramOf, Stall, StallDetector, describe_position
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorError
 from jaxpp_async.program.instructions import ActorId, ProcessId
 from jaxpp_async.protocol.actor_info import ActorInfo, Position, actor_and_rank, furthest_behind
@@ -63,7 +63,7 @@ class HealthMonitor:
         self,
         *,
         program_of: ProgramOf,
-        under_way: Mapping[int, StepHandle],
+        under_way: Mapping[int, SubmittedStep],
         info: Callable[[ProcessId], ActorInfo],
         ask: Callable[[ProcessId], asyncio.Future[Reported]],
         fail: Callable[[ActorError], None],

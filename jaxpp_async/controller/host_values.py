@@ -41,8 +41,8 @@ Transfer: TypeAlias = "asyncio.Future[None]"
 class HostValue:
     """A numpy array of the controller that an actor is to store under the id `array_id`.
 
-    If the array is sent with a step, it must not change until the `wait_sent` method of the step's
-    `StepHandle` has returned.
+    If the array is sent with a step, it must not change until `SubmittedStep.wait_sent` of that step has
+    returned.
     """
 
     array_id: ArrayId

@@ -4,12 +4,12 @@ restarts.
 A restart replaces lost actors, restores the arrays of all actors to an earlier state, and sends again the
 requests that were made since then.
 
-Reading order: `PendingRequest` and `StepHandle` receive replies. `ActorLink` is the connection to one
-process, with its open requests. `RequestLog` sends requests to all processes and sends them again in a
-restart. `FreeList` collects arrays that are to be freed.
+Reading order: `PendingRequest` receives the reply to a request, and `SubmittedStep` (`submitted_step.py`) the
+replies to a step. `ActorLink` is the connection to one process, with its open requests. `RequestLog` sends
+requests to all processes and sends them again in a restart. `FreeList` collects arrays that are to be freed.
 
 A request needs no asyncio task, and no additional pass of the event loop: when the last reply of a step
-arrives, its `StepHandle` ends within the same pass.
+arrives, its `SubmittedStep` ends within the same pass.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from msgspec import Raw
@@ -30,6 +28,7 @@ from msgspec.structs import replace
 
 from jaxpp_async.controller.error_messages import abandoned, is_consequence, remote_error
 from jaxpp_async.controller.options import ControllerOptions
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorError, ProtocolError, StepAbortedError
 from jaxpp_async.launch import ActorHandle
 from jaxpp_async.program.instructions import ActorId, ProcessId
@@ -45,9 +44,7 @@ from jaxpp_async.protocol.messages import (
     ReadFile,
     Request,
     Step,
-    StepDone,
     StepId,
-    StepStats,
     Store,
     Sweep,
     step_kind,
@@ -122,180 +119,7 @@ class PendingRequest:
             self.future.set_exception(error)
 
 
-class StepHandle:
-    """A step that has been sent to its actors.
-
-    Awaiting the handle waits until every actor has finished the step, and then returns each actor's
-    `StepStats` by actor id, or raises the step's error. If an await is cancelled, the step continues and can
-    be awaited again.
-
-    The handle is not a future. When the step ends, the handle calls its callbacks immediately, and callers
-    that await it continue in the next pass of the event loop. With a shielded future that would take two
-    passes.
-
-    Args:
-        step: the step's id.
-        program_id: the program that the step runs.
-        processes: the processes that run the step. Of the processes of one actor, only the first one's
-            statistics are kept.
-
-    Attributes:
-        sends: the future of each transfer of the step's large host values.
-        error: the error with which the step failed, or None.
-        sent_s: the time at which the step was last sent, in seconds of this process's monotonic clock.
-        heard_s: the time at which the reply of each actor's first process arrived, by actor id, in seconds of
-            the same clock.
-    """
-
-    error: Exception | None = None
-    _traceback: TracebackType | None = None
-    _done = False
-
-    def __init__(self, step: StepId, program_id: int, processes: Sequence[ProcessId]):
-        self.step, self.program_id = step, program_id
-        self.sends: list[asyncio.Future[None]] = []
-        self.sent_s, self.heard_s = time.monotonic(), dict[int, float]()
-        self._processes = tuple(processes)
-        self._waiting = set(processes)
-        self._stats: dict[int, StepStats] = {}
-        self._callbacks: list[Callable[[], object]] = []
-        self._awaiting: list[asyncio.Future[None]] = []
-
-    def __await__(self) -> Generator[Any, None, dict[int, StepStats]]:
-        if not self._done:
-            awaited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._awaiting.append(awaited)
-            yield from awaited
-        return self.result()
-
-    def result(self) -> dict[int, StepStats]:
-        """Return the statistics of a finished step, by actor id.
-
-        Raises:
-            Exception: the step's error, if it failed.
-        """
-        if self.error is not None:
-            # The original traceback is restored, since otherwise every await would add to it.
-            raise self.error.with_traceback(self._traceback)
-        return self._stats
-
-    @property
-    def error_is_seen(self) -> bool:
-        """Whether a caller would see an error that ends this step now.
-
-        Every step has a caller, so this is True until the step has ended.
-        """
-        return not self._done
-
-    @property
-    def done(self) -> bool:
-        """Whether the step has finished or failed."""
-        return self._done
-
-    async def wait_sent(self) -> None:
-        """Wait until the step's host values (numpy arrays) have been sent, so that the arrays may be changed.
-
-        This also returns when the step has failed. The transfers of a failed step may continue for a long
-        time, since UCX releases memory only when all transfers that use the memory have ended. The transfers
-        keep their memory alive, and the receiving actors ignore the data.
-        """
-        waiting = sum(not send.done() for send in self.sends)
-        if not waiting or self.error is not None:
-            return
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def wake() -> None:
-            if not ended.done():
-                ended.set_result(None)
-
-        def on_sent(_: object) -> None:
-            nonlocal waiting
-            waiting -= 1
-            if waiting == 0:
-                wake()
-
-        for send in self.sends:
-            if not send.done():
-                send.add_done_callback(on_sent)
-        self.when_done(lambda: wake() if self.error is not None else None)
-        await ended
-
-    def when_done(self, callback: Callable[[], object]) -> None:
-        """Call `callback` as soon as the step has ended, or immediately if it already has.
-
-        Callbacks are called in the order in which they were passed to this method. If a callback raises an
-        error, the event loop's exception handler gets the error, and the other callbacks are still called.
-        """
-        if self._done:
-            self._call(callback)
-        else:
-            self._callbacks.append(callback)
-
-    def waits_for(self, process: ProcessId) -> bool:
-        """Return whether this process has not finished the step yet."""
-        return process in self._waiting
-
-    def reset(self) -> None:
-        """Forget all replies, since a restart is about to send the step again to all its processes."""
-        self._waiting = set(self._processes)
-        self._stats.clear()
-        self.sent_s = time.monotonic()
-
-    def on_reply(self, link: ActorLink, reply: Any) -> None:
-        """Record the reply of one process; the step finishes with the last process's reply.
-
-        A reply after the step's end is ignored. Such replies arrive if a restart runs a finished step again.
-
-        Args:
-            link: the process that replied.
-            reply: the reply.
-
-        Raises:
-            ProtocolError: the reply is not a `StepDone` of this step.
-        """
-        if not isinstance(reply, StepDone) or reply.step != self.step:
-            raise ProtocolError(
-                f"{link.info} answered {step_text(self.step)} with {type(reply).__name__}", actor=link.info.id
-            )
-        if self._done:
-            return
-        info = link.info
-        if info.rank == 0:
-            self._stats[info.id], self.heard_s[info.id] = reply.stats, time.monotonic()
-        self._waiting.discard(info.process)
-        if not self._waiting:
-            self.finish()
-
-    def finish(self) -> None:
-        """End the step successfully, and run its callbacks."""
-        self._end(None)
-
-    def fail(self, error: Exception) -> None:
-        """End the step with an error and run its callbacks; do nothing if the step has already ended."""
-        self._end(error)
-
-    def _end(self, error: Exception | None) -> None:
-        if self._done:
-            return
-        self._done, self.error, self._traceback = True, error, error and error.__traceback__
-        callbacks, self._callbacks = self._callbacks, []
-        awaiting, self._awaiting = self._awaiting, []
-        for callback in callbacks:
-            self._call(callback)
-        for awaited in awaiting:
-            if not awaited.done():
-                awaited.set_result(None)
-
-    def _call(self, callback: Callable[[], object]) -> None:
-        try:
-            callback()
-        except Exception as error:
-            # An error in a caller's callback must not keep the step's end from all others who wait for it.
-            what = f"a callback at the end of {step_text(self.step)} failed"
-            asyncio.get_running_loop().call_exception_handler({"message": what, "exception": error})
-
-
-ReplyHandler: TypeAlias = PendingRequest | StepHandle
+ReplyHandler: TypeAlias = PendingRequest | SubmittedStep
 """The objects that handle replies; `RequestLog` and `ActorLink` use the methods that both classes have."""
 
 
@@ -736,9 +560,9 @@ class RequestLog:
         """
         seen = False
         for reply_handler in self._take_reply_handlers():
-            if isinstance(reply_handler, StepHandle) and reply_handler.step != step:
-                text = f"{step_text(reply_handler.step)} was aborted: {str(error).splitlines()[0]}"
-                where = {"step": step_number(reply_handler.step)}
+            if isinstance(reply_handler, SubmittedStep) and reply_handler.id != step:
+                text = f"{step_text(reply_handler.id)} was aborted: {str(error).splitlines()[0]}"
+                where = {"step": step_number(reply_handler.id)}
                 reply_handler.fail(abandoned(error, text, StepAbortedError, **where))
             else:
                 seen |= reply_handler.error_is_seen

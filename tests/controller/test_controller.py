@@ -25,7 +25,7 @@ from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.host_values import HostValue
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ActorConfig, ControllerOptions
-from jaxpp_async.controller.requests import StepHandle
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import (
     ActorDiedError,
     HandshakeError,
@@ -79,7 +79,7 @@ async def load(controller: Controller, text: str, **keys: Any) -> int:
 
 
 def start(controller: Controller, program_id: int, **options: Any):
-    return controller.start_step(program_id, {}, {}, **options)
+    return controller.start_step(SubmittedStep(program_id), {}, {}, **options)
 
 
 @pytest.fixture(params=sorted(LAUNCHERS), scope="module")
@@ -118,7 +118,7 @@ async def test_a_step_answers_with_each_actors_stats(any_mesh):
 async def test_steps_are_numbered_and_may_overlap(any_mesh):
     program = await load(any_mesh, "done")
     handles = [start(any_mesh, program) for _ in range(3)]
-    assert len({h.step for h in handles}) == 3
+    assert len({h.id for h in handles}) == 3
     await asyncio.gather(*handles)
 
 
@@ -316,7 +316,7 @@ async def test_a_failed_step_does_not_wait_for_sends_that_go_on(caplog):
 
 
 async def test_host_values_may_change_once_all_of_them_have_left():
-    handle = StepHandle(0, 0, [0])
+    handle = SubmittedStep(0)
     handle.sends += [asyncio.get_running_loop().create_future() for _ in range(3)]
     for send in handle.sends:
         send.add_done_callback(retrieve)  # as `HostPlane` does, which tells the mesh of errors

@@ -15,6 +15,7 @@ from paths import SUPPORT
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.device_checks import ProcessDevices, check_agreement
 from jaxpp_async.controller.options import ActorConfig
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import LaunchError, MeshError
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.protocol.actor_info import ActorInfo
@@ -154,6 +155,6 @@ async def test_who_replaces_another_is_compared_as_well():
             with pytest.raises(
                 LaunchError, match=r"be replaced: actor 0.*, actor 1.* set aside 0.4, 0.75 of"
             ):
-                await controller.start_step(0, {}, {})
+                await controller.start_step(SubmittedStep(0), {}, {})
     finally:
         await controller.aclose()

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sent_steps import sent_step
 
 from jaxpp_async.controller import health_monitor
 from jaxpp_async.controller.failure_detector import Recovered, Suspect
 from jaxpp_async.controller.health_monitor import FORGET_S, ClockWatch, HealthMonitor
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import StepHandle
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, MeshClosedError, TransferError
 from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.actor_info import Position
@@ -31,7 +32,7 @@ class Mesh:
     """What a watch asks of the mesh, and actors that beat."""
 
     def __init__(self, **deadlines: float):
-        self.under_way: dict[int, StepHandle] = {}
+        self.under_way: dict[int, SubmittedStep] = {}
         self.positions: dict[int, Position | None] = dict.fromkeys(INFOS)
         self.reports: dict[int, m.Reported | Exception | None] = {}
         self.asked: list[int] = []
@@ -70,7 +71,7 @@ class Mesh:
             self.watch.record_heartbeat(Identity(actor, 0, "beats"), m.Beat(fields))
 
     def step(self, positions: dict[int, Position], number: int = STEP) -> None:
-        self.under_way[number] = StepHandle(number, 5, tuple(positions))
+        self.under_way[number] = sent_step(number, tuple(positions))
         self.positions |= positions
 
     async def beating(self, seconds: float, *actors: int) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sent_steps import sent_step
 
 from jaxpp_async.controller.error_messages import ActorInfo
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest, StepHandle
+from jaxpp_async.controller.requests import FreeList, PendingRequest, RequestLog, SentRequest
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorDiedError, StepAbortedError
 from jaxpp_async.protocol import messages as m
 
@@ -52,18 +54,17 @@ class Requests:
         self.request_log.post(SentRequest(actor, kind(self.request_log.number(), *fields), call))
         return call
 
-    def step(self) -> StepHandle:
-        handle = StepHandle(self.num_steps, 0, (0, 1))
-        for actor in handle._processes:
-            self.request_log.post(
-                SentRequest(actor, m.Step(self.request_log.number(), 0, self.num_steps, 0, {}, {}), handle)
-            )
+    def step(self) -> SubmittedStep:
+        step = sent_step(self.num_steps, (0, 1))
+        for actor in (0, 1):
+            message = m.Step(self.request_log.number(), 0, self.num_steps, 0, {}, {})
+            self.request_log.post(SentRequest(actor, message, step))
         self.num_steps += 1
-        return handle
+        return step
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int, stats: m.StepStats = STATS) -> None:
         for link in self.links.values():
-            link.answer(lambda request: m.StepDone(request, step, STATS))
+            link.answer(lambda request: m.StepDone(request, step, stats))
 
     def again(self, epoch: int = 1) -> list[str]:
         """What actor 0 is asked after a restart."""
@@ -78,7 +79,6 @@ async def test_what_changes_an_actor_is_made_again_and_questions_only_without_an
     requests.links[0].answer()
     ran = requests.step()
     requests.finish(0)
-    heard_s = dict(ran.heard_s)
     requests.post(m.Inspect, reply=m.Inspected)
     requests.links[0].answer(lambda request: m.Inspected(request, {}))
     open_question, open_step = requests.post(m.Inspect, reply=m.Inspected), requests.step()
@@ -88,8 +88,8 @@ async def test_what_changes_an_actor_is_made_again_and_questions_only_without_an
     assert not numbers & {message.request for message in requests.links[0].asked}
     assert not open_question.done and open_step.waits_for(0) and open_step.waits_for(1)
     requests.links[0].answer()  # nobody waits for these any more
-    requests.finish(0)
-    assert ran.heard_s == heard_s
+    requests.finish(0, m.StepStats(9.0, 9.0, 9.0, 9, 9))
+    assert ran.stats() == [STATS, STATS]
     requests.links[0].answer(lambda request: m.Inspected(request, {"a": 1}))
     assert (await open_question.future).numbers == {"a": 1}
 
@@ -188,3 +188,24 @@ async def test_the_end_reaches_everyone_once(remembers):
         with pytest.raises(kind):
             await reply_handler
     assert not requests.request_log.fail_all(ActorDiedError("gone"), None)
+
+
+# ---------------------------------------------------------------- frees
+
+
+def test_what_is_to_be_freed_is_taken_once_by_actor_and_in_order():
+    frees = FreeList()
+    for actor, array_id in [(1, 10), (0, 5), (1, 8)]:
+        frees.add(actor, array_id)
+    assert frees.take() == {1: (10, 8), 0: (5,)}
+    assert frees.take() == {}
+
+
+def test_what_no_request_took_along_is_freed_later():
+    frees = FreeList()
+    frees.add(0, 1)
+    frees.add(0, 2)
+    taken = frees.take()
+    frees.add(0, 3)
+    frees.give_back(taken)
+    assert frees.take() == {0: (3, 1, 2)}

@@ -33,6 +33,7 @@ from jaxpp_async.controller import listener as listener_module
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.listener import MOST, WINDOW_S, ControlListener, RateLimitedLog
 from jaxpp_async.controller.options import ActorConfig
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import HandshakeError, LaunchError, ProtocolError
 from jaxpp_async.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.launch.hosts import Settings, parse_hosts
@@ -83,7 +84,7 @@ class Job:
 
         async def work() -> None:
             while True:
-                await self.controller.start_step(program_id, {}, {})
+                await self.controller.start_step(SubmittedStep(program_id), {}, {})
                 self.num_steps += 1
                 await asyncio.sleep(0.001)
 

@@ -31,6 +31,7 @@ from resources import nothing_left
 
 import jaxpp_async as jpp
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import (
     ActorUnresponsiveError,
     LaunchError,
@@ -167,7 +168,7 @@ async def hanging_step(controller: Controller) -> Any:
     program = controller.new_program_id()
     hang: Any = dict.fromkeys(range(len(controller.actors)), "hang")  # the fake's whole program
     await controller.load(program, hang, {}, {})
-    return controller.start_step(program, {}, {})
+    return controller.start_step(SubmittedStep(program), {}, {})
 
 
 # ---------------------------------------------------------------- addresses

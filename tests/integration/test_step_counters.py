@@ -21,6 +21,7 @@ from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.loaded_program import LoadedTask
 from jaxpp_async.actors.setup import ComputeThread
 from jaxpp_async.base.spinning import LoopSpin
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.protocol.frames import FrameKey
 from jaxpp_async.transport.memory import MemoryTransport
@@ -136,7 +137,7 @@ async def test_an_empty_step_takes_few_macs_and_calls(remote_mesh, monkeypatch):
     program_id = controller.new_program_id()
     await controller.load(program_id, {actor: ActorProgram(actor, (), ()) for actor in (0, 1)}, {}, {})
     for _ in range(5):
-        await controller.start_step(program_id, {}, {})
+        await controller.start_step(SubmittedStep(program_id), {}, {})
     calls: list[int] = []
     package = str(Path(jpp.__file__).parent)
 
@@ -147,14 +148,14 @@ async def test_an_empty_step_takes_few_macs_and_calls(remote_mesh, monkeypatch):
         calls.append(0)
         sys.setprofile(count)
         try:
-            await controller.start_step(program_id, {}, {})
+            await controller.start_step(SubmittedStep(program_id), {}, {})
         finally:
             sys.setprofile(None)
     # Functions of this package, of the controller and both actors: 146, and 229 before anybody counted.
     assert statistics.median(calls) <= 155, calls
     tally = Tally()
     tally.watch(monkeypatch, FrameKey, "sign")
-    await controller.start_step(program_id, {}, {})
+    await controller.start_step(SubmittedStep(program_id), {}, {})
     assert tally == {"sign": 4 * 2}  # two requests and two replies, each signed once and looked at once
 
 

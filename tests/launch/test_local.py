@@ -35,6 +35,7 @@ HERE = SUPPORT
 DRIVER = """
 import asyncio, sys
 from fake_actor import start_fakes
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.launch import LocalLauncher
 
 async def main():
@@ -43,7 +44,7 @@ async def main():
     try:
         program = controller.new_program_id()
         await controller.load(program, {{0: "hang", 1: "hang"}}, {{}}, {{}})
-        step = controller.start_step(program, {{}}, {{}})
+        step = controller.start_step(SubmittedStep(program), {{}}, {{}})
         print(*(info.pid for info in controller.actors), flush=True)
         {then}
     finally:

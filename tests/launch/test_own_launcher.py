@@ -26,6 +26,7 @@ from resources import nothing_left
 from rich.console import Console
 
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorDiedError, LaunchError, MeshError
 from jaxpp_async.launch import LaunchSpec
 from jaxpp_async.launch import host_agent_protocol as kp
@@ -64,7 +65,7 @@ async def start(launcher: Any, num_actors: int = 2) -> Controller:
 async def hanging_step(controller: Controller) -> Any:
     program = controller.new_program_id()
     await controller.load(program, dict.fromkeys(range(len(controller.actors)), "hang"), {}, {})
-    return controller.start_step(program, {}, {})
+    return controller.start_step(SubmittedStep(program), {}, {})
 
 
 async def test_a_launcher_of_ones_own(caplog):

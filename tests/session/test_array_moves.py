@@ -6,7 +6,6 @@ import pytest
 
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import ValueType
-from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ActorDiedError, ArrayError
 from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Send
 from jaxpp_async.session.argument_binding import Slot
@@ -104,15 +103,14 @@ class Mesh:
         self.loaded.append(sorted(parts))
         return {}
 
-    def start_step(self, program_id, inputs, outputs, *, kind):
-        assert kind == "move"
-        self.started.append((program_id, dict(inputs), dict(outputs)))
-        handle = StepHandle(0, program_id, [])
+    def start_step(self, step, inputs, outputs):
+        assert step.kind == "move"
+        self.started.append((step.program_id, dict(inputs), dict(outputs)))
         if self.fails is None:
-            handle.finish()
+            step.finish()
         else:
-            handle.fail(self.fails)
-        return handle
+            step.fail(self.fails)
+        return step
 
     def new_array(self, value_type, actors):
         return RemoteArray(self, self.new_array_id(), value_type, actors)
