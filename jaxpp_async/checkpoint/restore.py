@@ -175,7 +175,7 @@ class _Reading:
         """
         for name, parts in files.items():
             message = ReadFile(self._encoded(name), tuple(parts))
-            await self._controller.request_log.send(process, message, Done)
+            await self._controller.requests.send(process, message)
 
     def _encoded(self, file: str) -> bytes:
         """Return the full path of a checkpoint's file, encoded as bytes for messages to actors."""

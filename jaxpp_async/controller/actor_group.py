@@ -20,7 +20,7 @@ from jaxpp_async.controller.device_checks import ProcessDevices, check_agreement
 from jaxpp_async.controller.host_values import HostTransfers
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import ActorLink, PendingRequest
+from jaxpp_async.controller.requests import ActorLink, PendingRequest, Requests
 from jaxpp_async.controller.startup import Startup
 from jaxpp_async.errors import TransferError
 from jaxpp_async.launch import ActorHandle, Launcher, LaunchSpec
@@ -73,6 +73,7 @@ class ActorGroup:
         options: the options of the mesh's controller.
         links: a dictionary that this object fills with the `ActorLink` of each process (the controller's
             handle and connection), by process number. A replaced process gets a new link.
+        requests: sends requests to the processes.
         on_progress: called with a line of text at each stage of the start.
         on_transfer_error: called with the error of a transfer between an actor and the controller.
         on_routes: called for each connected process with its `ActorInfo` and, for each of its peers, the
@@ -80,8 +81,8 @@ class ActorGroup:
 
     Attributes:
         processes, links: the arguments of the same names.
-        epoch: the current epoch, a number that grows with every abort of the whole mesh. Tags and steps carry
-            it, so that messages from before an abort are recognized and ignored.
+        epoch: the current epoch, a number that grows with every restart (see `Recovery.epoch`). Tags and
+            steps carry it, so that messages from before a restart are recognized and ignored.
         listener: accepts the control connections that actors open.
         hardware: the devices of each process, as the process reported them.
         scattering: how arrays are split over the processes of one actor.
@@ -93,6 +94,7 @@ class ActorGroup:
         processes: Topology,
         options: ControllerOptions,
         links: dict[ProcessId, ActorLink],
+        requests: Requests,
         *,
         on_progress: Callable[[str], None],
         on_transfer_error: Callable[[TransferError], None],
@@ -100,13 +102,15 @@ class ActorGroup:
     ):
         self.processes, self.links, self.epoch = processes, links, 0
         self._launcher, self._options = launcher, options
-        self._on_progress = on_progress
+        self._requests, self._on_progress = requests, on_progress
         self._on_transfer_error, self._on_routes = on_transfer_error, on_routes
         self._secret = secrets.token_bytes(SECRET_BYTES)
         version, longest = jaxpp_async.__version__, options.max_frame_bytes
         self.listener = ControlListener(self._secret, version=version, max_frame_bytes=longest)
         timeout_s = options.launch_timeout_s
-        self._startup = Startup(launcher, self.listener, timeout_s=timeout_s, on_progress=on_progress)
+        self._startup = Startup(
+            launcher, self.listener, requests, timeout_s=timeout_s, on_progress=on_progress
+        )
         self._address: tuple[str, int] | None = None
         self._host_transfers: HostTransfers | None = None
         self._incarnations: dict[ProcessId, int] = {}
@@ -309,7 +313,7 @@ class ActorGroup:
             peers = {CONTROLLER, *self.processes.peers_of(process)}
             known = {peer: address for peer, address in addresses.items() if peer in peers}
             connects[process] = Connect(self.epoch, known)
-        found = await self.ask_each(connects, Connected, "connect")
+        found: dict[ProcessId, Connected] = await self._requests.call_each(connects, "connect")
         for process, connected in sorted(found.items()):
             self._on_routes(self.links[process].info, connected.routes)
 
@@ -326,7 +330,7 @@ class ActorGroup:
             return
         everyone = tuple(addresses.values())
         self.host_transfers.transport.admit(everyone)
-        await self.ask_each({p: Admit(everyone) for p in sorted(self.links)}, Done, "admit")
+        await self._requests.call_each(dict.fromkeys(sorted(self.links), Admit(everyone)), "admit")
 
     def _make_transport(self) -> Transport:
         kind = kind_of(self.transport_kind).host_transport or self.transport_kind
@@ -354,14 +358,15 @@ class ActorGroup:
 
     # ------------------------------------------------------------ going on after a failure
 
-    def begin_epoch(self) -> None:
-        """Begin a new epoch, so that messages from earlier epochs are ignored.
+    def enter_epoch(self, epoch: int) -> None:
+        """Enter another epoch, so that messages from earlier epochs are ignored.
 
-        An epoch is the time between two aborts of the whole mesh; messages carry its number.
+        Args:
+            epoch: the number of the epoch, which counts restarts.
         """
-        self.epoch += 1
+        self.epoch = epoch
         if self._host_transfers is not None:
-            self._host_transfers.epoch = self.epoch
+            self._host_transfers.epoch = epoch
 
     def abort(self, process: ProcessId, cause: str) -> PendingRequest:
         """Tell a process to drop all its work and to enter the current epoch, which counts aborts of the
@@ -374,14 +379,14 @@ class ActorGroup:
         Returns:
             The request, which can be awaited.
         """
-        return self.links[process].ask(Abort(self.epoch, cause), Done)
+        return self._requests.send(process, Abort(self.epoch, cause))
 
     def request_report(self, process: ProcessId) -> asyncio.Future[Reported]:
         """Ask a process for its position in its program and for its open transfers; return the future reply.
 
         If a restart (the replacement of lost actors) begins before the reply, the request is not sent again.
         """
-        return self.links[process].ask(Report(), Reported).future
+        return self._requests.send(process, Report(), awaited=False).future
 
     async def reset_transport(self, process: ProcessId) -> None:
         """Have a process replace its end of the data plane (the transport for arrays), and record the new
@@ -392,31 +397,13 @@ class ActorGroup:
         Raises:
             RemoteError: the process could not make a new end.
         """
-        link = self.links[process]
-        reset: TransportReset = await link.call(ResetTransport(), TransportReset)
-        link.address = reset.address
+        reset: TransportReset = await self._requests.call(process, ResetTransport())
+        self.links[process].address = reset.address
 
     async def reset_host_transport(self) -> None:
         """Replace the controller's end of the data plane (the transport for arrays) by a new one."""
         await self.host_transfers.transport.aclose()
         self.host_transfers.transport = self._make_transport()
-
-    async def ask_each(
-        self, requests: Mapping[ProcessId, Request], expected: type, what: str
-    ) -> dict[ProcessId, Any]:
-        """Send one request to each given process, and return their replies by process once all have arrived.
-
-        The first failure is raised. If a restart (the replacement of lost actors) begins, the requests are
-        not sent again.
-
-        Args:
-            requests: the request for each process.
-            expected: the type of every reply.
-            what: a phrase that names the asyncio tasks, for debugging.
-        """
-        return await all_of(
-            {p: self.links[p].call(request, expected) for p, request in requests.items()}, what
-        )
 
     async def remove(self, actor: ActorId) -> None:
         """Kill all processes of one actor, close their control connections, and wait until the processes have
@@ -465,7 +452,7 @@ class ActorGroup:
             if link is None or link.handle is not handle or not link.connection.is_open:
                 handle.kill()  # it cannot be asked: it is being started or replaced
             else:
-                link.ask(Shutdown(), Done)
+                self._requests.send(process, Shutdown(), awaited=False)
         return await wait_all_dead(handles, SHUTDOWN_S / (2 if self.processes.per_actor > 1 else 1))
 
     def kill(self) -> None:

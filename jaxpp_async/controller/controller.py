@@ -2,10 +2,10 @@
 the mesh.
 
 `Controller` takes programs and numpy arrays, and returns step statistics and numpy arrays. Requests are sent
-through the `RequestLog`; the `ActorGroup` owns the processes. After a failure, the `FailurePolicy` decides
-which error describes the failure. If restarts are allowed (`max_restarts`) and may help, `Recovery` then
-replaces the lost actors. Otherwise the failure ends the mesh: every pending request fails, and the other
-actors are told to abort. Everything runs on one event loop; only `free` may be called from other threads.
+through `Requests`; the `ActorGroup` owns the processes. After a failure, the `FailurePolicy` decides which
+error describes the failure, and `Recovery` decides whether a restart replaces the lost actors. If it does
+not, the failure ends the mesh: every pending request fails, and the other actors are told to abort.
+Everything runs on one event loop; only `free` may be called from other threads.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ class Controller:
     Attributes:
         cause: the failure that ended the mesh, or None.
         ended: a future that is done as soon as the mesh has failed or its closing has begun.
-        request_log: the log through which all requests are sent. Code outside this package may also use it to
-            send a request directly.
+        requests: sends all requests. Code outside this package may also use it to send a request directly.
         mesh_events: publishes what happens to the mesh as events that the user can read.
     """
 
@@ -103,12 +102,16 @@ class Controller:
         self._tasks = OwnedTasks()
         self._closing: asyncio.Task[None] | None = None
         links: dict[ProcessId, ActorLink] = {}
-        self.request_log = RequestLog(links, self._check_usable, options)
+        self._recovery = Recovery(
+            processes, max_restarts=options.max_restarts, replica_every=options.backup_every
+        )
+        self.requests = Requests(links, self._recovery, self._check_usable, options.max_frame_bytes)
         self._actor_group = ActorGroup(
             launcher,
             processes,
             options,
             links,
+            self.requests,
             on_progress=self._report_progress,
             on_transfer_error=self._suspect,
             on_routes=self.mesh_events.connected,
@@ -123,10 +126,10 @@ class Controller:
             options,
         )
         self._clock_of: Callable[[ProcessId], Clock] = self._failure_policy.clocks.clock_of
-        self._linking = LinkSetup(self._actor_group, self.request_log, self._programs)
+        self._linking = LinkSetup(self._actor_group, self.requests, self._programs)
         self._deployment = Deployment(
             self._actor_group,
-            self.request_log,
+            self.requests,
             self._programs,
             self._linking,
             paused=self._failure_policy.health_monitor.paused,
@@ -331,7 +334,7 @@ class Controller:
             for process in processes:
                 posts.append(self._with_values(process, message, step, large.get(process, ()), step.sends))
         try:
-            self.request_log.post(*posts)
+            self.requests.post(*posts)
         except MeshError:  # a message cannot be encoded: nothing was sent
             self._frees.give_back(freed)
             raise
@@ -347,8 +350,8 @@ class Controller:
         if frees_before:
             running = dict(processes_by_actor)
             self._frees.give_back({a: ids for a, ids in frees_before.items() if a not in running})
-        if self._recovery is not None:
-            self._recovery.replication.note_step()
+        if self._recovery.is_enabled:
+            self._recovery_driver.handle(StepSent())
         if self._loop_spin is not None:
             step.when_done(self._loop_spin.end)
             self._loop_spin.begin()
@@ -372,15 +375,15 @@ class Controller:
         for actor in sorted(set(values) | set(frees)):
             small, large = self._actor_group.host_transfers.prepare(actor, values.get(actor, ()))
             for process in self.processes.processes_of(actor):
-                calls[process] = PendingRequest(Done)
+                calls[process] = PendingRequest()
                 message = Store(small, frees.get(actor, ()))
                 posts.append(self._with_values(process, message, calls[process], large.get(process, ()), []))
         try:
-            self.request_log.post(*posts)
+            self.requests.post(*posts)
         except MeshError:  # one of them cannot be encoded: nothing was sent
             self._frees.give_back(frees)
             raise
-        await all_of({process: self._reply_of(process, call) for process, call in calls.items()}, "put")
+        await all_of({process: self.requests.reply_to(process, call) for process, call in calls.items()}, "put")
 
     async def fetch(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
         """Copy arrays from actors to the controller, and return them whole, in the order asked for.
@@ -417,7 +420,7 @@ class Controller:
         self._check_usable()
         self._send_frees()
         replies = {
-            process: self.request_log.send(process, Inspect(), Inspected)
+            process: self.requests.send(process, Inspect())
             for process in sorted(self._actor_group.links)
         }
         return {process: (await reply).numbers for process, reply in replies.items()}
@@ -426,7 +429,7 @@ class Controller:
         self,
         process: ProcessId,
         message: Step | Store,
-        reply_handler: PendingRequest | SubmittedStep,
+        waiter: PendingRequest | SubmittedStep,
         large: Sequence[Sending],
         sends: list[asyncio.Future[None]],
     ) -> SentRequest:
@@ -436,18 +439,18 @@ class Controller:
         Args:
             process: the process to send to.
             message: the request.
-            reply_handler: receives the reply.
+            waiter: receives the reply.
             large: the sequence number and bytes of each large host value (numpy array), which is sent over
                 the data plane.
             sends: a list to which one future per transfer is added each time that the request is sent.
         """
         if not large:
-            return SentRequest(process, message, reply_handler)
+            return SentRequest(process, message, waiter)
         size_bytes = sum(data.nbytes for _, data in large)
         return SentRequest(
             process,
             message,
-            reply_handler,
+            waiter,
             lambda: sends.extend(self._actor_group.host_transfers.send(process, large)),
             size_bytes,
         )
@@ -462,18 +465,14 @@ class Controller:
         the arrays before they have been read.
         """
         message, fetch = self._actor_group.host_transfers.fetch(process, wanted)
-        self.request_log.post(SentRequest(process, message, fetch, fetch.start))
-        return self._reply_of(process, fetch)
-
-    async def _reply_of(self, process: ProcessId, request: PendingRequest) -> Any:
-        await self.request_log.drain(process)
-        return await request
+        self.requests.post(SentRequest(process, message, fetch, fetch.start))
+        return self.requests.reply_to(process, fetch)
 
     def _send_frees(self) -> None:
         for actor, array_ids in self._frees.take().items():
             for process in self.processes.processes_of(actor):
                 message = Store((), array_ids)
-                self.request_log.post(SentRequest(process, message, PendingRequest(Done, awaited=False)))
+                self.requests.send(process, message, awaited=False)
 
     # ------------------------------------------------------------ saves
 
@@ -487,8 +486,8 @@ class Controller:
         Raises:
             MeshClosedError: the mesh is closed or has failed.
         """
-        if self._recovery is not None:
-            await self._recovery.replication.secure()
+        if self._recovery.is_enabled:
+            await self._recovery_driver.secure()
         self._check_usable()
 
     def before_save(self) -> None:
@@ -498,8 +497,7 @@ class Controller:
 
         Without `max_restarts` there are no replicas, and this does nothing.
         """
-        if self._recovery is not None:
-            self._recovery.replication.take_if_due()
+        self._recovery_driver.handle(ReplicaWanted(if_due=True))
 
     # ------------------------------------------------------------ failures
 
@@ -557,7 +555,7 @@ class Controller:
             for process in self.processes.processes_of(error.actor):
                 self._actor_group.handles[process].kill()  # closing would wait for it
         step = min((s for s in self._under_way if error.step in (None, step_number(s))), default=None)
-        self._cause_raised |= self.request_log.fail_all(error, step)
+        self._cause_raised |= self.requests.fail_all(error, step)
         self._tasks.start("abort after a failure", self._abort_others(error, dead))
 
     async def _abort_others(self, error: ActorError, dead: ProcessId | None) -> None:
@@ -615,7 +613,7 @@ class Controller:
         if not self.ended.done():
             self.ended.set_result(None)
         await self._end_recovery()
-        self.request_log.close(MeshClosedError("the mesh was closed while this was under way"))
+        self.requests.close(MeshClosedError("the mesh was closed while this was under way"))
         await self._failure_policy.aclose()
         await self._linking.aclose()
         await self._actor_group.shut_down()

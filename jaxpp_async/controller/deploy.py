@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest
+from jaxpp_async.controller.requests import Requests
 from jaxpp_async.errors import ActorError, MeshError, ProtocolError
 from jaxpp_async.layout import array_parts
 from jaxpp_async.layout.array_parts import Scattering
@@ -39,7 +39,7 @@ class Deployment:
 
     Args:
         actor_group: the actors' processes.
-        request_log: sends the requests.
+        requests: sends the requests.
         programs: the record of loaded programs, to which each new program is added.
         linking: makes the NCCL links (communicators) that a program needs.
         paused: returns a context manager, which is open while actors compile; no step counts as stuck during
@@ -50,14 +50,14 @@ class Deployment:
     def __init__(
         self,
         actor_group: ActorGroup,
-        request_log: RequestLog,
+        requests: Requests,
         programs: LoadedPrograms,
         linking: LinkSetup,
         *,
         paused: Callable[[], AbstractContextManager[None]],
         on_progress: Callable[[str], None],
     ):
-        self._actor_group, self._request_log = actor_group, request_log
+        self._actor_group, self._requests = actor_group, requests
         self._programs, self._linking = programs, linking
         self._paused, self._on_progress = paused, on_progress
 
@@ -94,11 +94,8 @@ class Deployment:
         known = self._actor_group.links[process].known_blobs
         actor = self._actor_group.processes.actor_of(process)
         message = self._programs.load_message(program_id, actor, known)
-        call = PendingRequest(Loaded)
         try:
-            self._request_log.post(SentRequest(process, message, call))
-            await self._request_log.drain(process)
-            return await call
+            return await self._requests.call(process, message)
         except (ActorError, MeshError):
             # Nobody knows which of these executables the actor has, so they will be sent again.
             known -= set(message.blobs)
@@ -198,12 +195,12 @@ class LinkSetup:
 
     Args:
         actor_group: the actors' processes.
-        request_log: gives request numbers, and tells whether a restart is in progress.
+        requests: sends the requests, and tells when no restart is under way.
         programs: the loaded programs, whose transfers determine the links.
     """
 
-    def __init__(self, actor_group: ActorGroup, request_log: RequestLog, programs: LoadedPrograms):
-        self._actor_group, self._request_log, self._programs = actor_group, request_log, programs
+    def __init__(self, actor_group: ActorGroup, requests: Requests, programs: LoadedPrograms):
+        self._actor_group, self._requests, self._programs = actor_group, requests, programs
         self._made: set[NcclLink] = set()
         self._epoch = 0
         self._tasks = OwnedTasks()
@@ -226,7 +223,7 @@ class LinkSetup:
             return
         wanted = links_of(self._programs.parts(program_id), self._actor_group.scattering)
         while not self._has(wanted):
-            await self._request_log.wait_open()
+            await self._requests.wait_open()
             if self._task is None:
                 self._task = self._tasks.start("make links", self._make(wanted), is_awaited=True)
                 self._task.add_done_callback(self._on_ended)
@@ -285,10 +282,8 @@ class LinkSetup:
         epoch, new = self._epoch, sorted(set(links) - self._made)
         ends = sorted({end for link in new for end in (link.sender, link.receiver)})
         makers = links_by_maker(new)
-        offers: dict[ProcessId, LinksOffered] = await self._actor_group.ask_each(
-            {end: OfferLinks(len(makers.get(end, ()))) for end in ends},
-            LinksOffered,
-            "offer links",
+        offers: dict[ProcessId, LinksOffered] = await self._requests.call_each(
+            {end: OfferLinks(len(makers.get(end, ()))) for end in ends}, "offer links"
         )
         ids = {
             link: unique_id
@@ -301,7 +296,7 @@ class LinkSetup:
                 for link in made_at_once
                 for end in (link.sender, link.receiver)
             }
-            await self._actor_group.ask_each(joins, Done, "join links")
+            await self._requests.call_each(joins, "join links")
             if self._actor_group.epoch != epoch:
                 return
             self._made.update(made_at_once)

@@ -295,7 +295,7 @@ class PendingFetch(PendingRequest):
     def __init__(
         self, transfers: HostTransfers, process: ProcessId, avals: Sequence[Aval], sequences: Sequence[int]
     ):
-        super().__init__(Fetched)
+        super().__init__()
         self._transfers, self._process, self._avals, self._sequences = transfers, process, avals, sequences
         self._arriving: dict[int, tuple[np.ndarray[Any, Any], Transfer]] = {}
         self._reply: Fetched | None = None
@@ -314,12 +314,11 @@ class PendingFetch(PendingRequest):
         """Forget the reply and the receives, since a restart is about to send the request again."""
         self._arriving, self._reply = {}, None
 
-    def on_reply(self, link: ActorLink, reply: Any) -> None:
+    def on_reply(self, link: ActorLink, reply: Fetched) -> None:
         """Record the reply, which contains the small arrays. Large arrays arrive in separate transfers."""
-        if not isinstance(reply, Fetched) or len(reply.arrays) != len(self._avals):
-            self.fail(
-                ProtocolError(f"{link.info} answered a fetch of {len(self._avals)} arrays with another reply")
-            )
+        if len(reply.arrays) != len(self._avals):
+            text = f"{link.info} answered a fetch of {len(self._avals)} arrays with {len(reply.arrays)}"
+            self.fail(ProtocolError(text))
             return
         self._reply = reply
         size_bytes = sum(memory.nbytes for memory, _ in self._arriving.values())

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from jaxpp_async.controller.device_checks import check_library_versions
 from jaxpp_async.controller.error_messages import describe_end, launch_error, location, remote_error
 from jaxpp_async.controller.listener import ControlListener
-from jaxpp_async.controller.requests import ActorLink
+from jaxpp_async.controller.requests import ActorLink, Requests
 from jaxpp_async.errors import (
     ActorError,
     InstallError,
@@ -53,6 +53,7 @@ class Startup:
     Args:
         launcher: starts the processes.
         listener: accepts their control connections.
+        requests: sends requests to the processes.
         timeout_s: the time limit in seconds for each stage of a start.
         on_progress: called with a line of text when a process is ready.
 
@@ -65,11 +66,12 @@ class Startup:
         self,
         launcher: Launcher,
         listener: ControlListener,
+        requests: Requests,
         *,
         timeout_s: float,
         on_progress: Callable[[str], None],
     ):
-        self._launcher, self._listener = launcher, listener
+        self._launcher, self._listener, self._requests = launcher, listener, requests
         self._timeout_s, self._on_progress = timeout_s, on_progress
         self.handles: dict[ProcessId, ActorHandle] = {}
 
@@ -106,9 +108,7 @@ class Startup:
         Raises:
             LaunchError: the process found no port, died or did not answer in time.
         """
-        reserved: Reserved = await self._call(
-            link, message, Reserved, "connected but did not find a free port"
-        )
+        reserved: Reserved = await self._call(link, message, "connected but did not find a free port")
         return reserved.port
 
     async def configure(self, link: ActorLink, message: Configure) -> Ready:
@@ -123,7 +123,7 @@ class Startup:
             MeshError: the process lacks devices.
         """
         ready: Ready = await self._call(
-            link, message, Ready, "connected but did not start JAX and the transport"
+            link, message, "connected but did not start JAX and the transport"
         )
         check_library_versions(link.info, ready.versions)
         link.info = replace(link.info, devices=ready.devices, gpus=ready.hardware.gpus, state="ready")
@@ -131,13 +131,12 @@ class Startup:
         self._on_progress(f"{link.info} is ready: {', '.join(ready.devices)}")
         return ready
 
-    async def _call(self, link: ActorLink, message: Request, expected: type, late: str) -> Any:
+    async def _call(self, link: ActorLink, message: Request, late: str) -> Any:
         """Send a request to a process that is still being started, and return its reply.
 
         Args:
             link: the process.
             message: the request.
-            expected: the type of the reply.
             late: a clause that says what the process did not do in time, such as `"connected but did not find
                 a free port"`, for the error about a missed deadline.
 
@@ -147,7 +146,7 @@ class Startup:
         """
         process_rank = ProcessRank(link.info.process, link.info.size)
         task = asyncio.get_running_loop().create_task(
-            link.call(message, expected), name=f"configure {process_rank}"
+            self._requests.call(link.info.process, message), name=f"configure {process_rank}"
         )
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -265,12 +264,12 @@ def _has_answer(wanted: asyncio.Future[Any]) -> bool:
 def _on_message(link: ActorLink, message: Any, number: int | None) -> None:
     failed = link.handle_reply(message, number)
     if failed is not None:  # the actor itself failed: all its requests fail with the reason
-        for reply_handler in link.reply_handlers.values():
-            reply_handler.fail(remote_error(link.info, failed))
+        for request in link.open.values():
+            request.waiter.fail(remote_error(link.info, failed))
 
 
 def _on_closed(link: ActorLink, error: Exception | None) -> None:
     process_rank = ProcessRank(link.info.process, link.info.size)
     what = f"closed its control connection before it was ready: {error}"
-    for reply_handler in link.reply_handlers.values():
-        reply_handler.fail(launch_error(process_rank, what))
+    for request in link.open.values():
+        request.waiter.fail(launch_error(process_rank, what))

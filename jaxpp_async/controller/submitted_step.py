@@ -103,6 +103,8 @@ class SubmittedStep:
     sent_s: float
     _processes: Sequence[ProcessId]
     _programs: Mapping[ActorId, ActorProgram]
+    is_refused = False  # a step whose process reports a failure fails the mesh
+    fails_mesh = True
     is_sent = False
     error: Exception | None = None
     abandoned_s: float | None = None
@@ -157,7 +159,7 @@ class SubmittedStep:
         self._replies.clear()
         self.sent_s = time.monotonic()
 
-    def on_reply(self, link: ActorLink, reply: Any) -> None:
+    def on_reply(self, link: ActorLink, reply: StepDone) -> None:
         """Record the reply of one process; the step finishes with the last process's reply.
 
         A reply after the step's end is ignored. Such replies arrive if a restart runs a finished step again.
@@ -167,13 +169,12 @@ class SubmittedStep:
             reply: the reply.
 
         Raises:
-            ProtocolError: the reply is not a `StepDone` of this step.
+            ProtocolError: the reply is of another step.
         """
         info = link.info
-        if not isinstance(reply, StepDone) or reply.step != self.id:
-            raise ProtocolError(
-                f"{info} answered {step_text(self.id)} with {type(reply).__name__}", actor=info.id
-            )
+        if reply.step != self.id:
+            text = f"{info} answered {step_text(self.id)} with the end of {step_text(reply.step)}"
+            raise ProtocolError(text, actor=info.id)
         if self._done:
             return
         process = info.process
