@@ -25,7 +25,8 @@ from jaxpp_async.base.spinning import LoopSpin, has_spare_core
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.deploy import Deployment, LinkSetup, LoadedPrograms
 from jaxpp_async.controller.error_messages import abandoned
-from jaxpp_async.controller.failure_policy import FailurePolicy
+from jaxpp_async.controller.failure_policy import Failure, FailurePolicy, Observation, TransferFailed
+from jaxpp_async.controller.health_monitor import HealthMonitor
 from jaxpp_async.controller.host_values import HostValue, Sending
 from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ControllerOptions
@@ -112,17 +113,19 @@ class Controller:
             links,
             number=self.request_log.number,
             on_progress=self._report_progress,
-            on_transfer_error=self._suspect,
+            on_transfer_error=self._on_transfer_error,
             on_routes=self.mesh_events.connected,
         )
-        self._failure_policy = FailurePolicy(
+        self._failure_policy = FailurePolicy()
+        self._grace_timer: asyncio.TimerHandle | None = None
+        self._health_monitor = HealthMonitor(
             self._actor_group,
+            self.request_log,
             self._programs,
             self._under_way,
-            self._on_failure,
-            lambda: self._is_recovering,
             self.mesh_events,
             options,
+            self._observe,
         )
         self._linking = LinkSetup(self._actor_group, self.request_log, self._programs)
         self._deployment = Deployment(
@@ -130,7 +133,7 @@ class Controller:
             self.request_log,
             self._programs,
             self._linking,
-            paused=self._failure_policy.health_monitor.paused,
+            paused=self._health_monitor.paused,
             on_progress=self._report_progress,
         )
         self._recovery = (
@@ -139,11 +142,11 @@ class Controller:
                 self.request_log,
                 self._programs,
                 self._linking,
-                self._failure_policy,
+                self._health_monitor,
                 options,
                 end=self._end,
                 on_restarted=self._on_restarted,
-                on_replica_error=self._suspect,
+                on_replica_error=self._on_transfer_error,
             )
             if options.restarts
             else None
@@ -185,7 +188,7 @@ class Controller:
         try:
             await actor_group.start()
             for link in actor_group.links.values():
-                self._failure_policy.watch(link)
+                self._health_monitor.watch(link)
             await actor_group.connect()
             # Spin only if that takes no core away from an actor.
             if actor_group.has_processes and has_spare_core(
@@ -236,7 +239,7 @@ class Controller:
         """
         if not self._actor_group.has_processes:
             return OWN_CLOCK
-        return self._failure_policy.clocks.clock_of(self._actor_group.processes.process(actor, 0))
+        return self._health_monitor.clocks.clock_of(self._actor_group.processes.process(actor, 0))
 
     # ------------------------------------------------------------ programs and steps
 
@@ -510,33 +513,49 @@ class Controller:
 
     # ------------------------------------------------------------ failures
 
-    @property
-    def _is_recovering(self) -> bool:
-        return self._recovery is not None and self._recovery.is_under_way
-
-    def _suspect(self, error: ActorError) -> None:
+    def _observe(self, seen: Observation) -> None:
+        """Let the failure policy judge an observation, and act on the failure that it reports, if any."""
         if not self.is_closed:
-            self._failure_policy.suspect(error)
+            self._act_on(self._failure_policy.observe(seen, self._loop.time()))
+
+    def _on_transfer_error(self, error: TransferError) -> None:
+        self._observe(TransferFailed(error))
+
+    def _end_grace(self, now_s: float) -> None:
+        if not self.is_closed:
+            self._act_on(self._failure_policy.judge(now_s))
+
+    def _drop_suspicion(self) -> None:
+        self._failure_policy.drop_suspicion()
+        self._set_grace_timer()
+
+    def _set_grace_timer(self) -> None:
+        if self._grace_timer is not None:
+            self._grace_timer.cancel()
+        due_s = self._failure_policy.due_s
+        if due_s is not None:
+            self._grace_timer = self._loop.call_at(due_s, self._end_grace, due_s)
 
     def _on_restarted(self, actors: list[ActorId], steps: int) -> None:
-        self._failure_policy.drop_suspicion()
+        self._drop_suspicion()
         self.mesh_events.restarted([self._actor_group.info(actor) for actor in actors], steps)
 
-    def _on_failure(self, error: ActorError, dead: ProcessId | None) -> None:
+    def _act_on(self, failure: Failure | None) -> None:
         """Begin a restart because of a failure that the failure policy reports. If a restart is not allowed
         or cannot help, end the mesh.
 
         Args:
-            error: the failure.
-            dead: the process that died, or None.
+            failure: the failure; None: the policy reports none, and may suspect one.
         """
-        if self.is_closed:
+        self._set_grace_timer()
+        if failure is None:
             return
+        error = failure.error
         self.mesh_events.failed(error)
         if self._is_started and self._recovery is not None and self._recovery.can_recover_from(error):
             self._recovery.begin(error)
         else:
-            self._end(error, dead)
+            self._end(error, failure.dead)
 
     def _end(self, error: ActorError, dead: ProcessId | None = None) -> None:
         """End the mesh because of `error`. If the mesh has already ended, do nothing, so that the first cause
@@ -550,7 +569,7 @@ class Controller:
             return
         self.cause = error
         self.ended.set_result(None)
-        self._failure_policy.drop_suspicion()
+        self._drop_suspicion()
         _LOG.debug("the mesh failed: %s", error)
         lost = self.processes.actor_of(dead) if dead is not None else None
         for actor in self._actor_group.actors:
@@ -623,7 +642,8 @@ class Controller:
             self.ended.set_result(None)
         await self._end_recovery()
         self.request_log.close(MeshClosedError("the mesh was closed while this was under way"))
-        await self._failure_policy.aclose()
+        self._drop_suspicion()
+        await self._health_monitor.aclose()
         await self._linking.aclose()
         await self._actor_group.shut_down()
         await self._tasks.aclose()
@@ -631,7 +651,8 @@ class Controller:
 
     async def _kill_everything(self) -> None:
         """After a failed launch, kill all actor processes and release everything."""
-        await self._failure_policy.aclose()
+        self._drop_suspicion()
+        await self._health_monitor.aclose()
         await self._actor_group.kill_all()
         await self._tasks.aclose()
         self.mesh_events.closed(self.cause)

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.deploy import LinkSetup, LoadedPrograms
 from jaxpp_async.controller.error_messages import abandoned, location
-from jaxpp_async.controller.failure_policy import GRACE_S, FailurePolicy
+from jaxpp_async.controller.failure_policy import GRACE_S
+from jaxpp_async.controller.health_monitor import HealthMonitor
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import RequestLog
 from jaxpp_async.controller.state_replicas import StateReplication
@@ -70,7 +71,7 @@ class Recovery:
         request_log: remembers the requests that a restart sends again.
         programs: the programs that replaced actors have to load again.
         linking: makes the NCCL links between actors again.
-        failure_policy: watches the processes that are started.
+        health_monitor: watches the processes that are started.
         options: the number of allowed restarts, and the number of steps between replicas (copies of the
             actors' arrays).
         end: called with an error to end the mesh.
@@ -88,7 +89,7 @@ class Recovery:
         request_log: RequestLog,
         programs: LoadedPrograms,
         linking: LinkSetup,
-        failure_policy: FailurePolicy,
+        health_monitor: HealthMonitor,
         options: ControllerOptions,
         *,
         end: Callable[[ActorError], None],
@@ -96,7 +97,7 @@ class Recovery:
         on_replica_error: Callable[[TransferError], None],
     ):
         self._actor_group, self._request_log, self._programs = actor_group, request_log, programs
-        self._linking, self._failure_policy = linking, failure_policy
+        self._linking, self._health_monitor = linking, health_monitor
         self.replication = StateReplication(actor_group, request_log, options, on_replica_error)
         self._budget, self._end, self._on_restarted = Budget(options.max_restarts), end, on_restarted
         self._tasks = OwnedTasks()
@@ -157,7 +158,7 @@ class Recovery:
         if error.actor is not None and not isinstance(error, TransferError | RemoteError):
             self._lost.add(error.actor)
             for process in self._actor_group.processes.processes_of(error.actor):
-                self._failure_policy.unwatch(process)
+                self._health_monitor.unwatch(process)
         where = {"actor": error.actor, "host": error.host, "step": error.step}
         _LOG.warning("restarting because of a failure: %s", error, extra=where)
         self._request_log.hold_back()
@@ -309,7 +310,7 @@ class Recovery:
 
     async def _replace(self, actor: ActorId) -> None:
         for link in await self._actor_group.start_actor(actor):
-            self._failure_policy.watch(link)
+            self._health_monitor.watch(link)
         self._replaced.add(actor)
 
     async def _load(self, process: ProcessId) -> None:

@@ -367,15 +367,42 @@ class ActorLink:
         await self.connection.drain()
         return await pending
 
-    def handle_reply(self, reply: Any) -> Failed | None:
-        """Handle a message that the process sent.
+    def listen(
+        self,
+        on_failed: Callable[[ActorLink, Failed | ProtocolError], None],
+        on_closed: Callable[[ActorLink, Exception | None], None],
+    ) -> None:
+        """Dispatch the messages of the process from now on, and tell the caller about failures of the
+        process. A further call replaces the callbacks; `detach` removes them.
 
         A reply is passed to the handler of the request that it answers. A log record is logged. A failure
         that concerns only one request ends that request with an error.
 
+        Args:
+            on_failed: called with this link and the failure of a step or of the whole actor that the process
+                has reported, or with the error about a message that the protocol does not allow.
+            on_closed: called with this link when the connection is closed, with the error that ended it, or
+                None.
+        """
+        self.connection.on_message = partial(self._on_message, on_failed)
+        self.connection.on_closed = partial(on_closed, self)
+
+    def _on_message(
+        self, on_failed: Callable[[ActorLink, Failed | ProtocolError], None], message: Any
+    ) -> None:
+        try:
+            failed = self._dispatch(message)
+        except ProtocolError as error:
+            failed = error
+        if failed is not None:
+            on_failed(self, failed)
+
+    def _dispatch(self, reply: Any) -> Failed | None:
+        """Pass a message to the object that handles it.
+
         Returns:
-            The failure, if the message reports the failure of a step or of the whole actor, which the caller
-            has to handle. None for all other messages.
+            The failure of a step or of the whole actor, if the message reports one. None for all other
+            messages.
 
         Raises:
             ProtocolError: the reply answers no request.
