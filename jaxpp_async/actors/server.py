@@ -18,10 +18,11 @@ import jaxpp_async
 from jaxpp_async.base.printable import in_words
 from jaxpp_async.base.spinning import LoopSpin
 from jaxpp_async.errors import MeshError, ProtocolError
+from jaxpp_async.protocol.actor_info import ExitCode
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import Identity, Wire
 from jaxpp_async.protocol.messages import Done, Failed, Log, Message, Request, Shutdown, StepDone
-from jaxpp_async.protocol.parent_watch import LEASE_S, ExitCode
+from jaxpp_async.protocol.parent_watch import LEASE_S
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
 

@@ -25,18 +25,14 @@ from jaxpp_async.base.spinning import LoopSpin, has_spare_core
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.deploy import Deployment, LinkSetup, LoadedPrograms
 from jaxpp_async.controller.error_messages import abandoned
-from jaxpp_async.controller.failure_policy import FailurePolicy
+from jaxpp_async.controller.failure_policy import Failure, FailurePolicy, Observation, TransferFailed
+from jaxpp_async.controller.health_monitor import HealthMonitor
 from jaxpp_async.controller.host_values import HostValue, Sending
 from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.recovery import Recovery
-from jaxpp_async.controller.requests import (
-    ActorLink,
-    FreeList,
-    PendingRequest,
-    RequestLog,
-    SentRequest,
-)
+from jaxpp_async.controller.recovery import FailureFound, MeshStarted, Recovery, ReplicaWanted, StepSent
+from jaxpp_async.controller.recovery_driver import RecoveryDriver
+from jaxpp_async.controller.requests import ActorLink, FreeList, PendingRequest, Requests, SentRequest
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -93,7 +89,7 @@ class Controller:
         self.cause: ActorError | None = None
         self.mesh_events = MeshEvents(events)
         self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._is_started = self._cause_raised = False
+        self._cause_raised = False
         self._arrays = itertools.count()
         self._num_steps = self._num_ahead = 0
         self._programs, self._frees = LoadedPrograms(processes, options), FreeList()
@@ -113,42 +109,41 @@ class Controller:
             links,
             self.requests,
             on_progress=self._report_progress,
-            on_transfer_error=self._suspect,
+            on_transfer_error=self._on_transfer_error,
             on_routes=self.mesh_events.connected,
         )
-        self._failure_policy = FailurePolicy(
+        self._failure_policy = FailurePolicy()
+        self._grace_timer: asyncio.TimerHandle | None = None
+        self._health_monitor = HealthMonitor(
             self._actor_group,
+            self._recovery,
             self._programs,
             self._under_way,
-            self._on_failure,
-            lambda: self._is_recovering,
             self.mesh_events,
             options,
+            self._observe,
         )
-        self._clock_of: Callable[[ProcessId], Clock] = self._failure_policy.clocks.clock_of
+        self._clock_of: Callable[[ProcessId], Clock] = self._health_monitor.clocks.clock_of
         self._linking = LinkSetup(self._actor_group, self.requests, self._programs)
         self._deployment = Deployment(
             self._actor_group,
             self.requests,
             self._programs,
             self._linking,
-            paused=self._failure_policy.health_monitor.paused,
+            paused=self._health_monitor.paused,
             on_progress=self._report_progress,
         )
-        self._recovery = (
-            Recovery(
-                self._actor_group,
-                self.request_log,
-                self._programs,
-                self._linking,
-                self._failure_policy,
-                options,
-                end=self._end,
-                on_restarted=self._on_restarted,
-                on_replica_error=self._suspect,
-            )
-            if options.restarts
-            else None
+        self._recovery_driver = RecoveryDriver(
+            self._recovery,
+            self._actor_group,
+            self.requests,
+            self._programs,
+            self._linking,
+            self._health_monitor,
+            options,
+            suspect=self._on_transfer_error,
+            on_restarted=self._on_restarted,
+            end=self._end,
         )
 
     # ------------------------------------------------------------ start
@@ -187,7 +182,7 @@ class Controller:
         try:
             await actor_group.start()
             for link in actor_group.links.values():
-                self._failure_policy.watch(link)
+                self._health_monitor.watch(link)
             await actor_group.connect()
             if not actor_group.has_processes:
                 self._clock_of = lambda process: OWN_CLOCK
@@ -196,7 +191,7 @@ class Controller:
                 link.info.host for link in actor_group.links.values()
             ):
                 self._loop_spin = LoopSpin(self._loop, lambda: len(self._under_way) > 0)
-            self._is_started = True
+            self._recovery_driver.handle(MeshStarted())
         except BaseException as error:
             # This includes cancellations: whatever ended the launch, no process may be left behind.
             if isinstance(error, ActorError):
@@ -501,35 +496,47 @@ class Controller:
 
     # ------------------------------------------------------------ failures
 
-    @property
-    def _is_recovering(self) -> bool:
-        return self._recovery is not None and self._recovery.is_under_way
-
-    def _suspect(self, error: ActorError) -> None:
+    def _observe(self, seen: Observation) -> None:
+        """Let the failure policy judge an observation, and act on the failure that it reports, if any."""
         if not self.is_closed:
-            self._failure_policy.suspect(error)
+            self._act_on(self._failure_policy.observe(seen, self._loop.time()))
 
-    def _on_restarted(self, actors: list[ActorId], steps: int) -> None:
+    def _on_transfer_error(self, error: TransferError) -> None:
+        self._observe(TransferFailed(error))
+
+    def _end_grace(self, now_s: float) -> None:
+        if not self.is_closed:
+            self._act_on(self._failure_policy.judge(now_s))
+
+    def _drop_suspicion(self) -> None:
         self._failure_policy.drop_suspicion()
+        self._set_grace_timer()
+
+    def _set_grace_timer(self) -> None:
+        if self._grace_timer is not None:
+            self._grace_timer.cancel()
+        due_s = self._failure_policy.due_s
+        if due_s is not None:
+            self._grace_timer = self._loop.call_at(due_s, self._end_grace, due_s)
+
+    def _on_restarted(self, actors: Sequence[ActorId], steps: int) -> None:
+        self._drop_suspicion()
         self.mesh_events.restarted([self._actor_group.info(actor) for actor in actors], steps)
 
-    def _on_failure(self, error: ActorError, dead: ProcessId | None) -> None:
-        """Begin a restart because of a failure that the failure policy reports. If a restart is not allowed
-        or cannot help, end the mesh.
+    def _act_on(self, failure: Failure | None) -> None:
+        """Let the recovery decide about a failure that the failure policy reports: it begins a restart, or
+        ends the mesh.
 
         Args:
-            error: the failure.
-            dead: the process that died, or None.
+            failure: the failure; None: the policy reports none, and may suspect one.
         """
-        if self.is_closed:
+        self._set_grace_timer()
+        if failure is None:
             return
-        self.mesh_events.failed(error)
-        if self._is_started and self._recovery is not None and self._recovery.can_recover_from(error):
-            self._recovery.begin(error)
-        else:
-            self._end(error, dead)
+        self.mesh_events.failed(failure.error)
+        self._recovery_driver.handle(FailureFound(failure.error, failure.dead))
 
-    def _end(self, error: ActorError, dead: ProcessId | None = None) -> None:
+    def _end(self, error: ActorError, dead: ProcessId | None) -> None:
         """End the mesh because of `error`. If the mesh has already ended, do nothing, so that the first cause
         is kept.
 
@@ -541,12 +548,12 @@ class Controller:
             return
         self.cause = error
         self.ended.set_result(None)
-        self._failure_policy.drop_suspicion()
+        self._drop_suspicion()
         _LOG.debug("the mesh failed: %s", error)
         lost = self.processes.actor_of(dead) if dead is not None else None
         for actor in self._actor_group.actors:
             self._actor_group.set_state(actor, "failed" if actor in (lost, error.actor) else "closed")
-        if self._recovery is None and isinstance(error, ActorDiedError | ActorUnresponsiveError):
+        if not self._recovery.is_enabled and isinstance(error, ActorDiedError | ActorUnresponsiveError):
             more = f"see {page('restarts.md')}"
             error.add_note(
                 f"RemoteMesh(max_restarts=n) replaces actors that die or hang, and goes on: {more}"
@@ -565,9 +572,9 @@ class Controller:
             error: the failure that ended the mesh.
             dead: the process that died, or None.
         """
-        await self._end_recovery()
+        await self._recovery_driver.aclose()
         actor_group = self._actor_group
-        actor_group.begin_epoch()
+        actor_group.enter_epoch(self._recovery.epoch)
         for process, link in actor_group.links.items():
             if process != dead and link.connection.is_open:
                 link.detach()
@@ -612,9 +619,10 @@ class Controller:
     async def _close(self) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
-        await self._end_recovery()
+        await self._recovery_driver.aclose()
         self.requests.close(MeshClosedError("the mesh was closed while this was under way"))
-        await self._failure_policy.aclose()
+        self._drop_suspicion()
+        await self._health_monitor.aclose()
         await self._linking.aclose()
         await self._actor_group.shut_down()
         await self._tasks.aclose()
@@ -622,14 +630,11 @@ class Controller:
 
     async def _kill_everything(self) -> None:
         """After a failed launch, kill all actor processes and release everything."""
-        await self._failure_policy.aclose()
+        self._drop_suspicion()
+        await self._health_monitor.aclose()
         await self._actor_group.kill_all()
         await self._tasks.aclose()
         self.mesh_events.closed(self.cause)
-
-    async def _end_recovery(self) -> None:
-        if self._recovery is not None:
-            await self._recovery.aclose()
 
     def _report_progress(self, text: str) -> None:
         _LOG.info("%s", text)

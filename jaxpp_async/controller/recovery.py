@@ -89,9 +89,11 @@ class FailureFound:
 
     Args:
         error: the failure.
+        dead: the process that died, or None.
     """
 
     error: ActorError
+    dead: ProcessId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +287,15 @@ class GiveUpReplica:
 
 @dataclass(frozen=True, slots=True)
 class EndMesh:
-    """A command to end the mesh with an error, which every caller gets."""
+    """A command to end the mesh with an error, which every caller gets.
+
+    Args:
+        error: the error.
+        dead: the process that died, or None.
+    """
 
     error: ActorError
+    dead: ProcessId | None = None
 
 
 RestartCommand: TypeAlias = (
@@ -387,7 +395,7 @@ class Recovery:
                 return Meaning.STARTED
             case MeshClosed():
                 return Meaning.CLOSE
-            case FailureFound(error):
+            case FailureFound(error, _):
                 return self._meaning_of_failure(error, now)
             case TimePassed():
                 return self._meaning_of_time(now)
@@ -495,7 +503,6 @@ class Recovery:
         if not self.is_restarting:
             self._story.clear()
             self._began_s = now
-            self._tell(str(error).partition("\n")[0], now)
         if counts:
             self._budget.take(now)
         self._lost |= _lost_by(error)
@@ -561,10 +568,11 @@ class Recovery:
             story = "\n".join(f"  {line}" for line in self._story)
             error.args = (f"{error}\nThe story of the restart:\n{story}",)
         self._close(event, now)
-        return [EndMesh(error)]
+        return [EndMesh(error, event.dead if isinstance(event, FailureFound) else None)]
 
     def _close(self, event: Event, now: float) -> list[Command]:
         self.state, self._cause = State.ENDED, None
+        self.epoch += 1  # what processes still send belongs to an earlier epoch
         self._open.clear()
         self.replicas.cancel()
         self.history.clear()
@@ -662,7 +670,7 @@ def _lost_by(error: ActorError) -> set[ActorId]:
 def _describe(event: Event) -> str:
     """Return an event as text for the story of a restart."""
     match event:
-        case FailureFound(error):
+        case FailureFound(error, _):
             return first_line(error)
         case CarriedOut(_, command):
             return f"{type(command).__name__} done"

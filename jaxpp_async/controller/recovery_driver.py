@@ -68,7 +68,7 @@ class RecoveryDriver:
         suspect: called with the error of a transfer that may be only the consequence of another failure.
         on_restarted: called when a restart has succeeded, with the replaced actors, and with the number of
             steps that had already finished and are run again.
-        end: called with the error with which the mesh has to end.
+        end: called with the error with which the mesh has to end, and with the process that died, or None.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RecoveryDriver:
         *,
         suspect: Callable[[TransferError], None],
         on_restarted: Callable[[tuple[ActorId, ...], int], None],
-        end: Callable[[ActorError], None],
+        end: Callable[[ActorError, ProcessId | None], None],
     ):
         self.recovery = recovery
         self._actor_group, self._requests, self._programs = actor_group, requests, programs
@@ -250,7 +250,7 @@ class RecoveryDriver:
         self.handle(r.TimePassed())
 
     def _end_mesh(self, command: r.EndMesh) -> None:
-        self._end(command.error)
+        self._end(command.error, command.dead)
 
     # ------------------------------------------------------------ replicas
 
@@ -302,7 +302,7 @@ class RecoveryDriver:
     async def _await_answers(self, command: s.AwaitAnswers) -> None:
         for request in self.recovery.history.unanswered(command.mark):
             answered = asyncio.Event()
-            request.when_answered(answered.set)
+            request.waiter.when_done(answered.set)
             await answered.wait()
 
     def _drop_others(self, command: s.DropOthers) -> None:

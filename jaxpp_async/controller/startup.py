@@ -23,15 +23,15 @@ from jaxpp_async.errors import (
     JaxppAsyncError,
     LaunchError,
     MeshError,
+    ProtocolError,
     RemoteError,
 )
 from jaxpp_async.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.program.instructions import ProcessId
-from jaxpp_async.protocol.actor_info import ActorInfo, ProcessRank
+from jaxpp_async.protocol.actor_info import ActorInfo, ExitCode, ProcessRank
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import Identity
-from jaxpp_async.protocol.messages import Configure, Ready, Request, Reserve, Reserved
-from jaxpp_async.protocol.parent_watch import ExitCode
+from jaxpp_async.protocol.messages import Configure, Failed, Ready, Request, Reserve, Reserved
 
 _LOG = logging.getLogger("jaxpp_async")
 _LATE_REPORT_S = 0.3
@@ -247,8 +247,7 @@ def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connec
         process_rank.actor, handle.host, handle.pid, (), "starting", process_rank.rank, process_rank.size
     )
     link = ActorLink(info, handle, connection)
-    connection.on_message = partial(_on_message, link)
-    connection.on_closed = lambda error: _on_closed(link, error)
+    link.listen(_on_failed, _on_closed)
     return link
 
 
@@ -261,11 +260,11 @@ def _has_answer(wanted: asyncio.Future[Any]) -> bool:
     return wanted.done() and not wanted.cancelled() and not isinstance(wanted.exception(), LaunchError)
 
 
-def _on_message(link: ActorLink, message: Any, number: int | None) -> None:
-    failed = link.handle_reply(message, number)
-    if failed is not None:  # the actor itself failed: all its requests fail with the reason
-        for request in link.open.values():
-            request.waiter.fail(remote_error(link.info, failed))
+def _on_failed(link: ActorLink, failed: Failed | ProtocolError) -> None:
+    if isinstance(failed, ProtocolError):
+        raise failed  # the connection ends with this error
+    for request in link.open.values():  # the actor itself failed, and so do all its requests
+        request.waiter.fail(remote_error(link.info, failed))
 
 
 def _on_closed(link: ActorLink, error: Exception | None) -> None:

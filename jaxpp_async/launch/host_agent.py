@@ -33,8 +33,9 @@ from jaxpp_async.errors import MeshError
 from jaxpp_async.launch import host_agent_protocol as kp
 from jaxpp_async.launch.process_supervisor import ProcessSupervisor
 from jaxpp_async.launch.spawn import ActorProcess, spawn_actor
+from jaxpp_async.protocol.actor_info import ExitCode
 from jaxpp_async.protocol.line_protocol import SIGN_OF_LIFE
-from jaxpp_async.protocol.parent_watch import ExitCode, Lease, signal_at_parents_death
+from jaxpp_async.protocol.parent_watch import Lease, signal_at_parents_death
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_ORDER_BYTES = 1 << 20

@@ -18,9 +18,9 @@ from jaxpp_async.launch.hosts import Host, ProcessPlacement
 from jaxpp_async.launch.login_errors import Explanation
 from jaxpp_async.launch.process_supervisor import TAIL_LINES, Death
 from jaxpp_async.launch.spawn import ActorRequest
-from jaxpp_async.protocol.actor_info import Position
+from jaxpp_async.protocol.actor_info import ExitCode, Position
 from jaxpp_async.protocol.line_protocol import RECORD
-from jaxpp_async.protocol.parent_watch import ExitCode, Lease
+from jaxpp_async.protocol.parent_watch import Lease
 
 R = TypeVar("R")
 T = TypeVar("T")

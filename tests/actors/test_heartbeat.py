@@ -21,11 +21,10 @@ from jaxpp_async.controller.startup import Startup
 from jaxpp_async.errors import HandshakeError, ProtocolError
 from jaxpp_async.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.protocol import messages as m
-from jaxpp_async.protocol.actor_info import Position, ProgressPage
+from jaxpp_async.protocol.actor_info import ExitCode, Position, ProgressPage
 from jaxpp_async.protocol.clocks import clock_name
 from jaxpp_async.protocol.connection import Connection, connect_tcp
 from jaxpp_async.protocol.frames import MAX_BEAT_BYTES, FrameKey, Identity, Wire
-from jaxpp_async.protocol.parent_watch import ExitCode
 from tests.protocol.test_frames import SECRET, frame, greet, pair
 
 ACTOR = Identity(3, 1)

@@ -22,6 +22,7 @@ from paths import SUPPORT
 
 from jaxpp_async.controller import actor_group
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.failure_policy import Failure
 from jaxpp_async.controller.host_values import HostValue
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ActorConfig, ControllerOptions
@@ -303,7 +304,7 @@ async def test_a_failed_step_does_not_wait_for_sends_that_go_on(caplog):
             await asyncio.sleep(0)
             waiting[0].cancel()
             assert not waiting[1].done()
-            controller._on_failure(ActorDiedError("it died"), None)
+            controller._act_on(Failure(ActorDiedError("it died")))
             await waiting[1]
             await handle.wait_sent()
             with pytest.raises(ActorDiedError, match="it died"):

@@ -29,9 +29,8 @@ from jaxpp_async.errors import (
     TransferError,
 )
 from jaxpp_async.launch.process_supervisor import Death
-from jaxpp_async.protocol.actor_info import ActorInfo, ProcessRank
+from jaxpp_async.protocol.actor_info import ActorInfo, ExitCode, ProcessRank
 from jaxpp_async.protocol.messages import Failed, OpenTransfer, step_id
-from jaxpp_async.protocol.parent_watch import ExitCode
 
 ACTOR = ActorInfo(1, "n1", 42, (), "ready")
 WHO = "actor 1 (host n1, pid 42)"

@@ -297,7 +297,7 @@ async def test_a_second_death_while_the_first_is_mended(undisturbed):
                 kill(mesh, 0)
                 for _ in range(TURNS[i]):
                     await asyncio.sleep(0)
-                await until(lambda: mesh._running()._is_recovering, every_s=0)
+                await until(lambda: mesh._running()._recovery.is_under_way, every_s=0)
                 epoch = mesh._running()._actor_group.epoch
                 # its successor is being started
                 await until(lambda epoch=epoch: mesh._running()._actor_group.epoch > epoch, every_s=0)
@@ -507,10 +507,11 @@ async def test_an_error_of_the_users_own_is_no_reason_to_restart():
         failing = mesh.distributed(lambda x: x + 1)
         array = await failing(np.float32(1))
         handle: Any = mesh._running()._actor_group.handles[0]
-        mesh._running()._on_failure(RemoteError("it does not divide", exception_type="ValueError"), None)
+        error = RemoteError("it does not divide", exception_type="ValueError")
+        mesh._running()._act_on(failure_policy.Failure(error))
         with pytest.raises((RemoteError, MeshClosedError), match="it does not divide"):
             await failing(array)
-        assert not mesh._running()._is_recovering
+        assert not mesh._running()._recovery.is_under_way
         assert not handle._task.cancelled()
 
 

@@ -13,7 +13,8 @@ import jaxpp_async
 from jaxpp_async.base.install_hints import SAME_VERSIONS
 from jaxpp_async.launch.host_agent import descendants, hello, obey_orders
 from jaxpp_async.launch.host_agent_protocol import Close, SignalActor, write_order
-from jaxpp_async.protocol.parent_watch import ExitCode, Lease
+from jaxpp_async.protocol.actor_info import ExitCode
+from jaxpp_async.protocol.parent_watch import Lease
 
 
 class Agent:

@@ -24,8 +24,7 @@ from jaxpp_async.launch.host_agent_protocol import (
 )
 from jaxpp_async.launch.process_supervisor import Death
 from jaxpp_async.launch.spawn import ActorRequest
-from jaxpp_async.protocol.actor_info import Position
-from jaxpp_async.protocol.parent_watch import ExitCode
+from jaxpp_async.protocol.actor_info import ExitCode, Position
 
 HELLO = AgentHello("node1", 77, "/usr/bin/python3", {"jax": "0.10", "ray": None})
 REQUEST = ActorRequest("python3", {"A": "1"}, {"secret": "s3cret"}, index=1, count=2, cpus=(0, 1))

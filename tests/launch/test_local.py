@@ -27,7 +27,7 @@ from jaxpp_async.launch import share_out
 from jaxpp_async.launch.local import LocalLauncher
 from jaxpp_async.launch.process_supervisor import TAIL_LINES, OutputLines, ProcessSupervisor
 from jaxpp_async.launch.spawn import ActorRequest, spawn_actor
-from jaxpp_async.protocol.parent_watch import ExitCode
+from jaxpp_async.protocol.actor_info import ExitCode
 from jaxpp_async.transport.registry import make_process_transport
 
 HERE = SUPPORT

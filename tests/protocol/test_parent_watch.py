@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpp_async.protocol.parent_watch import EXIT_REASONS, ExitCode, Lease
+from jaxpp_async.protocol.actor_info import ExitCode
+from jaxpp_async.protocol.parent_watch import EXIT_REASONS, Lease
 
 
 @pytest.mark.parametrize(("lease_s", "beat_s"), [(1.0, 0.2), (15.0, 3.0), (600.0, 3.0)])

@@ -544,7 +544,7 @@ async def test_every_instruction_of_a_real_step_is_on_its_timeline(remote_mesh, 
 async def test_actors_whose_clock_is_not_ours_are_asked_for_it(remote_mesh, monkeypatch):
     """It is ours: the offset must come out as nothing, but for the error that it says it has."""
     mesh = await remote_mesh(2, launcher="local")
-    monkeypatch.setattr(mesh._controller._failure_policy.clocks, "_clocks", clocks := Clocks("elsewhere"))
+    monkeypatch.setattr(mesh._controller._health_monitor, "clocks", clocks := Clocks("elsewhere"))
     model = mlp(2)
     step = mesh.distributed(grads_step(model, jpp.Std1F1B(2)))
     params, batch = model.init(0), model.batch(0, 4)
@@ -572,9 +572,9 @@ def processes(timeline: Timeline) -> list[tuple[int, str, int]]:
 async def test_a_timeline_stays_what_it_was_after_a_restart_and_after_the_end(monkeypatch):
     """Its processes and their clocks, however those of the successors are."""
     async with jpp.RemoteMesh(2, max_restarts=1) as mesh:
-        watch = mesh._controller._failure_policy.clocks
-        monkeypatch.setattr(watch, "_clocks", clocks := Clocks("elsewhere"))
-        monkeypatch.setattr(watch, "record_heartbeat", lambda identity, beat: None)
+        clocks = Clocks("elsewhere")
+        monkeypatch.setattr(clocks, "begin_reading", lambda process, name, now_s: False)
+        monkeypatch.setattr(mesh._controller._health_monitor, "clocks", clocks)
         for actor in (0, 1):
             clocks.note(actor, 0.0, 0.5, 1.0)
         step, args = a_step(mesh)
