@@ -324,19 +324,20 @@ class ActorLink:
         self.address = b""
         self._numbers, self._dropped = itertools.count(), set[int]()
 
-    def request(self, message: Request | Raw, reply_handler: ReplyHandler) -> None:
+    def request(self, message: Request, reply_handler: ReplyHandler, encoded: Raw | None = None) -> None:
         """Give a request the next number, send it immediately, and pass its reply to `reply_handler` when it
         arrives.
 
         Args:
-            message: the request, or what `codec.Encoder.encode_message` returned for it.
+            message: the request.
             reply_handler: receives the reply.
+            encoded: what `codec.Encoder.encode_message` returned for the request, if the caller has it.
 
         Raises:
             MeshError: the message cannot be encoded; no reply is expected then.
         """
         number = next(self._numbers)
-        self.connection.send(message, number)
+        self.connection.send(message if encoded is None else encoded, number)
         self.reply_handlers[number] = reply_handler
 
     def ask(self, message: Request, expected: type, *, awaited: bool = False) -> PendingRequest:
@@ -544,7 +545,7 @@ class RequestLog:
             if self._remembers:
                 self._remember(post)
             if is_open:
-                self._links[post.process].request(data, reply_handler)
+                self._links[post.process].request(post.message, reply_handler, data)
                 if post.transfers is not None:
                     post.transfers()
 

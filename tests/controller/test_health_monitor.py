@@ -175,7 +175,7 @@ async def test_what_is_not_stuck(why):
         if why == "computes":
             mesh.positions[2] = at(1, waiting=False, computing=True)
         elif why == "reports otherwise":
-            mesh.reports[2] = m.Reported(0, STEP, 5, 1, "#1 run", True)
+            mesh.reports[2] = m.Reported(STEP, 5, 1, "#1 run", True)
         elif why == "closed":
             mesh.reports[1] = MeshClosedError("the mesh is closed")
         mesh.busy |= why == "busy"
@@ -220,7 +220,7 @@ class Actors:
         self.watch.record_heartbeat(Identity(actor, 0, "beats"), m.Beat(None, clock))
 
     async def answer(self, k: int, **reply: Any) -> None:
-        self.asked[k][1].set_result(m.Reported(0, None, **reply))
+        self.asked[k][1].set_result(m.Reported(None, **reply))
         await asyncio.sleep(0)
 
 

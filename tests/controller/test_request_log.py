@@ -23,18 +23,17 @@ class Link:
         self.asked: list[Any] = []
         self.reply_handlers: dict[int, Any] = {}
 
-    def request(self, message: Any, reply_handler: Any, encoded: bytes | None = None) -> None:
+    def request(self, message: Any, reply_handler: Any, encoded: Any = None) -> None:
         self.asked.append(message)
-        self.reply_handlers[message.request] = reply_handler
+        self.reply_handlers[max(self.reply_handlers, default=-1) + 1] = reply_handler
 
     def drop_reply_handlers(self) -> None:
         self.reply_handlers.clear()
         self.asked.clear()
 
-    def answer(self, make: Any = m.Done) -> None:
-        """The oldest request that has no answer."""
-        request = next(iter(self.reply_handlers))
-        self.reply_handlers.pop(request).on_reply(self, make(request))
+    def answer(self, reply: Any = m.Done()) -> None:  # noqa: B008
+        """Answer the oldest request that has no answer."""
+        self.reply_handlers.pop(min(self.reply_handlers)).on_reply(self, reply)
 
 
 class Requests:
@@ -49,21 +48,19 @@ class Requests:
 
     def post(self, kind: type, *fields: Any, actor: int = 0, reply: type = m.Done) -> PendingRequest:
         call = PendingRequest(reply)
-        self.request_log.post(SentRequest(actor, kind(self.request_log.number(), *fields), call))
+        self.request_log.post(SentRequest(actor, kind(*fields), call))
         return call
 
     def step(self) -> StepHandle:
         handle = StepHandle(self.num_steps, 0, (0, 1))
         for actor in handle._processes:
-            self.request_log.post(
-                SentRequest(actor, m.Step(self.request_log.number(), 0, self.num_steps, 0, {}, {}), handle)
-            )
+            self.request_log.post(SentRequest(actor, m.Step(0, self.num_steps, 0, {}, {}), handle))
         self.num_steps += 1
         return handle
 
     def finish(self, step: int) -> None:
         for link in self.links.values():
-            link.answer(lambda request: m.StepDone(request, step, STATS))
+            link.answer(m.StepDone(step, STATS))
 
     def again(self, epoch: int = 1) -> list[str]:
         """What actor 0 is asked after a restart."""
@@ -80,17 +77,15 @@ async def test_what_changes_an_actor_is_made_again_and_questions_only_without_an
     requests.finish(0)
     heard_s = dict(ran.heard_s)
     requests.post(m.Inspect, reply=m.Inspected)
-    requests.links[0].answer(lambda request: m.Inspected(request, {}))
+    requests.links[0].answer(m.Inspected({}))
     open_question, open_step = requests.post(m.Inspect, reply=m.Inspected), requests.step()
-    numbers = {message.request for message in requests.links[0].asked}
     assert requests.again() == ["Store", "Step", "Inspect", "Step"]
     assert [message.epoch for message in requests.links[0].asked if isinstance(message, m.Step)] == [1, 1]
-    assert not numbers & {message.request for message in requests.links[0].asked}
     assert not open_question.done and open_step.waits_for(0) and open_step.waits_for(1)
     requests.links[0].answer()  # nobody waits for these any more
     requests.finish(0)
     assert ran.heard_s == heard_s
-    requests.links[0].answer(lambda request: m.Inspected(request, {"a": 1}))
+    requests.links[0].answer(m.Inspected({"a": 1}))
     assert (await open_question.future).numbers == {"a": 1}
 
 
@@ -107,7 +102,7 @@ async def test_what_is_asked_meanwhile_goes_behind_what_is_made_again():
 async def test_a_step_that_one_actor_has_finished_is_run_by_all():
     requests = Requests()
     handle = requests.step()
-    requests.links[0].answer(lambda request: m.StepDone(request, 0, STATS))
+    requests.links[0].answer(m.StepDone(0, STATS))
     assert not handle.waits_for(0)
     requests.again()
     assert handle.waits_for(0) and len(requests.links[1].asked) == 1
@@ -166,7 +161,7 @@ async def test_answered_questions_do_not_pile_up():
     requests = Requests()
     for _ in range(2000):
         requests.post(m.Inspect, reply=m.Inspected)
-        requests.links[0].answer(lambda request: m.Inspected(request, {}))
+        requests.links[0].answer(m.Inspected({}))
     assert len(requests.request_log._sent) < 600
     forgetful = Requests(remembers=False)
     forgetful.step()

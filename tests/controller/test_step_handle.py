@@ -46,9 +46,9 @@ def link(actor: int, rank: int = 0, size: int = 1) -> SimpleNamespace:
 
 async def test_a_step_is_done_once_each_of_its_processes_has_answered():
     handle = StepHandle(STEP, 0, [0, 1])
-    handle.on_reply(link(0), StepDone(1, STEP, STATS))
+    handle.on_reply(link(0), StepDone(STEP, STATS))
     assert (handle.done, handle.waits_for(0), handle.waits_for(1)) == (False, False, True)
-    handle.on_reply(link(1), StepDone(2, STEP, STATS))
+    handle.on_reply(link(1), StepDone(STEP, STATS))
     assert handle.done
     assert await handle == {0: STATS, 1: STATS}
     assert set(handle.heard_s) == {0, 1}
@@ -56,13 +56,13 @@ async def test_a_step_is_done_once_each_of_its_processes_has_answered():
 
 async def test_the_first_process_speaks_for_its_actor():
     handle, other = StepHandle(STEP, 0, [2, 3]), StepStats(9.0, 9.0, 9.0, 9, 9)
-    handle.on_reply(link(1, 0, 2), StepDone(2, STEP, STATS))
-    handle.on_reply(link(1, 1, 2), StepDone(1, STEP, other))
+    handle.on_reply(link(1, 0, 2), StepDone(STEP, STATS))
+    handle.on_reply(link(1, 1, 2), StepDone(STEP, other))
     assert handle.result() == {1: STATS}
 
 
 @pytest.mark.parametrize(
-    "reply", [Done(1), StepDone(1, step_id(6), STATS)], ids=["a reply of another kind", "another step"]
+    "reply", [Done(), StepDone(step_id(6), STATS)], ids=["a reply of another kind", "another step"]
 )
 async def test_an_answer_that_is_none_to_this_step_is_refused(reply):
     with pytest.raises(ProtocolError) as caught:
@@ -109,17 +109,17 @@ async def test_who_waits_is_woken_and_who_was_cancelled_leaves_the_step_running(
     gone.cancel()
     await asyncio.sleep(0)
     assert not handle.done
-    handle.on_reply(link(0), StepDone(1, STEP, STATS))
+    handle.on_reply(link(0), StepDone(STEP, STATS))
     assert await stays == {0: STATS}
     assert gone.cancelled()
 
 
 async def test_a_step_that_is_reset_waits_for_all_its_processes_anew():
     handle = StepHandle(STEP, 0, [0, 1])
-    handle.on_reply(link(0), StepDone(1, STEP, STATS))
+    handle.on_reply(link(0), StepDone(STEP, STATS))
     handle.reset()
     assert handle.waits_for(0)
-    handle.on_reply(link(1), StepDone(2, STEP, STATS))
+    handle.on_reply(link(1), StepDone(STEP, STATS))
     assert not handle.done
 
 

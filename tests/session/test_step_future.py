@@ -27,7 +27,7 @@ INFO = ActorInfo(0, "node1", 4711, (), "ready")
 
 
 def finish(handle: StepHandle, stats: StepStats | None = None, actor: int = 0) -> None:
-    done = StepDone(1, handle.step, stats or StepStats(0, 0, 0, 0, 0))
+    done = StepDone(handle.step, stats or StepStats(0, 0, 0, 0, 0))
     handle.on_reply(SimpleNamespace(info=ActorInfo(actor, "node1", 4711, (), "ready")), done)
 
 
