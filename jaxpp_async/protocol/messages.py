@@ -949,3 +949,21 @@ class Rules:
     changes_state: bool = False
     ended_by: type | None = None
     reads_files: bool = False
+
+
+_o = {"ordered": True}
+_r = {"ordered": True, "repeated": True}
+_c = {**_r, "changes_state": True}
+for _cls, _reply, _kw in [
+    (Reserve, Reserved, {}), (Configure, Ready, {}), (Admit, Done, {}), (Connect, Connected, {}),
+    (OfferLinks, LinksOffered, {}), (JoinLinks, Done, {}), (Shutdown, Done, {}), (Load, Loaded, {"repeated": True}),
+    (Step, StepDone, _c), (Store, Done, _c), (Fetch, Fetched, _r),
+    (BeginSnapshot, Done, {**_c, "ended_by": Sweep}), (WriteFile, Written, _r), (CheckFiles, Done, _r), (Sweep, Done, _r),
+    (ReadFile, Done, {**_c, "reads_files": True}), (Abort, Done, {}), (ResetTransport, TransportReset, {}),
+    (TakeReplica, ReplicaTaken, _o), (SendReplica, Done, {}), (ReceiveReplica, Done, {}), (DropReplicas, Done, {}),
+    (Rollback, Done, _o), (Inspect, Inspected, {"repeated": True}), (Report, Reported, {}),
+]:
+    _cls.rules = Rules(reply=_reply, **_kw)
+Request.again = lambda self, epoch: self
+Step.again = lambda self, epoch: msgspec.structs.replace(self, epoch=epoch)
+Request.scope = property(lambda self: getattr(self, "folder", None))

@@ -172,11 +172,11 @@ class Controller:
     def __init__(self):
         self.processes, self.request_log, self.asked, self.replies = Topology(2), self, [], []
 
-    def send_each(self, makes, expected, *, awaited):
+    def send_each(self, messages, expected, *, awaited):
         assert (expected, awaited) == (Done, False)
-        self.asked.append({process: make(process) for process, make in makes.items()})
+        self.asked.append(dict(messages))
         loop = asyncio.get_running_loop()
-        futures = {process: loop.create_future() for process in makes}
+        futures = {process: loop.create_future() for process in messages}
         self.replies += futures.values()
         return futures
 
@@ -192,10 +192,10 @@ async def test_every_actor_is_told_to_remove_the_files_and_the_folder_is_free_on
     assert list(asked) == [0, 1]
     for sweep in asked.values():
         assert (sweep.folder, sweep.files, sweep.remove_folder) == (b"/tmp/\xff", ("f",), True)
-    controller.replies[0].set_result(Done(0))
+    controller.replies[0].set_result(Done())
     await asyncio.sleep(0)
     assert not waiting.done()
-    controller.replies[1].set_result(Done(1))
+    controller.replies[1].set_result(Done())
     await asyncio.gather(running, waiting)
     assert caplog.records == []
 

@@ -49,7 +49,7 @@ class Mesh:
             self.log.append((process, message))
             self.handlers.append(reply_handler)
             self.awaited.append(reply_handler.error_is_seen)
-            reply_handler.on_reply(SimpleNamespace(info="actor"), Done(message.request))
+            reply_handler.on_reply(SimpleNamespace(info="actor"), Done())
 
         return request
 
@@ -69,10 +69,10 @@ async def test_values_and_frees_go_to_every_process_of_their_actors():
     await mesh.controller.put({0: [HostValue(7, F2, np.zeros(2, np.float32))]})
     put = Put(7, F2, b"")
     assert mesh.log == [
-        (0, Store(0, (put,), ())),
-        (1, Store(1, (put,), ())),
-        (2, Store(2, (), (40,))),
-        (3, Store(3, (), (40,))),
+        (0, Store((put,), ())),
+        (1, Store((put,), ())),
+        (2, Store((), (40,))),
+        (3, Store((), (40,))),
     ]
     assert mesh.awaited == [True] * 4
 
@@ -82,7 +82,7 @@ async def test_large_values_take_the_data_plane_behind_their_request():
     mesh.large = {1: [(5, data)]}
     await mesh.controller.put({0: [HostValue(7, F2, np.zeros(2, np.float32))]})
     put = Put(7, F2, b"")
-    assert mesh.log == [(0, Store(0, (put,), ())), (1, Store(1, (put,), ())), (1, [(5, data)])]
+    assert mesh.log == [(0, Store((put,), ())), (1, Store((put,), ())), (1, [(5, data)])]
     assert [sent.size_bytes for sent in mesh.controller.request_log._sent] == [0, 12]
 
 

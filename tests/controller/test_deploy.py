@@ -39,14 +39,14 @@ def programs(*, for_successors: bool = False, per_actor: int = 1) -> LoadedProgr
 
 def test_an_actor_is_sent_only_executables_that_it_has_not_had():
     known = {"k1"}
-    message = programs().load_message(9, 0, 0, known)
-    assert message == Load(9, 0, str(FIRST), {2: "k0", 3: "k1"}, {"k0": b"zero"}, {0: "x"})
+    message = programs().load_message(0, 0, known)
+    assert message == Load(0, str(FIRST), {2: "k0", 3: "k1"}, {"k0": b"zero"}, {0: "x"})
     assert known == {"k0", "k1"}
     assert parse_program(message.program) == FIRST
 
 
 def test_an_actor_without_executables_is_sent_its_program_alone():
-    message = programs().load_message(9, 0, 1, set())
+    message = programs().load_message(0, 1, set())
     assert (message.executables, message.blobs, message.program) == ({}, {}, str(SECOND))
 
 
@@ -63,8 +63,8 @@ def test_texts_and_executables_are_dropped_once_loaded_unless_a_successor_needs_
         assert made.part(0, 0) == FIRST
     for actor in (0, 1):  # the second has no executables: its program alone would do
         with pytest.raises(KeyError):
-            forgets.load_message(1, 0, actor, set())
-    assert keeps.load_message(1, 0, 0, set()).blobs == {"k0": b"zero", "k1": b"one"}
+            forgets.load_message(0, actor, set())
+    assert keeps.load_message(0, 0, set()).blobs == {"k0": b"zero", "k1": b"one"}
 
 
 def test_a_program_that_could_not_be_loaded_is_gone_and_its_id_is_never_given_again():
@@ -141,20 +141,13 @@ class Actors:
         self.processes, self.error = Topology(2), error
         self.links = {process: SimpleNamespace(known_blobs=set()) for process in self.processes.everyone}
         self.posted, self.linked, self.said, self.log = [], [], [], []
-        self._number = 0
-
-    def number(self) -> int:
-        self._number += 1
-        return self._number
 
     def post(self, post) -> None:
         self.posted.append((post.process, post.message))
         if self.error is not None and post.process == 1:
             post.reply_handler.fail(self.error)
         else:
-            post.reply_handler.on_reply(
-                SimpleNamespace(), Loaded(post.message.request, 0.5, {post.process: 8})
-            )
+            post.reply_handler.on_reply(SimpleNamespace(), Loaded(0.5, {post.process: 8}))
 
     async def drain(self, process: int) -> None:
         await asyncio.sleep(0)

@@ -58,7 +58,7 @@ def place(error) -> tuple:
     ],
 )
 def test_some_failures_follow_from_another_one(kind, message, of_several, found):
-    assert is_consequence(Failed(1, kind, message, ""), of_several=of_several) is found
+    assert is_consequence(Failed(kind, message, ""), of_several=of_several) is found
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_process_that_jax_aborted_is_the_echo_of_its_actors_first(rank, return
 
 
 def test_an_error_on_an_actor_names_actor_step_task_and_cause_in_its_first_line():
-    error = remote_error(ACTOR, Failed(1, "ValueError", "no", "Traceback ...\n\n", STEP, RUN))
+    error = remote_error(ACTOR, Failed("ValueError", "no", "Traceback ...\n\n", STEP, RUN))
     first, at, *rest = str(error).split("\n")
     assert first == f"{WHO}, step 7, fwd(stage 1, mb 3): ValueError: no"
     assert at == f"  at {RUN}"
@@ -87,7 +87,7 @@ def test_an_error_on_an_actor_names_actor_step_task_and_cause_in_its_first_line(
 
 
 def test_an_error_outside_of_a_step_names_the_actor_alone():
-    error = remote_error(ACTOR, Failed(1, "ValueError", "no", ""))
+    error = remote_error(ACTOR, Failed("ValueError", "no", ""))
     assert str(error) == f"{WHO}: ValueError: no"
     assert error.step is None
 
@@ -104,12 +104,12 @@ def test_an_error_outside_of_a_step_names_the_actor_alone():
     ],
 )
 def test_what_is_nobodys_code_fails_a_step_with_an_error_of_its_own_class(kind, step, ends_mesh, cls):
-    assert type(remote_error(ACTOR, Failed(1, kind, "x", "", step), ends_mesh=ends_mesh)) is cls
+    assert type(remote_error(ACTOR, Failed(kind, "x", "", step), ends_mesh=ends_mesh)) is cls
 
 
 @pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: Out of memory", "std::bad_alloc"])
 def test_too_little_memory_is_told_with_where_to_read_what_is_needed(message):
-    text = str(remote_error(ACTOR, Failed(1, "XlaRuntimeError", message, "")))
+    text = str(remote_error(ACTOR, Failed("XlaRuntimeError", message, "")))
     assert text.split("\n")[1].startswith("  the actor ran out of memory; `(await step.compile")
 
 

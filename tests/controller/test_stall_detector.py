@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from jaxpp_async.controller.error_messages import ActorInfo, silent_error, stuck_error
 from jaxpp_async.controller.stall_detector import StallDetector, describe_position
@@ -75,7 +76,7 @@ def reported(
     running: bool = False,
     done: int = 0,
 ):
-    return m.Reported(0, step, 5, instruction, f"#{instruction} run", running, done, transfers)
+    return m.Reported(step, 5, instruction, f"#{instruction} run", running, done, transfers)
 
 
 def stuck_after(
@@ -212,7 +213,7 @@ def test_large_transfers_get_a_second_for_50_mb():
     stuck = StallDetector(part)
     assert conclude(large, stuck=stuck) is None
     found = stuck_after(stuck, WAITING, start=10.5)
-    trickling = {**large, 2: replace(large[2], transfers_done=1)}
+    trickling = {**large, 2: structs.replace(large[2], transfers_done=1)}
     assert stuck.conclude(15.0, found[1], unfinished, trickling) is None  # slow, but it comes
     found = stuck_after(stuck, WAITING, start=15.5)
     assert found is not None and found[0] == 25.0
@@ -254,7 +255,7 @@ def test_large_transfers_get_a_second_for_50_mb():
         ),
         ({**LOST, 1: None}, "deaf", "actor 1 lives but does not answer: its event loop is blocked", 1),
         (
-            {**LOST, 1: m.Reported(0, None)},
+            {**LOST, 1: m.Reported(None)},
             "idle",
             "actor 1 has not begun step 7, which it was told to run",
             1,

@@ -42,7 +42,7 @@ class Mesh:
             self.links[p] = SimpleNamespace(ask=self._answer(p), info=SimpleNamespace(host=f"n{p}"))
         self.asked, self.errors, self.fails = [], [], {}
         self.size_bytes, self.is_open, self.has_snapshot = 0, True, False
-        self.forgotten, self.needs_files, self._number = [], False, 0
+        self.forgotten, self.needs_files = [], False
         self.replication = StateReplication(self, self, OPTIONS, self.errors.append)
 
     def new_mark(self) -> int:
@@ -55,16 +55,12 @@ class Mesh:
             if type(message) in self.fails:
                 call.fail(self.fails[type(message)])
             elif isinstance(message, TakeReplica):
-                call.on_reply(None, ReplicaTaken(message.request, (ARRAY,)))
+                call.on_reply(None, ReplicaTaken((ARRAY,)))
             else:
-                call.on_reply(None, Done(message.request))
+                call.on_reply(None, Done())
             return call
 
         return ask
-
-    def number(self) -> int:
-        self._number += 1
-        return self._number
 
     def unanswered(self, mark: int):
         return []

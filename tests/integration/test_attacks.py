@@ -516,7 +516,7 @@ async def test_a_connection_that_is_over_before_it_has_a_socket():
 
 
 async def test_an_authenticated_peer_that_breaks_the_rules_ends_its_connection_only(caplog):
-    def refuse(message: Any) -> None:
+    def refuse(message: Any, number: int | None) -> None:
         raise ProtocolError(f"nobody asked for {type(message).__name__}")
 
     ended: list[Any] = []
@@ -528,8 +528,8 @@ async def test_an_authenticated_peer_that_breaks_the_rules_ends_its_connection_o
         await connection_module.attach_socket(connection, sock)
     async with asyncio.timeout(WITHIN_S):
         await asyncio.gather(ours.opened, theirs.opened)
-        theirs.send(Done(7))
-        theirs.send(Done(8))
+        theirs.send(Done(), 7)
+        theirs.send(Done(), 8)
         await asyncio.gather(ours.wait_closed(), theirs.wait_closed())
     assert [str(error) for error in ended] == ["nobody asked for Done"]
     assert [r for r in caplog.records if r.name == "asyncio" and r.levelno > logging.INFO] == []
@@ -539,7 +539,7 @@ async def test_what_came_before_a_broken_frame_is_told_before_the_connection_end
     record_heartbeat: list[Any] = []
     ours = connection_module.Connection(
         Wire("controller", b"s" * 32, version="1"),
-        on_message=record_heartbeat.append,
+        on_message=lambda message, number: record_heartbeat.append((number, message)),
         on_closed=record_heartbeat.append,
     )
     theirs = connection_module.Connection(Wire("actor", b"s" * 32, version="1", identity=Identity(0, 0)))
@@ -547,9 +547,9 @@ async def test_what_came_before_a_broken_frame_is_told_before_the_connection_end
         await connection_module.attach_socket(connection, sock)
     async with asyncio.timeout(WITHIN_S):
         await asyncio.gather(ours.opened, theirs.opened)
-        ours.data_received(b"".join(theirs.wire.encode(Done(7))) + b"\xff" * 60)
+        ours.data_received(b"".join(theirs.wire.encode(Done(), 7)) + b"\xff" * 60)
         await asyncio.gather(ours.wait_closed(), theirs.wait_closed())
-    assert record_heartbeat[0] == Done(7)
+    assert record_heartbeat[0] == (7, Done())
     assert [str(error) for error in record_heartbeat[1:]] == ["frame 1: the MAC of its length does not match"]
 
 

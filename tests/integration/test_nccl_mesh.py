@@ -217,7 +217,7 @@ class _Asked:
 
     async def ask_each(self, requests, expected, what):
         if expected is LinksOffered:
-            return {p: LinksOffered(r.request, b"", (b"",) * r.num_ids) for p, r in requests.items()}
+            return {p: LinksOffered(b"", (b"",) * r.num_ids) for p, r in requests.items()}
         assert expected is Done
         self.together.append({process: request.links for process, request in requests.items()})
         return {}

@@ -24,9 +24,9 @@ LONE = "name-\udcff"
 """No text that UTF-8 can hold: a file's name with a byte 0xff, as Python has it."""
 
 BAD = {
-    "surrogates": lambda request: m.Abort(request, 0, LONE),
-    "more than 64 bits": lambda request: m.Abort(request, 2**64, ""),
-    "takes .* bytes": lambda request: m.Abort(request, 0, "x" * 200_000),
+    "surrogates": m.Abort(0, LONE),
+    "more than 64 bits": m.Abort(2**64, ""),
+    "takes .* bytes": m.Abort(0, "x" * 200_000),
 }
 
 
@@ -44,11 +44,11 @@ async def test_what_cannot_be_encoded_is_neither_sent_nor_remembered(said, is_op
     for _ in range(3):
         with pytest.raises(MeshError, match=rf"^Abort (cannot be sent: .*)?{said}"):
             log.send(0, BAD[said], m.Done)
-        reply_handler, number = PendingRequest(m.Done), log.number
+        reply_handler = PendingRequest(m.Done)
         with pytest.raises(MeshError):  # all of them, or none
             log.post(
-                SentRequest(1, m.Inspect(number()), reply_handler),
-                SentRequest(0, BAD[said](number()), reply_handler),
+                SentRequest(1, m.Inspect(), reply_handler),
+                SentRequest(0, BAD[said], reply_handler),
             )
     assert [len(link.asked) for link in requests.links.values()] == asked
     assert not log._open and len(log._sent) == 2 and log.size_bytes == 0
@@ -57,10 +57,13 @@ async def test_what_cannot_be_encoded_is_neither_sent_nor_remembered(said, is_op
 
 def test_an_encoder_goes_on_behind_what_it_could_not_encode():
     encoder = codec.Encoder(1000)
-    for make in BAD.values():
-        with pytest.raises(MeshError):
-            encoder.encode(make(0))
-        assert encoder.encode(m.Inspect(1)) == codec.encode(m.Inspect(1))
+    decoder = codec.decoder_of(m.accepted_messages("actor"))
+    for bad in BAD.values():
+        for encode in (encoder.encode_message, lambda message: encoder.encode(message, 0)):
+            with pytest.raises(MeshError):
+                encode(bad)
+        assert decoder.decode(encoder.encode(m.Inspect(), 1)) == (1, m.Inspect())
+        assert decoder.decode(encoder.encode(encoder.encode_message(m.Inspect()), 2)) == (2, m.Inspect())
 
 
 @pytest.mark.parametrize("max_restarts", [0, 3])
@@ -115,23 +118,24 @@ async def test_what_a_step_that_cannot_be_sent_was_given_stays(remote_mesh, monk
 
 
 def test_errors_and_records_of_actors_are_text_that_can_be_sent():
-    reply = failed_reply(1, ValueError(LONE))
-    assert reply.message == "name-\\udcff" and codec.encode(reply)
+    encoder = codec.Encoder(10_000)
+    reply = failed_reply(ValueError(LONE))
+    assert reply.message == "name-\\udcff" and encoder.encode(reply, 1)
     record = logging.LogRecord(LONE, logging.INFO, LONE, 1, "%s", (LONE,), None)
-    assert codec.encode(as_message(record, None))
+    assert encoder.encode(as_message(record, None), None)
 
 
 async def test_a_reply_that_cannot_be_sent_is_told_as_a_failure(caplog):
     sent: list[Any] = []
 
     class Connection:
-        def send(self, message: Any) -> None:
-            codec.Encoder(1000).encode(message)
-            sent.append(message)
+        def send(self, message: Any, number: int | None) -> None:
+            codec.Encoder(1000).encode(message, number)
+            sent.append((type(message), number, message.message))
 
     dispatcher = server._RequestDispatcher()
     dispatcher.connection = Connection()  # type: ignore[assignment]
-    dispatcher.reply(m.Inspected(7, {LONE: 1}))
-    dispatcher.reply(m.Log(10**30, "", "", None))
-    assert [(type(message), message.request) for message in sent] == [(m.Failed, 7)]
-    assert "surrogates" in sent[0].message
+    dispatcher.send(m.Inspected({LONE: 1}), 7)
+    dispatcher.send(m.Log(10**30, "", "", None))
+    ((kind, number, text),) = sent
+    assert (kind, number) == (m.Failed, 7) and "surrogates" in text
