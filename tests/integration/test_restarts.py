@@ -30,7 +30,7 @@ from waiting import until
 import jaxpp_async as jpp
 from jaxpp_async.actors import host_values
 from jaxpp_async.controller import failure_policy, recovery
-from jaxpp_async.controller.recovery import Budget
+from jaxpp_async.controller.recovery import FailureFound
 from jaxpp_async.controller.requests import ActorLink, PendingRequest
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -134,7 +134,7 @@ async def killing_one_of_all(mesh: jpp.RemoteMesh, actor: int, turns: int, work:
     async with asyncio.timeout(RESTART_S):
         await until(
             lambda: (
-                controller._actor_group.handles[actor] is not before and not controller._recovery.is_under_way
+                controller._actor_group.handles[actor] is not before and not controller._recovery.is_restarting
             ),
             every_s=0,
         )
@@ -195,20 +195,20 @@ async def test_a_copy_asks_for_nothing_more_once_a_restart_begins(undisturbed, m
     """What it asked would fail with the abort, and count as a failure of its own."""
     copied: list[Any] = []
     asked: list[Any] = []
-    on_reply, request = PendingRequest.on_reply, ActorLink.request
+    on_reply, send = PendingRequest.on_reply, ActorLink.send
 
     def reply(self: PendingRequest, link: ActorLink, message: Any) -> None:
         on_reply(self, link, message)
         copied.extend([message] if type(message) is ReplicaTaken else [])
         if len(copied) == 2 and message is copied[1]:  # the last word that the first copy waits for
-            mesh._running()._recovery.begin(ActorDiedError("made up", actor=1))
+            mesh._running()._recovery_driver.handle(FailureFound(ActorDiedError("made up", actor=1)))
 
-    def ask(self: ActorLink, message: Any, reply_handler: Any, *encoded: bytes) -> None:
-        asked.extend([message] if isinstance(message, ReceiveReplica | SendReplica) else [])
-        request(self, message, reply_handler, *encoded)
+    def ask(self: ActorLink, request: Any, encoded: Any = None) -> None:
+        asked.extend([request] if isinstance(request.message, ReceiveReplica | SendReplica) else [])
+        send(self, request, encoded)
 
     monkeypatch.setattr(PendingRequest, "on_reply", reply)
-    monkeypatch.setattr(ActorLink, "request", ask)
+    monkeypatch.setattr(ActorLink, "send", ask)
     async with a_mesh(max_restarts=1, backup_every=1) as mesh:
         before = mesh._running()._actor_group.epoch
         assert_same(await train(mesh, mesh.distributed(train_step, donate_argnums=0)), undisturbed)
@@ -265,9 +265,7 @@ async def test_nothing_is_left_of_a_restart(mesh, undisturbed):
 
 async def settled(mesh: jpp.RemoteMesh) -> dict[str, Any]:
     """What is held, once the last replica of the state is complete."""
-    replication: Any = mesh._running()._recovery.replication
-    while replication._task is not None:
-        await asyncio.wait([replication._task])
+    await mesh._running()._recovery_driver._no_replica_in_making.wait()
     gc.collect()
     found = await everything(mesh)
     # Inline actors share one process: JAX's own count has what the test itself and the copies hold.
@@ -354,20 +352,19 @@ async def test_a_link_that_stays_broken_counts(monkeypatch):
 
 async def test_copies_are_taken_between_saves_that_follow_each_other(mesh, tmp_path):
     step, state = mesh.distributed(train_step, donate_argnums=0), start()
-    replication: Any = mesh._running()._recovery.replication
+    replicas: Any = mesh._running()._recovery.replicas
     state, _ = await mesh.run(step, state, BATCHES[0])
     await settled(mesh)
-    before, saving = replication._generation, None
+    before, saving = replicas.whole.generation, None
     for batch in BATCHES[1:]:
         saving = await mesh.save(tmp_path / "saved", state, wait=False)
         state, _ = await mesh.run(step, state, batch)
     assert saving is not None
     await saving
     await settled(mesh)
-    assert replication._generation > before
-    assert sum(isinstance(sent.message, Step) for sent in mesh._running().request_log._sent) < 2 * len(
-        BATCHES
-    )
+    assert replicas.whole.generation > before
+    remembered = mesh._running()._recovery.history.needed()
+    assert sum(isinstance(sent.message, Step) for sent in remembered) < 2 * len(BATCHES)
 
 
 async def test_what_is_restored_beside_a_save_does_not_need_its_files_later(tmp_path, monkeypatch):
@@ -379,7 +376,7 @@ async def test_what_is_restored_beside_a_save_does_not_need_its_files_later(tmp_
         monkeypatch.setattr(tensor_files, "write", lambda *args: go_on.wait(10) and write(*args))
         saving = await mesh.save(tmp_path / "two", state, wait=False)
         restoring = asyncio.ensure_future(mesh.restore(tmp_path / "one", ((step, 0))))
-        await until(lambda: mesh._running().request_log.needs_files, every_s=0)
+        await until(lambda: mesh._running()._recovery.history.needs_files, every_s=0)
         go_on.set()
         back = await restoring
         await saving
@@ -401,11 +398,11 @@ async def test_a_copy_that_lacks_an_array_is_none(monkeypatch, caplog):
         step = mesh.distributed(train_step, donate_argnums=0)
         state, _ = await mesh.run(step, start(), BATCHES[0])
         await settled(mesh)
-        replication: Any = mesh._running()._recovery.replication
-        before = replication._generation
+        driver: Any = mesh._running()._recovery_driver
+        before = driver.recovery.replicas.whole
         monkeypatch.setattr(host_values, "fetch_shards", fetch)
-        await asyncio.wait([replication.take()])
-        assert replication._generation == before and "no replica of the state could be made" in caplog.text
+        await driver.make_replica()
+        assert driver.recovery.replicas.whole is before and "no replica of the state could be made" in caplog.text
         kill(mesh, 1)
         state, _ = await mesh.run(step, state, BATCHES[1])
 
@@ -534,19 +531,6 @@ async def test_a_mesh_is_closed_in_the_middle_of_a_restart(caplog):
 def test_options(options):
     with pytest.raises(MeshError, match=f"{next(iter(options))} is"):
         jpp.RemoteMesh(2, **options)
-
-
-def test_the_budget_counts_what_is_recent():
-    budget = Budget(2, window_s=600.0)
-    assert [budget.take(now) for now in (0.0, 1.0, 2.0, 600.5, 601.5, 602.0)] == [
-        True,
-        True,
-        False,
-        True,
-        True,
-        False,
-    ]
-    assert not Budget(0).take(0.0)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ async def test_moves_and_inits_are_not_counted():
             assert repr(future).startswith(f"<StepFuture: step {2 * number + 1} ('train'), ")
             await future
             assert future.timeline().step == mesh.last_step_timeline().step == 2 * number + 1
-        while mesh._running()._recovery.replication._task is not None:
+        while mesh._running()._recovery.replicas.stage is not Stage.IDLE:
             await mesh.fetch(params)
         mesh._running()._actor_group.handles[1].kill()
         await mesh.run(step, params, BATCH)
