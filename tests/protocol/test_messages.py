@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from message_examples import subclasses
 
 from jaxpp_async.protocol.codec import Encoder, decoder_of
 from jaxpp_async.protocol.messages import (
@@ -49,11 +50,6 @@ def test_a_run_id_of_no_known_kind_reads_as_a_step():
 
 def test_a_cluster_has_as_many_processes_as_addresses():
     assert Cluster("host:1", ("10.0.0.1", "10.0.0.2"), rank=1).size == 2
-
-
-def subclasses(base: type) -> list[type]:
-    """All subclasses of a class, and theirs."""
-    return [cls for direct in base.__subclasses__() for cls in (direct, *subclasses(direct))]
 
 
 @pytest.mark.parametrize("cls", subclasses(Part), ids=lambda cls: cls.__name__)
