@@ -36,7 +36,7 @@ from jaxpp_async.errors import ActorError, CheckpointError
 from jaxpp_async.layout.array_parts import Part
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, Aval, ProcessId
 from jaxpp_async.protocol.actor_info import ProcessRank
-from jaxpp_async.protocol.messages import ArrayId, BeginSnapshot, CheckFiles, Done, Sweep, WriteFile, Written
+from jaxpp_async.protocol.messages import ArrayId, BeginSnapshot, CheckFiles, Sweep, WriteFile, Written
 from jaxpp_async.protocol.task_group import OwnedTasks, all_of
 from jaxpp_async.session.remote_array import Owner
 from jaxpp_async.storage import checkpoint_folder, tensor_files
@@ -219,7 +219,7 @@ class Saver:
         messages = {
             process: BeginSnapshot(os.fsencode(folder), ids) for process, ids in plan.snapshots.items()
         }
-        snapshots = controller.request_log.send_each(messages, Done, awaited=awaited)
+        snapshots = controller.request_log.send_each(messages, awaited=awaited)
         saving = self._current = Saving(folder, plan.size_bytes, is_awaited=awaited)
         job = _Job(
             controller,
@@ -355,9 +355,7 @@ class _Job:
                 tuple((entry.array_id, entry.name, entry.number) for entry in entries),
                 self._metadata(paths),
             )
-            written: Written = await request_log.send(
-                process, message, Written, awaited=self.saving.is_awaited
-            )
+            written: Written = await request_log.send(process, message, awaited=self.saving.is_awaited)
             info = request_log.info(process)
             process_rank = ProcessRank(info.process, info.size)
             self.files[file] = m.File(written.size_bytes, f"{process_rank} on host {info.host}")
@@ -373,7 +371,7 @@ class _Job:
         names = [checkpoint_folder.file_name(self.save_id, process, index) for index in range(len(files))]
         sizes = tuple((name, self.files[name].size_bytes) for name in names)
         message = CheckFiles(os.fsencode(self.folder), sizes)
-        await self.controller.request_log.send(process, message, Done, awaited=self.saving.is_awaited)
+        await self.controller.request_log.send(process, message, awaited=self.saving.is_awaited)
 
     def _add_array(self, file: str, entry: SavedArray, digest: str) -> None:
         """Record for the manifest that an array, or one part of an array, has been written to a file.
@@ -647,7 +645,7 @@ class FileRemovals:
             return
         message = Sweep(os.fsencode(folder), files, remove_folder)
         messages = dict.fromkeys(controller.processes.everyone, message)
-        sweeps = list(controller.request_log.send_each(messages, Done, awaited=False).values())
+        sweeps = list(controller.request_log.send_each(messages, awaited=False).values())
         for sweep in sweeps:
             self._under_way.setdefault(folder, set()).add(sweep)
             sweep.add_done_callback(lambda sweep: self._ended(folder, sweep))

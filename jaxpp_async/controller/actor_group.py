@@ -34,8 +34,6 @@ from jaxpp_async.protocol.messages import (
     Admit,
     Cluster,
     Connect,
-    Connected,
-    Done,
     Hardware,
     Report,
     Reported,
@@ -309,7 +307,7 @@ class ActorGroup:
             peers = {CONTROLLER, *self.processes.peers_of(process)}
             known = {peer: address for peer, address in addresses.items() if peer in peers}
             connects[process] = Connect(self.epoch, known)
-        found = await self.ask_each(connects, Connected, "connect")
+        found = await self.ask_each(connects, "connect")
         for process, connected in sorted(found.items()):
             self._on_routes(self.links[process].info, connected.routes)
 
@@ -326,7 +324,7 @@ class ActorGroup:
             return
         everyone = tuple(addresses.values())
         self.host_transfers.transport.admit(everyone)
-        await self.ask_each({p: Admit(everyone) for p in sorted(self.links)}, Done, "admit")
+        await self.ask_each({p: Admit(everyone) for p in sorted(self.links)}, "admit")
 
     def _make_transport(self) -> Transport:
         kind = kind_of(self.transport_kind).host_transport or self.transport_kind
@@ -374,14 +372,14 @@ class ActorGroup:
         Returns:
             The request, which can be awaited.
         """
-        return self.links[process].ask(Abort(self.epoch, cause), Done)
+        return self.links[process].ask(Abort(self.epoch, cause))
 
     def request_report(self, process: ProcessId) -> asyncio.Future[Reported]:
         """Ask a process for its position in its program and for its open transfers; return the future reply.
 
         If a restart (the replacement of lost actors) begins before the reply, the request is not sent again.
         """
-        return self.links[process].ask(Report(), Reported).future
+        return self.links[process].ask(Report()).future
 
     async def reset_transport(self, process: ProcessId) -> None:
         """Have a process replace its end of the data plane (the transport for arrays), and record the new
@@ -393,7 +391,7 @@ class ActorGroup:
             RemoteError: the process could not make a new end.
         """
         link = self.links[process]
-        reset: TransportReset = await link.call(ResetTransport(), TransportReset)
+        reset: TransportReset = await link.call(ResetTransport())
         link.address = reset.address
 
     async def reset_host_transport(self) -> None:
@@ -401,9 +399,7 @@ class ActorGroup:
         await self.host_transfers.transport.aclose()
         self.host_transfers.transport = self._make_transport()
 
-    async def ask_each(
-        self, requests: Mapping[ProcessId, Request], expected: type, what: str
-    ) -> dict[ProcessId, Any]:
+    async def ask_each(self, requests: Mapping[ProcessId, Request], what: str) -> dict[ProcessId, Any]:
         """Send one request to each given process, and return their replies by process once all have arrived.
 
         The first failure is raised. If a restart (the replacement of lost actors) begins, the requests are
@@ -411,12 +407,9 @@ class ActorGroup:
 
         Args:
             requests: the request for each process.
-            expected: the type of every reply.
             what: a phrase that names the asyncio tasks, for debugging.
         """
-        return await all_of(
-            {p: self.links[p].call(request, expected) for p, request in requests.items()}, what
-        )
+        return await all_of({p: self.links[p].call(request) for p, request in requests.items()}, what)
 
     async def remove(self, actor: ActorId) -> None:
         """Kill all processes of one actor, close their control connections, and wait until the processes have
@@ -465,7 +458,7 @@ class ActorGroup:
             if link is None or link.handle is not handle or not link.connection.is_open:
                 handle.kill()  # it cannot be asked: it is being started or replaced
             else:
-                link.ask(Shutdown(), Done)
+                link.ask(Shutdown())
         return await wait_all_dead(handles, SHUTDOWN_S / (2 if self.processes.per_actor > 1 else 1))
 
     def kill(self) -> None:

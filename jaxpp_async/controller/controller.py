@@ -56,7 +56,6 @@ from jaxpp_async.protocol.messages import (
     ArrayId,
     Done,
     Inspect,
-    Inspected,
     Loaded,
     RunKind,
     Step,
@@ -422,8 +421,7 @@ class Controller:
         self._check_usable()
         self._send_frees()
         replies = {
-            process: self.request_log.send(process, Inspect(), Inspected)
-            for process in sorted(self._actor_group.links)
+            process: self.request_log.send(process, Inspect()) for process in sorted(self._actor_group.links)
         }
         return {process: (await reply).numbers for process, reply in replies.items()}
 

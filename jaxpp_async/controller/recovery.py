@@ -41,7 +41,6 @@ from jaxpp_async.errors import (
     TransferError,
 )
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
-from jaxpp_async.protocol.messages import Loaded
 from jaxpp_async.protocol.task_group import OwnedTasks, all_of, awake_timeout
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -318,7 +317,7 @@ class Recovery:
         actor = link.info.id
         for program_id in self._programs.programs_of(actor):
             message = self._programs.load_message(program_id, actor, link.known_blobs)
-            await link.call(message, Loaded)
+            await link.call(message)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,6 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from msgspec import Raw
-from msgspec.structs import replace
 
 from jaxpp_async.controller.error_messages import abandoned, is_consequence, remote_error
 from jaxpp_async.controller.options import ControllerOptions
@@ -39,17 +38,13 @@ from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.log_forwarding import log_remote
 from jaxpp_async.protocol.messages import (
     ArrayId,
-    BeginSnapshot,
     Failed,
     Log,
-    ReadFile,
     Request,
     Step,
     StepDone,
     StepId,
     StepStats,
-    Store,
-    Sweep,
     step_kind,
     step_number,
     step_text,
@@ -340,35 +335,33 @@ class ActorLink:
         self.connection.send(message if encoded is None else encoded, number)
         self.reply_handlers[number] = reply_handler
 
-    def ask(self, message: Request, expected: type, *, awaited: bool = False) -> PendingRequest:
+    def ask(self, message: Request, *, awaited: bool = False) -> PendingRequest:
         """Send a request immediately, and return an object that can be awaited for the reply.
 
         If a restart (the replacement of lost actors) begins before the reply, the request is not sent again.
 
         Args:
             message: the request.
-            expected: the type of the reply.
             awaited: whether a caller will await the request and so get the error if the mesh fails. If no
                 caller gets that error, the next call on the mesh raises it.
         """
-        pending = PendingRequest(expected, awaited=awaited)
+        pending = PendingRequest(message.rules.reply, awaited=awaited)
         self.request(message, pending)
         return pending
 
-    async def call(self, message: Request, expected: type) -> Any:
+    async def call(self, message: Request) -> Any:
         """Send a request and return its reply.
 
         If a restart (the replacement of lost actors) begins before the reply, the request is not sent again.
 
         Args:
             message: the request.
-            expected: the type of the reply.
 
         Raises:
             RemoteError: the request failed on the actor.
             ActorError: the mesh failed meanwhile.
         """
-        pending = self.ask(message, expected, awaited=True)
+        pending = self.ask(message, awaited=True)
         await self.connection.drain()
         return await pending
 
@@ -445,9 +438,6 @@ StartTransfers: TypeAlias = Callable[[], None]
 time of the call.
 """
 
-_STATE_CHANGES = (Store, Step, BeginSnapshot, ReadFile)
-"""The types of the requests that change which arrays an actor holds."""
-
 _PRUNE_AFTER = 256
 """The number of remembered requests above which those that are no longer needed are dropped."""
 
@@ -490,7 +480,7 @@ class SentRequest:
             and not handler.future.cancelled()
             and handler.future.exception() is not None
         )
-        return isinstance(self.message, _STATE_CHANGES) and not refused
+        return self.message.rules.changes_state and not refused
 
 
 class RequestLog:
@@ -549,16 +539,13 @@ class RequestLog:
                 if post.transfers is not None:
                     post.transfers()
 
-    def send(
-        self, process: ProcessId, message: Request, expected: type, *, awaited: bool = True
-    ) -> asyncio.Future[Any]:
+    def send(self, process: ProcessId, message: Request, *, awaited: bool = True) -> asyncio.Future[Any]:
         """Send one request to a process, and return a future of the reply. A restart sends the request again
         if necessary.
 
         Args:
             process: the process to send to.
             message: the request.
-            expected: the type of the reply.
             awaited: whether a caller will await the future and so get the error if the mesh fails. If no
                 caller gets that error, the next call on the mesh raises it.
 
@@ -570,10 +557,10 @@ class RequestLog:
             MeshClosedError: the mesh is closed or has failed.
             MeshError: the request cannot be encoded.
         """
-        return self.send_each({process: message}, expected, awaited=awaited)[process]
+        return self.send_each({process: message}, awaited=awaited)[process]
 
     def send_each(
-        self, messages: Mapping[ProcessId, Request], expected: type, *, awaited: bool = True
+        self, messages: Mapping[ProcessId, Request], *, awaited: bool = True
     ) -> dict[ProcessId, asyncio.Future[Any]]:
         """Send one request to each of several processes, and return a future of each reply, by process.
 
@@ -581,11 +568,13 @@ class RequestLog:
 
         Args:
             messages: the request for each process.
-            expected: the type of the replies.
             awaited: see `send`.
         """
         self._check_usable()
-        calls = {process: PendingRequest(expected, awaited=awaited) for process in messages}
+        calls = {
+            process: PendingRequest(message.rules.reply, awaited=awaited)
+            for process, message in messages.items()
+        }
         self.post(*(SentRequest(process, messages[process], call) for process, call in calls.items()))
         return {process: call.future for process, call in calls.items()}
 
@@ -626,14 +615,14 @@ class RequestLog:
         During a save, actors keep additional arrays that a replica (copy of the actors' arrays, kept for
         restarts) would not contain, so no replica may be started.
         """
-        return any(isinstance(sent.message, BeginSnapshot) for sent in self._needed())
+        return any(sent.message.rules.ended_by is not None for sent in self._needed())
 
     @property
     def needs_files(self) -> bool:
         """Whether a restart would have to read arrays from files again, so that the files must not be deleted
         yet.
         """
-        return any(isinstance(sent.message, ReadFile) for sent in self._needed())
+        return any(sent.message.rules.reads_files for sent in self._needed())
 
     @property
     def is_open(self) -> bool:
@@ -667,17 +656,16 @@ class RequestLog:
     def _needed(self) -> list[SentRequest]:
         """Return the remembered requests that a restart has to send again, in their order.
 
-        The first request of a checkpoint's save (`BeginSnapshot`) is left out if the last one (`Sweep`) has
-        been answered.
+        A request is left out if the request that ends its effect (`Rules.ended_by`) has been answered.
         """
-        swept: set[tuple[ProcessId, bytes]] = set()
+        ended: set[tuple[ProcessId, type[Request], bytes]] = set()
         needed: list[SentRequest] = []
         for sent in reversed(self._sent):
-            message = sent.message
-            if isinstance(message, Sweep) and sent.reply_handler.done:
-                swept.add((sent.process, message.folder))
-            is_swept = isinstance(message, BeginSnapshot) and (sent.process, message.folder) in swept
-            if sent.is_needed and not is_swept:
+            message, ender, scope = sent.message, sent.message.rules.ended_by, sent.message.scope
+            if scope is not None and sent.reply_handler.done:
+                ended.add((sent.process, type(message), scope))
+            is_ended = ender is not None and scope is not None and (sent.process, ender, scope) in ended
+            if sent.is_needed and not is_ended:
                 needed.append(sent)
         return needed[::-1]
 
@@ -711,10 +699,10 @@ class RequestLog:
         again = set()
         for sent in self._sent:
             sent.serial = next(self._serials)  # after every mark so far
-            if isinstance(sent.message, Step):
-                sent.message = replace(sent.message, epoch=epoch)
-                if sent.reply_handler.done and step_kind(sent.message.step) == "step":
-                    again.add(step_number(sent.message.step))
+            sent.message = sent.message.again(epoch)
+            step = sent.message.step if isinstance(sent.message, Step) else None
+            if step is not None and step_kind(step) == "step" and sent.reply_handler.done:
+                again.add(step_number(step))
             self._links[sent.process].request(sent.message, sent.reply_handler)
             if sent.transfers is not None:
                 sent.transfers()

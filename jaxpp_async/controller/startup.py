@@ -106,9 +106,7 @@ class Startup:
         Raises:
             LaunchError: the process found no port, died or did not answer in time.
         """
-        reserved: Reserved = await self._call(
-            link, message, Reserved, "connected but did not find a free port"
-        )
+        reserved: Reserved = await self._call(link, message, "connected but did not find a free port")
         return reserved.port
 
     async def configure(self, link: ActorLink, message: Configure) -> Ready:
@@ -122,22 +120,19 @@ class Startup:
             InstallError: the process lacks a package.
             MeshError: the process lacks devices.
         """
-        ready: Ready = await self._call(
-            link, message, Ready, "connected but did not start JAX and the transport"
-        )
+        ready: Ready = await self._call(link, message, "connected but did not start JAX and the transport")
         check_library_versions(link.info, ready.versions)
         link.info = replace(link.info, devices=ready.devices, gpus=ready.hardware.gpus, state="ready")
         link.address = ready.address
         self._on_progress(f"{link.info} is ready: {', '.join(ready.devices)}")
         return ready
 
-    async def _call(self, link: ActorLink, message: Request, expected: type, late: str) -> Any:
+    async def _call(self, link: ActorLink, message: Request, late: str) -> Any:
         """Send a request to a process that is still being started, and return its reply.
 
         Args:
             link: the process.
             message: the request.
-            expected: the type of the reply.
             late: a clause that says what the process did not do in time, such as `"connected but did not find
                 a free port"`, for the error about a missed deadline.
 
@@ -146,9 +141,7 @@ class Startup:
             JaxppAsyncError: the request failed; `unready_error` chooses the class of the error.
         """
         process_rank = ProcessRank(link.info.process, link.info.size)
-        task = asyncio.get_running_loop().create_task(
-            link.call(message, expected), name=f"configure {process_rank}"
-        )
+        task = asyncio.get_running_loop().create_task(link.call(message), name=f"configure {process_rank}")
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._unless_dead(process_rank, task)

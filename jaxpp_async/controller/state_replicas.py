@@ -22,11 +22,9 @@ from jaxpp_async.errors import ActorError, ActorUnresponsiveError, RemoteError, 
 from jaxpp_async.layout.state_replicas import ReplicaStore, choose_holders
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
 from jaxpp_async.protocol.messages import (
-    Done,
     DropReplicas,
     ReceiveReplica,
     ReplicaArray,
-    ReplicaTaken,
     Request,
     Rollback,
     SendReplica,
@@ -106,8 +104,7 @@ class StateReplication:
         self._steps_since = 0
         generation, mark = next(self._generations), self._request_log.new_mark()
         asked = {
-            process: link.ask(TakeReplica(generation), ReplicaTaken)
-            for process, link in self._actor_group.links.items()
+            process: link.ask(TakeReplica(generation)) for process, link in self._actor_group.links.items()
         }
         work = self._complete_or_report(generation, mark, asked)
         task = self._task = self._tasks.start(f"replica {generation} of the state", work)
@@ -324,7 +321,7 @@ class StateReplication:
             message: the part and the process at the other end.
         """
         if process != CONTROLLER:
-            await self._actor_group.links[process].ask(message, Done)
+            await self._actor_group.links[process].ask(message)
         elif isinstance(message, ReceiveReplica):
             await self._replica_store.receive(self._actor_group.host_transfers.transport, message)
         else:
@@ -347,5 +344,5 @@ class StateReplication:
         )
 
     async def _ask_each(self, processes: Collection[ProcessId], message: Request) -> None:
-        for pending in [self._actor_group.links[process].ask(message, Done) for process in processes]:
+        for pending in [self._actor_group.links[process].ask(message) for process in processes]:
             await pending
