@@ -188,7 +188,7 @@ class _MessageHead(msgspec.Struct, array_like=True):
     name: str
 
 
-class _EnvelopeHead(msgspec.Struct, array_like=True):
+class _EnvelopeHead(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The beginning of any envelope."""
 
     number: int | None

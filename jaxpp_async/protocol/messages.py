@@ -1,9 +1,9 @@
 """Define the messages that the controller and the actor processes exchange, in the order of their
 conversation.
 
-The controller sends requests. The actor process answers a request with exactly one reply: the kind of reply
-that the request's docstring names, or `Failed`. An actor process sends `Beat` and `Log` without being asked.
-A message travels in an envelope, together with the number of the request that it makes or answers. `codec`
+The controller sends requests. The actor process answers a request with exactly one reply, of the type that
+the request's `Rules` name, or `Failed`. An actor process sends `Beat` and `Log` without being asked. A
+message travels in an envelope, together with the number of the request that it makes or answers. `codec`
 encodes envelopes as bytes, and `frames` signs them.
 
 Adding a message takes a class here and its handler on the actor: the side that accepts a message finds the
@@ -12,7 +12,8 @@ message's class among the subclasses of `Request` or `Reply`.
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias, dataclass_transform
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal, TypeAlias, dataclass_transform
 
 import msgspec
 
@@ -108,12 +109,69 @@ class Message(Part, tag=True):
     """The base class of messages. A message travels as an array of its class's name and its fields."""
 
 
-class Request(Message):
-    """The base class of the messages that the controller sends to an actor process."""
-
-
 class Reply(Message):
     """The base class of the messages with which an actor process answers a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules for all requests of one type: what answers them, and what a restart does with them.
+
+    A restart is the replacement of lost actors. All actors then return to a replica, an earlier copy of their
+    arrays, and the controller makes requests again that it has made since.
+
+    Args:
+        reply: the type of the reply to a request that succeeds.
+        ordered: whether the request takes effect in order with steps: after those that were requested before
+            it, and before those that are requested later. The actor's handler has done this part of its work
+            when it returns.
+        repeated: whether a restart makes the request again if it has not been answered. Such requests are
+            remembered, and wait while a restart is under way. All others are sent at once, also in a restart.
+        changes_state: whether the request changes which arrays an actor holds. A restart makes such a request
+            again even if it was answered.
+        ended_by: the type of the request whose reply ends the effect of this one. The effect is not part of a
+            replica, so no replica is taken before that reply. Two requests belong together if their
+            `Request.scope` is equal. None if the request has no such effect.
+        reads_files: whether the request reads files, which must not be removed while a restart might read
+            them again.
+    """
+
+    reply: type[Reply]
+    ordered: bool = False
+    repeated: bool = False
+    changes_state: bool = False
+    ended_by: type[Request] | None = None
+    reads_files: bool = False
+
+    def __post_init__(self) -> None:
+        if self.changes_state and not (self.ordered and self.repeated):
+            raise ValueError("a request that changes state is ordered and repeated")
+        if (self.ended_by is not None or self.reads_files) and not self.repeated:
+            raise ValueError("a request that has a lasting effect or reads files is repeated")
+
+
+class Request(Message):
+    """The base class of the messages that the controller sends to an actor process.
+
+    Each subclass declares its rules as `rules`.
+    """
+
+    rules: ClassVar[Rules]
+
+    @property
+    def scope(self) -> bytes | None:
+        """The object that the request concerns, by which `Rules.ended_by` matches requests; None if the type
+        of the request decides alone.
+        """
+        return None
+
+    def again(self, epoch: int) -> Request:
+        """Return the request as a restart sends it again.
+
+        Args:
+            epoch: the number of aborts of the mesh so far.
+        """
+        return self
 
 
 def accepted_messages(side: Literal["actor", "controller"]) -> tuple[type[Message], ...]:
@@ -121,15 +179,30 @@ def accepted_messages(side: Literal["actor", "controller"]) -> tuple[type[Messag
     return tuple(Request.__subclasses__()) if side == "actor" else (*Reply.__subclasses__(), Log)
 
 
-# ---------------------------------------------------------------- start and end of a process
+class Done(Reply):
+    """Reply to a request that was carried out and that has no other kind of reply."""
 
 
-class Reserve(Request):
-    """A request to the first process of an actor to reserve a TCP port to which the actor's other processes
-    will connect.
+class Failed(Reply):
+    """Reply to a request that has failed. A process also sends this message in an envelope without a number,
+    so that it answers no request, if the actor itself has failed.
 
-    If actors have several processes, the controller sends this request before `Configure`. Reply: `Reserved`.
+    Args:
+        exception_type: the qualified name of the exception's type.
+        message: the exception's text.
+        traceback: the exception's traceback as text.
+        step: the id of the run of a program that was under way, or None.
+        instruction: the text of the instruction that was under way, or None.
     """
+
+    exception_type: str
+    message: str
+    traceback: str
+    step: StepId | None = None
+    instruction: str | None = None
+
+
+# ---------------------------------------------------------------- start and end of a process
 
 
 class Reserved(Reply):
@@ -138,11 +211,35 @@ class Reserved(Reply):
     port: int
 
 
+class Reserve(Request):
+    """A request to the first process of an actor to reserve a TCP port to which the actor's other processes
+    will connect.
+
+    If actors have several processes, the controller sends this request before `Configure`.
+    """
+
+    rules = Rules(reply=Reserved)
+
+
+class Ready(Reply):
+    """Reply to `Configure`: JAX and the transport of the process have started.
+
+    Args:
+        address: the transport's address, which peers use to connect to it.
+        devices: one text per device of the process, such as `"cpu:0"`.
+        versions: the version of each package by name, which the controller compares with its own.
+        hardware: a description of the devices.
+    """
+
+    address: bytes
+    devices: tuple[str, ...]
+    versions: dict[str, str]
+    hardware: Hardware
+
+
 class Configure(Request):
     """A request to a process to start JAX and its transport. The controller sends it before every other
     request except `Reserve`.
-
-    Reply: `Ready`.
 
     Args:
         spmd_mesh: the axes of the actor's device mesh, as (axis name, size) pairs; () is one device.
@@ -162,6 +259,8 @@ class Configure(Request):
         address: the address of this process's host at which the other processes can connect to it. A loopback
             address means that all processes run on one machine. None means that the address is not known.
     """
+
+    rules = Rules(reply=Ready)
 
     spmd_mesh: tuple[tuple[str, int], ...]
     axis_types: tuple[str, ...]
@@ -197,22 +296,6 @@ class Cluster(Part):
         return len(self.addresses)
 
 
-class Ready(Reply):
-    """Reply to `Configure`: JAX and the transport of the process have started.
-
-    Args:
-        address: the transport's address, which peers use to connect to it.
-        devices: one text per device of the process, such as `"cpu:0"`.
-        versions: the version of each package by name, which the controller compares with its own.
-        hardware: a description of the devices.
-    """
-
-    address: bytes
-    devices: tuple[str, ...]
-    versions: dict[str, str]
-    hardware: Hardware
-
-
 class Hardware(Part):
     """A description of the devices of an actor's process.
 
@@ -246,29 +329,13 @@ class Admit(Request):
     transport for arrays). The controller sends it to every process before it sends any `Connect`, if other
     machines can connect to the data plane.
 
-    Reply: `Done`.
-
     Args:
         addresses: the addresses of the peers' transports.
     """
 
+    rules = Rules(reply=Done)
+
     addresses: tuple[bytes, ...]
-
-
-class Connect(Request):
-    """A request to a process to connect its transport to those of its peers. The controller sends it when all
-    processes are ready, and again when some were replaced.
-
-    Reply: `Connected`.
-
-    Args:
-        epoch: the number of aborts of the mesh so far; the tags of transfers contain this number from now on.
-        addresses: the address of each process's transport; the receiver of this request ignores its own
-            entry.
-    """
-
-    epoch: int
-    addresses: dict[ProcessId, bytes]
 
 
 class Connected(Reply):
@@ -283,20 +350,20 @@ class Connected(Reply):
     routes: dict[ProcessId, tuple[str, ...]]
 
 
-class OfferLinks(Request):
-    """A request for the address of a process's NCCL transport, which carries the arrays of programs, and for
-    new ids of NCCL communicators. The controller sends it before `JoinLinks`, and only with transport
-    `"nccl"`.
-
-    Reply: `LinksOffered`.
+class Connect(Request):
+    """A request to a process to connect its transport to those of its peers. The controller sends it when all
+    processes are ready, and again when some were replaced.
 
     Args:
-        num_ids: how many communicator ids to make. Each new link is an NCCL communicator between two devices,
-            and one of its two processes makes its id (see `transport.nccl.order.NcclLink.maker`). `num_ids`
-            is the number of new links for which the receiver of this request does so.
+        epoch: the number of aborts of the mesh so far; the tags of transfers contain this number from now on.
+        addresses: the address of each process's transport; the receiver of this request ignores its own
+            entry.
     """
 
-    num_ids: int
+    rules = Rules(reply=Connected)
+
+    epoch: int
+    addresses: dict[ProcessId, bytes]
 
 
 class LinksOffered(Reply):
@@ -304,6 +371,22 @@ class LinksOffered(Reply):
 
     address: bytes
     ids: tuple[bytes, ...]
+
+
+class OfferLinks(Request):
+    """A request for the address of a process's NCCL transport, which carries the arrays of programs, and for
+    new ids of NCCL communicators. The controller sends it before `JoinLinks`, and only with transport
+    `"nccl"`.
+
+    Args:
+        num_ids: how many communicator ids to make. Each new link is an NCCL communicator between two devices,
+            and one of its two processes makes its id (see `transport.nccl.order.NcclLink.maker`). `num_ids`
+            is the number of new links for which the receiver of this request does so.
+    """
+
+    rules = Rules(reply=LinksOffered)
+
+    num_ids: int
 
 
 class JoinLinks(Request):
@@ -317,6 +400,8 @@ class JoinLinks(Request):
         addresses: for each peer in `links`, the address of its NCCL transport.
         links: the new links, in the order in which they are made.
     """
+
+    rules = Rules(reply=Done)
 
     addresses: dict[ProcessId, bytes]
     links: tuple[JoinLink, ...]
@@ -345,32 +430,10 @@ class Shutdown(Request):
     Reply: `Done`, after which the process closes the connection.
     """
 
+    rules = Rules(reply=Done)
+
 
 # ---------------------------------------------------------------- programs and steps
-
-
-class Load(Request):
-    """A request to a process to compile the executables that are new to it, and to store a program. The
-    controller sends it before the first `Step` that names the program.
-
-    Reply: `Loaded`.
-
-    Args:
-        program_id: the id that the controller has given the program; `Step` contains this id.
-        program: the text of the `ActorProgram`.
-        executables: the executables that the program uses. The keys are the executables' indices in the
-            program; the values are the content keys of the executables (hashes of their content).
-        blobs: the executables that were not sent to this process before. The keys are their content keys; the
-            values are serialized `jax.export.Exported` objects.
-        names: the user's names of the step's arguments, by argument number, for error messages about NaNs and
-            infinities; empty unless JAX's options forbid these.
-    """
-
-    program_id: int
-    program: str
-    executables: dict[int, str]
-    blobs: dict[str, bytes]
-    names: dict[int, str] = {}
 
 
 class Loaded(Reply):
@@ -386,11 +449,45 @@ class Loaded(Reply):
     temp_bytes: dict[int, int]
 
 
+class Load(Request):
+    """A request to a process to compile the executables that are new to it, and to store a program. The
+    controller sends it before the first `Step` that names the program.
+
+    Args:
+        program_id: the id that the controller has given the program; `Step` contains this id.
+        program: the text of the `ActorProgram`.
+        executables: the executables that the program uses. The keys are the executables' indices in the
+            program; the values are the content keys of the executables (hashes of their content).
+        blobs: the executables that were not sent to this process before. The keys are their content keys; the
+            values are serialized `jax.export.Exported` objects.
+        names: the user's names of the step's arguments, by argument number, for error messages about NaNs and
+            infinities; empty unless JAX's options forbid these.
+    """
+
+    rules = Rules(reply=Loaded, repeated=True)
+
+    program_id: int
+    program: str
+    executables: dict[int, str]
+    blobs: dict[str, bytes]
+    names: dict[int, str] = {}
+
+
+class StepDone(Reply):
+    """Reply to `Step`: the process has run the last instruction of its program.
+
+    Args:
+        step: the id of this run of the program.
+        stats: the times and the memory use of the run.
+    """
+
+    step: StepId
+    stats: StepStats
+
+
 class Step(Request):
     """A request to a process to run a loaded program once. The controller sends it to every process of the
     actors on which the program runs.
-
-    Reply: `StepDone`.
 
     Steps run in the order in which they arrive, one after the other. The controller may send the next step
     before the last one has ended, and the next step may use the last one's outputs as inputs. Within an epoch
@@ -409,6 +506,8 @@ class Step(Request):
         frees_after: the ids of arrays to free when the step has ended (host arguments).
     """
 
+    rules = Rules(reply=StepDone, ordered=True, repeated=True, changes_state=True)
+
     epoch: int
     step: StepId
     program_id: int
@@ -418,17 +517,8 @@ class Step(Request):
     frees: tuple[ArrayId, ...] = ()
     frees_after: tuple[ArrayId, ...] = ()
 
-
-class StepDone(Reply):
-    """Reply to `Step`: the process has run the last instruction of its program.
-
-    Args:
-        step: the id of this run of the program.
-        stats: the times and the memory use of the run.
-    """
-
-    step: StepId
-    stats: StepStats
+    def again(self, epoch: int) -> Step:
+        return msgspec.structs.replace(self, epoch=epoch)
 
 
 class StepStats(Part):
@@ -469,6 +559,8 @@ class Store(Request):
         frees: the ids of the arrays to free.
     """
 
+    rules = Rules(reply=Done, ordered=True, repeated=True, changes_state=True)
+
     puts: tuple[Put, ...]
     frees: tuple[ArrayId, ...]
 
@@ -493,26 +585,6 @@ class Put(Part):
     sequence: int = 0
 
 
-class Fetch(Request):
-    """A request to a process to send arrays to the controller, whole (unsharded). The controller sends it
-    when a user asks for values.
-
-    Reply: `Fetched`.
-
-    If an actor has several processes, each of them sends the bytes of the parts of the array that it owns
-    (see `layout.array_parts`), one after the other.
-
-    Args:
-        array_ids: the ids of the arrays.
-        sequences: for each array, the number of its transfer on the host channel of the data plane (the
-            transport for arrays). An array of at most `INLINE_BYTES` is sent in the reply instead, and its
-            number is not used.
-    """
-
-    array_ids: tuple[ArrayId, ...]
-    sequences: tuple[int, ...]
-
-
 class Fetched(Reply):
     """Reply to `Fetch`: the arrays.
 
@@ -524,7 +596,50 @@ class Fetched(Reply):
     arrays: tuple[tuple[tuple[int, ...], str, bytes | None], ...]
 
 
+class Fetch(Request):
+    """A request to a process to send arrays to the controller, whole (unsharded). The controller sends it
+    when a user asks for values.
+
+    If an actor has several processes, each of them sends the bytes of the parts of the array that it owns
+    (see `layout.array_parts`), one after the other.
+
+    Args:
+        array_ids: the ids of the arrays.
+        sequences: for each array, the number of its transfer on the host channel of the data plane (the
+            transport for arrays). An array of at most `INLINE_BYTES` is sent in the reply instead, and its
+            number is not used.
+    """
+
+    rules = Rules(reply=Fetched, ordered=True, repeated=True)
+
+    array_ids: tuple[ArrayId, ...]
+    sequences: tuple[int, ...]
+
+
 # ---------------------------------------------------------------- files of checkpoints
+
+
+class Sweep(Request):
+    """A request to a process to end the save in a folder, if one is under way, and to remove some of its
+    files, whether they are complete or not. The controller sends it when a save is complete or has failed,
+    and when old checkpoints are removed.
+
+    Args:
+        folder: the folder of the save.
+        files: the names of the files to remove; some may not exist on this host.
+        remove_folder: whether to remove the folder too, if it is empty after that; if False, the folder
+            stays.
+    """
+
+    rules = Rules(reply=Done, ordered=True, repeated=True)
+
+    folder: bytes
+    files: tuple[str, ...] = ()
+    remove_folder: bool = False
+
+    @property
+    def scope(self) -> bytes:
+        return self.folder
 
 
 class BeginSnapshot(Request):
@@ -542,28 +657,14 @@ class BeginSnapshot(Request):
         array_ids: the ids of the arrays to keep.
     """
 
+    rules = Rules(reply=Done, ordered=True, repeated=True, changes_state=True, ended_by=Sweep)
+
     folder: bytes
     array_ids: tuple[ArrayId, ...]
 
-
-class WriteFile(Request):
-    """A request to a process to write arrays that it has retained for a save to one file, to flush the file
-    to the disk, and to release the arrays. The controller sends it after `BeginSnapshot`.
-
-    Reply: `Written`.
-
-    Args:
-        folder: the folder of the save.
-        file: the name of the file.
-        arrays: for each array, its id, its name in the file, and the number of the part to write (see
-            `layout.array_parts`); -1 for the whole array.
-        metadata: the entries for the file's header.
-    """
-
-    folder: bytes
-    file: str
-    arrays: tuple[tuple[ArrayId, str, int], ...]
-    metadata: dict[str, str]
+    @property
+    def scope(self) -> bytes:
+        return self.folder
 
 
 class Written(Reply):
@@ -575,38 +676,39 @@ class Written(Reply):
     sha256: tuple[str, ...]
 
 
+class WriteFile(Request):
+    """A request to a process to write arrays that it has retained for a save to one file, to flush the file
+    to the disk, and to release the arrays. The controller sends it after `BeginSnapshot`.
+
+    Args:
+        folder: the folder of the save.
+        file: the name of the file.
+        arrays: for each array, its id, its name in the file, and the number of the part to write (see
+            `layout.array_parts`); -1 for the whole array.
+        metadata: the entries for the file's header.
+    """
+
+    rules = Rules(reply=Written, ordered=True, repeated=True)
+
+    folder: bytes
+    file: str
+    arrays: tuple[tuple[ArrayId, str, int], ...]
+    metadata: dict[str, str]
+
+
 class CheckFiles(Request):
     """A request to a process to check that files which the process has written still exist and are complete.
     The controller sends it at the end of a save, before the checkpoint is declared complete.
-
-    Reply: `Done`.
 
     Args:
         folder: the folder of the save.
         files: one (name, size in bytes) pair for each file.
     """
 
+    rules = Rules(reply=Done, repeated=True)
+
     folder: bytes
     files: tuple[tuple[str, int], ...]
-
-
-class Sweep(Request):
-    """A request to a process to end the save in a folder, if one is under way, and to remove some of its
-    files, whether they are complete or not. The controller sends it when a save is complete or has failed,
-    and when old checkpoints are removed.
-
-    Reply: `Done`.
-
-    Args:
-        folder: the folder of the save.
-        files: the names of the files to remove; some may not exist on this host.
-        remove_folder: whether to remove the folder too, if it is empty after that; if False, the folder
-            stays.
-    """
-
-    folder: bytes
-    files: tuple[str, ...] = ()
-    remove_folder: bool = False
 
 
 class ReadFile(Request):
@@ -619,6 +721,8 @@ class ReadFile(Request):
         path: the path of the file.
         parts: the arrays to read.
     """
+
+    rules = Rules(reply=Done, ordered=True, repeated=True, changes_state=True, reads_files=True)
 
     path: bytes
     parts: tuple[FilePart, ...]
@@ -670,29 +774,37 @@ class Abort(Request):
     (the period between two aborts). When an actor has failed, the controller sends this request to the other
     actors.
 
-    Reply: `Done`.
-
     Args:
         epoch: the number of the new epoch: the number of aborts of the whole mesh so far.
         cause: a description of the failure, for the errors of the dropped steps.
     """
 
+    rules = Rules(reply=Done, ordered=True)
+
     epoch: int
     cause: str
-
-
-class ResetTransport(Request):
-    """A request to a process to close its transport and to make a new one, to which no peer is connected. The
-    controller sends it after an `Abort`.
-
-    Reply: `TransportReset`.
-    """
 
 
 class TransportReset(Reply):
     """Reply to `ResetTransport`: the address of the new transport."""
 
     address: bytes
+
+
+class ResetTransport(Request):
+    """A request to a process to close its transport and to make a new one, to which no peer is connected. The
+    controller sends it after an `Abort`.
+    """
+
+    rules = Rules(reply=TransportReset)
+
+
+class ReplicaTaken(Reply):
+    """Reply to `TakeReplica`: descriptions of the arrays of the replica (a copy of the process's arrays for
+    restarts), in the order in which `SendReplica` sends them.
+    """
+
+    arrays: tuple[ReplicaArray, ...]
 
 
 class TakeReplica(Request):
@@ -706,15 +818,9 @@ class TakeReplica(Request):
         generation: the number of the replica, which counts up over the mesh's life.
     """
 
+    rules = Rules(reply=ReplicaTaken, ordered=True)
+
     generation: int
-
-
-class ReplicaTaken(Reply):
-    """Reply to `TakeReplica`: descriptions of the arrays of the replica (a copy of the process's arrays for
-    restarts), in the order in which `SendReplica` sends them.
-    """
-
-    arrays: tuple[ReplicaArray, ...]
 
 
 class ReplicaArray(Part):
@@ -747,6 +853,8 @@ class SendReplica(Request):
         to: the number of the receiving process, to which the controller sends `ReceiveReplica`.
     """
 
+    rules = Rules(reply=Done)
+
     epoch: int
     generation: int
     owner: ProcessId
@@ -767,6 +875,8 @@ class ReceiveReplica(Request):
         arrays: descriptions of the arrays, in the order in which they arrive.
     """
 
+    rules = Rules(reply=Done)
+
     epoch: int
     generation: int
     owner: ProcessId
@@ -779,11 +889,11 @@ class DropReplicas(Request):
     generation (replicas that were taken at the same time). The controller sends it when every process has the
     new generation.
 
-    Reply: `Done`.
-
     Args:
         generation: the number of the replicas to keep.
     """
+
+    rules = Rules(reply=Done)
 
     generation: int
 
@@ -793,24 +903,16 @@ class Rollback(Request):
     restarts) under the ids that they had when the replica was taken. The controller sends it after an
     `Abort`.
 
-    Reply: `Done`.
-
     Args:
         generation: the number of the replica; None to drop the arrays and restore none.
     """
+
+    rules = Rules(reply=Done, ordered=True)
 
     generation: int | None
 
 
 # ---------------------------------------------------------------- status: how an actor does
-
-
-class Inspect(Request):
-    """A request for counters that describe the state of a process, such as how many arrays it has. The
-    controller sends it when tests or users ask for these counters.
-
-    Reply: `Inspected`.
-    """
 
 
 class Inspected(Reply):
@@ -821,12 +923,12 @@ class Inspected(Reply):
     numbers: dict[str, int]
 
 
-class Report(Request):
-    """A request for a process's position in its program, and for the transfers that it waits for. The
-    controller sends this request if a step makes no progress, and also to read the process's clock.
-
-    Reply: `Reported`.
+class Inspect(Request):
+    """A request for counters that describe the state of a process, such as how many arrays it has. The
+    controller sends it when tests or users ask for these counters.
     """
+
+    rules = Rules(reply=Inspected, ordered=True, repeated=True)
 
 
 class Reported(Reply):
@@ -852,6 +954,14 @@ class Reported(Reply):
     transfers_done: int = 0
     transfers: tuple[OpenTransfer, ...] = ()
     now_s: float | None = None
+
+
+class Report(Request):
+    """A request for a process's position in its program, and for the transfers that it waits for. The
+    controller sends this request if a step makes no progress, and also to read the process's clock.
+    """
+
+    rules = Rules(reply=Reported)
 
 
 class OpenTransfer(Part):
@@ -909,61 +1019,3 @@ class Log(Message):
     message: str
     step: int | None = None
     fields: dict[str, str | int | float] = {}
-
-
-# ---------------------------------------------------------------- replies to many requests
-
-
-class Done(Reply):
-    """Reply to a request that was carried out and that has no other kind of reply."""
-
-
-class Failed(Reply):
-    """Reply to a request that has failed. A process also sends this message in an envelope without a number,
-    so that it answers no request, if the actor itself has failed.
-
-    Args:
-        exception_type: the qualified name of the exception's type.
-        message: the exception's text.
-        traceback: the exception's traceback as text.
-        step: the id of the run of a program that was under way, or None.
-        instruction: the text of the instruction that was under way, or None.
-    """
-
-    exception_type: str
-    message: str
-    traceback: str
-    step: StepId | None = None
-    instruction: str | None = None
-
-
-# temporary, until the branch "messages" lands
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Rules:
-    reply: type = object
-    ordered: bool = False
-    repeated: bool = False
-    changes_state: bool = False
-    ended_by: type | None = None
-    reads_files: bool = False
-
-
-_o = {"ordered": True}
-_r = {"ordered": True, "repeated": True}
-_c = {**_r, "changes_state": True}
-for _cls, _reply, _kw in [
-    (Reserve, Reserved, {}), (Configure, Ready, {}), (Admit, Done, {}), (Connect, Connected, {}),
-    (OfferLinks, LinksOffered, {}), (JoinLinks, Done, {}), (Shutdown, Done, {}), (Load, Loaded, {"repeated": True}),
-    (Step, StepDone, _c), (Store, Done, _c), (Fetch, Fetched, _r),
-    (BeginSnapshot, Done, {**_c, "ended_by": Sweep}), (WriteFile, Written, _r), (CheckFiles, Done, _r), (Sweep, Done, _r),
-    (ReadFile, Done, {**_c, "reads_files": True}), (Abort, Done, {}), (ResetTransport, TransportReset, {}),
-    (TakeReplica, ReplicaTaken, _o), (SendReplica, Done, {}), (ReceiveReplica, Done, {}), (DropReplicas, Done, {}),
-    (Rollback, Done, _o), (Inspect, Inspected, {"repeated": True}), (Report, Reported, {}),
-]:
-    _cls.rules = Rules(reply=_reply, **_kw)
-Request.again = lambda self, epoch: self
-Step.again = lambda self, epoch: msgspec.structs.replace(self, epoch=epoch)
-Request.scope = property(lambda self: getattr(self, "folder", None))

@@ -165,9 +165,7 @@ async def test_memory_for_a_copy_that_never_arrives_is_freed_at_once(no_collecto
         if is_refused:
             h.network.fail_link(CONTROLLER, 0)
         kept = (m.ReplicaArray(1, V, (32,)), m.ReplicaArray(2, V, (32,)))
-        holding = asyncio.create_task(
-            ReplicaStore().receive(h.transport, m.ReceiveReplica(1, 0, 0, 0, kept))
-        )
+        holding = asyncio.create_task(ReplicaStore().receive(h.transport, m.ReceiveReplica(1, 0, 0, 0, kept)))
         await asyncio.sleep(0)
         await h.transport.abort()
         await asyncio.wait([holding])

@@ -17,7 +17,8 @@ from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 async def main():
     replies = asyncio.Queue()
     network = MemoryNetwork()
-    actor = Actor(0, make_transport=lambda name, _: MemoryTransport(network, 0), send=lambda reply, number: replies.put_nowait(reply))
+    send = lambda reply, number: replies.put_nowait(reply)
+    actor = Actor(0, make_transport=lambda name, _: MemoryTransport(network, 0), send=send)
     actor.handle(m.Configure(
         spmd_mesh=(("data", 2), ("model", 2)), axis_types=("auto", "auto"), platform="cpu",
         jax_config={"jax_enable_x64": True}, cache_dir=sys.argv[1] + "/cache", setup="hook:prepare",

@@ -66,7 +66,7 @@ async def test_an_array_that_comes_back_shares_no_memory_with_the_copy(process):
     ((data,),) = process.copies.get(0, PROCESS).shards
     begin = data.__array_interface__["data"][0]
     addresses = []
-    for request in (1, 2):
+    for _ in range(2):
         await process.replica_requests.roll_back(Rollback(0))
         addresses.append(process.store.get(1).array.unsafe_buffer_pointer())
     assert not any(begin <= address < begin + data.nbytes for address in addresses)

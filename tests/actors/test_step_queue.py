@@ -88,9 +88,7 @@ class Steps:
         self.completed.append(m.step_number(run.message.step))
         return m.StepDone(run.message.step, STATS)
 
-    def request(
-        self, number: int, step: int, *, epoch: int = 0, program_id: int = 0, frees_after=()
-    ) -> None:
+    def request(self, number: int, step: int, *, epoch: int = 0, program_id: int = 0, frees_after=()) -> None:
         message = m.Step(epoch, m.step_id(step), program_id, {}, {}, frees_after=frees_after)
         self.queue.request(message, number)
 

@@ -49,8 +49,8 @@ class Mesh:
         return 77
 
     def _answer(self, process: int):
-        def ask(message, expected: type) -> PendingRequest:
-            call = PendingRequest(expected, awaited=False)
+        def ask(message) -> PendingRequest:
+            call = PendingRequest(message.rules.reply, awaited=False)
             self.asked.append((process, message))
             if type(message) in self.fails:
                 call.fail(self.fails[type(message)])

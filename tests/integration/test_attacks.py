@@ -273,7 +273,7 @@ async def test_the_secret_is_in_no_error_text(setup, caplog):
 
 async def test_strangers_without_a_token(attacked, caplog):
     for data in STRANGERS:
-        if b"jpp2".startswith(data[:4]):
+        if b"jpp3".startswith(data[:4]):
             continue  # a beginning: see below
         assert await is_refused(attacked, data) == b""
     await logged(caplog, "does not speak this protocol")
@@ -297,14 +297,14 @@ async def test_reflected_greetings(attacked, caplog):
     wire = Wire("actor", b"w" * 32, version=VERSION, identity=Identity(0, 0))
     hello = wire.take_outgoing()
     challenge = await is_refused(attacked, hello, b"", eof=True)
-    assert challenge.startswith(b"jpp2")
+    assert challenge.startswith(b"jpp3")
     await is_refused(attacked, challenge)  # the controller's own words as an actor's first
     await logged(caplog, "bad greeting")
     caplog.clear()
     reader, writer = await knock(attacked, hello)
     answer = await reader.read(4096)
     body = b"\x91\xc4\x20" + answer[-32:]  # the controller's proof as an actor's
-    writer.write(b"jpp2" + struct.pack(">H", len(body)) + body)
+    writer.write(b"jpp3" + struct.pack(">H", len(body)) + body)
     async with asyncio.timeout(WITHIN_S):
         assert await reader.read() == b""
     writer.close()
@@ -367,7 +367,7 @@ async def test_half_open_and_slow_peers(attacked, caplog, monkeypatch):
     monkeypatch.setattr(connection_module, "HANDSHAKE_TIMEOUT_S", 0.6)
     hello = Wire("actor", b"w" * 32, version=VERSION, identity=Identity(0, 0)).take_outgoing()
     began_s = time.monotonic()
-    ends = [await knock(attacked, data) for data in (b"", b"j", b"jpp2", b"jpp2\x0f\x00", hello[:40], hello)]
+    ends = [await knock(attacked, data) for data in (b"", b"j", b"jpp3", b"jpp3\x0f\x00", hello[:40], hello)]
     slow = await knock(attacked, b"")
 
     async def drip() -> None:
@@ -389,7 +389,7 @@ async def test_half_open_and_slow_peers(attacked, caplog, monkeypatch):
 
 async def test_lengths_that_are_none(attacked):
     for size in (4090, 4091, 65535):
-        await is_refused(attacked, b"jpp2" + struct.pack(">H", size) + b"\x91" * size, eof=True)
+        await is_refused(attacked, b"jpp3" + struct.pack(">H", size) + b"\x91" * size, eof=True)
     for size in (2**31, 2**63, 2**64 - 1):
         await is_refused(attacked, struct.pack(">QQ", size, 0) + bytes(16))
     reader, writer = await knock(attacked, b"")

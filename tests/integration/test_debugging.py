@@ -556,9 +556,7 @@ def test_what_fails_a_step_without_being_anyones_code_keeps_its_class():
     ],
 )
 def test_an_actor_without_memory_is_told_in_plain_words(kind, message, said):
-    assert (
-        "the actor ran out of memory; `" in str(remote_error(ACTOR, Failed(kind, message, "")))
-    ) == said
+    assert ("the actor ran out of memory; `" in str(remote_error(ACTOR, Failed(kind, message, "")))) == said
 
 
 @pytest.mark.parametrize(("error", "first"), FIRST_LINES)

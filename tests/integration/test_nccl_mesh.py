@@ -23,7 +23,7 @@ from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.mesh import RemoteMesh
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval, Recv, Send
-from jaxpp_async.protocol.messages import Done, LinksOffered
+from jaxpp_async.protocol.messages import LinksOffered
 from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 from jaxpp_async.transport.nccl.library import NcclFailure
 from jaxpp_async.transport.nccl.order import NcclLink
@@ -215,10 +215,9 @@ class _Asked:
     def __init__(self):
         self.together = []
 
-    async def ask_each(self, requests, expected, what):
-        if expected is LinksOffered:
+    async def ask_each(self, requests, what):
+        if what == "offer links":
             return {p: LinksOffered(b"", (b"",) * r.num_ids) for p, r in requests.items()}
-        assert expected is Done
         self.together.append({process: request.links for process, request in requests.items()})
         return {}
 

@@ -53,21 +53,22 @@ def test_records_come_back_as_they_were(record):
 
 
 WRONG_FIELDS = [
-    ["AgentHello", [5, 1, "", {}]],
-    ["AgentHello", ["h", 1, "", None]],
-    ["AgentHello", ["h", 1, "", {"jax": 1}]],
-    ["AgentHello", ["h", 1, ""]],
-    ["ActorStarted", [["0.0"], 1]],
-    ["ActorStarted", ["0.0", "1"]],
-    ["OutputLine", ["0.0", 5]],
-    ["OutputLine", ["0.0", "", 1]],
-    ["OutputLine", {"key": "0.0", "text": ""}],
-    ["ActorEnded", ["0.0", 1, "abcde"]],
-    ["ActorEnded", ["0.0", 1, [1, 2]]],
-    ["ActorEnded", ["0.0", None, None]],
-    ["StartActor", []],
+    ["AgentHello", 5, 1, "", {}],
+    ["AgentHello", "h", 1, "", None],
+    ["AgentHello", "h", 1, "", {"jax": 1}],
+    ["AgentHello", "h", 1, ""],
+    ["AgentHello", ["h", 1, "", {}]],
+    ["ActorStarted", ["0.0"], 1],
+    ["ActorStarted", "0.0", "1"],
+    ["OutputLine", "0.0", 5],
+    ["OutputLine", "0.0", "", 1],
+    {"type": "OutputLine", "key": "0.0", "text": ""},
+    ["ActorEnded", "0.0", 1, "abcde"],
+    ["ActorEnded", "0.0", 1, [1, 2]],
+    ["ActorEnded", "0.0", None, None],
+    ["StartActor"],
     ["Close"],
-    [["OutputLine"], []],
+    [["OutputLine"], "0.0", ""],
     [{}, {}],
     ["OutputLine", {}],
     {"OutputLine": 1},
@@ -92,7 +93,7 @@ def test_records_that_are_no_json(text):
 @pytest.mark.parametrize("signum", [-1, 0, 65, 2**70, "9", None, 9.0, True])
 def test_signals_that_are_none(signum):
     with pytest.raises(ValueError, match="no message of a host agent"):
-        kp.read_order(json.dumps(["SignalActor", ["0", signum]]).encode())
+        kp.read_order(json.dumps(["SignalActor", "0", signum]).encode())
 
 
 def test_mutated_lines_are_read_or_refused():
@@ -125,7 +126,7 @@ def test_mutated_lines_are_read_or_refused():
 def _mutated_json(line: bytes, rng: random.Random) -> bytes:
     mark, text = (line[:1], line[1:]) if line.startswith(RECORD.encode()) else (b"", line)
     values = json.loads(text)
-    here: Any = values[1]
+    here: Any = values
     while here:
         key = rng.choice(list(here) if isinstance(here, dict) else range(len(here)))
         if not isinstance(here[key], dict | list) or rng.random() < 0.5:

@@ -43,7 +43,7 @@ async def test_what_cannot_be_encoded_is_neither_sent_nor_remembered(said, is_op
     asked = [len(link.asked) for link in requests.links.values()]
     for _ in range(3):
         with pytest.raises(MeshError, match=rf"^Abort (cannot be sent: .*)?{said}"):
-            log.send(0, BAD[said], m.Done)
+            log.send(0, BAD[said])
         reply_handler = PendingRequest(m.Done)
         with pytest.raises(MeshError):  # all of them, or none
             log.post(

@@ -121,7 +121,7 @@ def test_a_record_arrives_as_it_was_written(record):
 def test_what_is_no_signal_is_refused(signum):
     with pytest.raises(ValueError, match=rf"^{signum} is no signal$"):
         SignalActor("a", signum)
-    with pytest.raises(ValueError, match=r"^no message of a host agent \(ValueError\)$"):
+    with pytest.raises(ValueError, match=r"^no message of a host agent \(ValidationError\)$"):
         read_order(f'["SignalActor", ["a", {signum}]]'.encode())
 
 
@@ -164,11 +164,11 @@ async def test_a_host_that_says_nothing_in_time_is_not_up():
 
 async def test_a_broken_record_is_kept_as_a_word_of_the_host():
     host = Host()
-    await host.say('\x1e["Nonsense", []]')
+    await host.say('\x1e["Nonsense"]')
     await host.end(2)
     with pytest.raises(ProgramNotStartedError) as caught:
         await host.link.wait_hello(60.0)
-    assert caught.value.said == ("no message of a host agent (KeyError)",)
+    assert caught.value.said == ("no message of a host agent (ValidationError)",)
 
 
 # ---------------------------------------------------------------- actors

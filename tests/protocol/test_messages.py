@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
+from message_examples import examples, subclasses
+from msgspec import structs
 
 from jaxpp_async.protocol.codec import Encoder, decoder_of
 from jaxpp_async.protocol.messages import (
     Beat,
+    BeginSnapshot,
     Cluster,
+    Done,
     Failed,
     Hardware,
     Message,
     Part,
+    ReadFile,
+    Reply,
     Rollback,
+    Rules,
+    Step,
     Sweep,
     accepted_messages,
     step_id,
@@ -51,11 +61,6 @@ def test_a_cluster_has_as_many_processes_as_addresses():
     assert Cluster("host:1", ("10.0.0.1", "10.0.0.2"), rank=1).size == 2
 
 
-def subclasses(base: type) -> list[type]:
-    """All subclasses of a class, and theirs."""
-    return [cls for direct in base.__subclasses__() for cls in (direct, *subclasses(direct))]
-
-
 @pytest.mark.parametrize("cls", subclasses(Part), ids=lambda cls: cls.__name__)
 def test_every_message_is_frozen_and_travels_under_its_own_name(cls):
     assert cls.__struct_config__.frozen and cls.__struct_config__.forbid_unknown_fields
@@ -88,3 +93,58 @@ def test_hardware_of_cpus_says_nothing_of_gpus():
         0.0,
         False,
     )
+
+
+# ---------------------------------------------------------------- rules
+
+REQUESTS = accepted_messages("actor")
+
+
+@pytest.mark.parametrize("cls", REQUESTS, ids=lambda cls: cls.__name__)
+def test_every_request_declares_its_rules_below_its_docstring(cls):
+    rules = vars(cls).get("rules")
+    assert isinstance(rules, Rules), f"{cls.__name__} has no rules of its own"
+    assert issubclass(rules.reply, Reply) and rules.reply is not Failed
+    lines = inspect.getsource(cls).splitlines()
+    (at,) = (k for k, line in enumerate(lines) if line.startswith("    rules = Rules("))
+    assert '"""' in "".join(lines[at - 2 : at]), "the rules stand below the docstring"
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"changes_state": True}, "ordered and repeated"),
+        ({"changes_state": True, "ordered": True}, "ordered and repeated"),
+        ({"changes_state": True, "repeated": True}, "ordered and repeated"),
+        ({"reads_files": True, "ordered": True}, "is repeated"),
+        ({"ended_by": Sweep, "ordered": True}, "is repeated"),
+    ],
+    ids=str,
+)
+def test_rules_that_contradict_each_other_are_refused(rules, said):
+    with pytest.raises(ValueError, match=said):
+        Rules(Done, **rules)
+
+
+def test_what_a_restart_does_with_each_request():
+    """The behaviour that users rely on: who adds a request says here what is to become of it."""
+    assert {cls.__name__ for cls in REQUESTS if cls.rules.changes_state} == {
+        "BeginSnapshot", "ReadFile", "Step", "Store",
+    }  # fmt: skip
+    assert {cls.__name__ for cls in REQUESTS if cls.rules.repeated and not cls.rules.changes_state} == {
+        "CheckFiles", "Fetch", "Inspect", "Load", "Sweep", "WriteFile",
+    }  # fmt: skip
+    assert [cls for cls in REQUESTS if cls.rules.reads_files] == [ReadFile]
+    assert {cls: cls.rules.ended_by for cls in REQUESTS if cls.rules.ended_by} == {BeginSnapshot: Sweep}
+
+
+def test_a_request_that_has_an_end_has_the_scope_of_its_end():
+    assert BeginSnapshot(b"/a", ()).scope == Sweep(b"/a").scope == b"/a"
+    assert Rollback(1).scope is None
+
+
+def test_only_a_step_changes_when_it_is_sent_again():
+    for request in examples("actor"):
+        again = request.again(2**40)
+        expected = structs.replace(request, epoch=2**40) if isinstance(request, Step) else request
+        assert again == expected
