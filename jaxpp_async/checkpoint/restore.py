@@ -17,7 +17,7 @@ from jaxpp_async.checkpoint.trees import RestoreTarget
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.errors import ActorError, CheckpointError, RemoteError
 from jaxpp_async.program.instructions import ProcessId
-from jaxpp_async.protocol.messages import Done, FilePart, FilePiece, ReadFile
+from jaxpp_async.protocol.messages import FilePart, FilePiece, ReadFile
 from jaxpp_async.protocol.task_group import all_of
 from jaxpp_async.session.host_transfers import RemoteValues
 from jaxpp_async.session.remote_array import DELETED, RemoteArray

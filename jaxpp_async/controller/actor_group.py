@@ -12,7 +12,6 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jaxpp_async
 from jaxpp_async.base.descriptors import check_descriptors
@@ -35,7 +34,6 @@ from jaxpp_async.protocol.messages import (
     Cluster,
     Connect,
     Connected,
-    Done,
     Hardware,
     Report,
     Reported,

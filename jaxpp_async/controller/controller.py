@@ -50,9 +50,7 @@ from jaxpp_async.protocol.actor_info import ActorInfo, Topology
 from jaxpp_async.protocol.clocks import OWN_CLOCK, Clock
 from jaxpp_async.protocol.messages import (
     ArrayId,
-    Done,
     Inspect,
-    Inspected,
     Loaded,
     Step,
     Store,
@@ -378,7 +376,9 @@ class Controller:
         except MeshError:  # one of them cannot be encoded: nothing was sent
             self._frees.give_back(frees)
             raise
-        await all_of({process: self.requests.reply_to(process, call) for process, call in calls.items()}, "put")
+        await all_of(
+            {process: self.requests.reply_to(process, call) for process, call in calls.items()}, "put"
+        )
 
     async def fetch(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
         """Copy arrays from actors to the controller, and return them whole, in the order asked for.
@@ -415,8 +415,7 @@ class Controller:
         self._check_usable()
         self._send_frees()
         replies = {
-            process: self.requests.send(process, Inspect())
-            for process in sorted(self._actor_group.links)
+            process: self.requests.send(process, Inspect()) for process in sorted(self._actor_group.links)
         }
         return {process: (await reply).numbers for process, reply in replies.items()}
 

@@ -28,7 +28,7 @@ from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.program.actor_program import ActorProgram, format_instruction
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId, Recv, Send, Tag
 from jaxpp_async.protocol.actor_info import Position, ProcessRank, Topology
-from jaxpp_async.protocol.messages import Done, JoinLink, JoinLinks, LinksOffered, Load, Loaded, OfferLinks
+from jaxpp_async.protocol.messages import JoinLink, JoinLinks, LinksOffered, Load, Loaded, OfferLinks
 from jaxpp_async.protocol.task_group import OwnedTasks, all_of
 from jaxpp_async.transport.nccl.order import NcclLink, links_by_maker, rounds
 from jaxpp_async.transport.registry import kind_of

@@ -29,8 +29,8 @@ from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.recovery import Recovery
 from jaxpp_async.controller.requests import ActorLink
-from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.controller.stall_detector import Stall, StallDetector, describe_position
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorError, ProtocolError
 from jaxpp_async.program.instructions import ActorId, ProcessId
 from jaxpp_async.protocol.actor_info import Position, furthest_behind

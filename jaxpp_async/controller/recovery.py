@@ -153,7 +153,14 @@ class MeshClosed:
 
 
 Event: TypeAlias = (
-    MeshStarted | FailureFound | CarriedOut | NotCarriedOut | StepSent | ReplicaWanted | TimePassed | MeshClosed
+    MeshStarted
+    | FailureFound
+    | CarriedOut
+    | NotCarriedOut
+    | StepSent
+    | ReplicaWanted
+    | TimePassed
+    | MeshClosed
 )
 
 
@@ -413,6 +420,8 @@ class Recovery:
                 return Meaning.PART if len(self._open) > 1 else Meaning.ALL
             case NotCarriedOut(_, command, error) if command in self._open:
                 return Meaning.FAULT if isinstance(error, ActorError) else Meaning.FINAL
+            case NotCarriedOut(_, HoldBack() | Resume()):
+                return Meaning.FINAL
             case _:
                 return Meaning.NOTHING
 
@@ -421,7 +430,9 @@ class Recovery:
             return Meaning.FINAL
         if self.is_restarting and self._is_echo(error):
             return Meaning.ECHO
-        return Meaning.LOSS if self._obstacle(error, now, counts=self._counts(error)) is None else Meaning.FINAL
+        return (
+            Meaning.LOSS if self._obstacle(error, now, counts=self._counts(error)) is None else Meaning.FINAL
+        )
 
     def _meaning_of_time(self, now: float) -> Meaning:
         if self.state is not State.PAUSING or self._cause is None:
@@ -584,8 +595,7 @@ class Recovery:
             if not self.is_enabled or self.state is State.STARTING or not can_be_undone(event.error):
                 return event.error
             return self._obstacle(event.error, now, counts=self._counts(event.error)) or event.error
-        cause = self._cause
-        assert cause is not None  # a restart is under way
+        cause = self._cause or ActorDiedError("a failure that is undone already")
         if isinstance(event, TimePassed):
             if not can_be_undone(cause):
                 return cause

@@ -97,7 +97,10 @@ class RecoveryDriver:
     def handle(self, event: r.Event) -> None:
         """Report an event to the state machine, and begin to carry out the commands that follow."""
         for command in self.recovery.handle(event, time.monotonic()):
-            work = _CARRY_OUT[type(command)](self, command)
+            try:
+                work = _CARRY_OUT[type(command)](self, command)
+            except Exception as error:  # a bug, which must not leave the mesh in the middle of a restart
+                work = _fail(error)
             if work is not None:
                 name = f"recovery: {type(command).__name__}"
                 self._tasks.start(name, self._report(command, self.recovery.epoch, work))
@@ -323,6 +326,10 @@ class RecoveryDriver:
 
     def _suspect_link(self, command: r.Suspect) -> None:
         self._suspect(command.error)
+
+
+async def _fail(error: Exception) -> None:
+    raise error
 
 
 _CARRY_OUT: Final[dict[type, Callable[[RecoveryDriver, Any], Coroutine[Any, Any, object] | None]]] = {

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -277,9 +276,7 @@ class ActorLink:
             return message
         if number is not None and number < self._first_number:
             return None  # a late reply to a request that a restart has made again
-        raise ProtocolError(
-            f"{self.info} answered request {number}, which nobody made", actor=self.info.id
-        )
+        raise ProtocolError(f"{self.info} answered request {number}, which nobody made", actor=self.info.id)
 
     def detach(self) -> None:
         """Ignore all further messages of this process, and the closing of its connection."""

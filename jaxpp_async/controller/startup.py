@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, TypeVar
 
 from jaxpp_async.controller.device_checks import check_library_versions
@@ -122,9 +121,7 @@ class Startup:
             InstallError: the process lacks a package.
             MeshError: the process lacks devices.
         """
-        ready: Ready = await self._call(
-            link, message, "connected but did not start JAX and the transport"
-        )
+        ready: Ready = await self._call(link, message, "connected but did not start JAX and the transport")
         check_library_versions(link.info, ready.versions)
         link.info = replace(link.info, devices=ready.devices, gpus=ready.hardware.gpus, state="ready")
         link.address = ready.address

@@ -295,7 +295,8 @@ def simulate(seeds: range, **options: Any) -> set[tuple[State, r.Meaning]]:
     for seed in seeds:
         sizes = {"num_actors": 1 + seed % 4, "per_actor": 2 if seed % 7 == 0 else 1}
         mesh = SimulatedMesh(
-            seed, **{**sizes, "max_restarts": 2 if seed % 5 == 0 else 100, "num_failures": seed % 5, **options}
+            seed,
+            **{**sizes, "max_restarts": 2 if seed % 5 == 0 else 100, "num_failures": seed % 5, **options},
         )
         try:
             mesh.run()

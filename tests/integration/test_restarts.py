@@ -134,7 +134,8 @@ async def killing_one_of_all(mesh: jpp.RemoteMesh, actor: int, turns: int, work:
     async with asyncio.timeout(RESTART_S):
         await until(
             lambda: (
-                controller._actor_group.handles[actor] is not before and not controller._recovery.is_restarting
+                controller._actor_group.handles[actor] is not before
+                and not controller._recovery.is_restarting
             ),
             every_s=0,
         )
@@ -402,7 +403,10 @@ async def test_a_copy_that_lacks_an_array_is_none(monkeypatch, caplog):
         before = driver.recovery.replicas.whole
         monkeypatch.setattr(host_values, "fetch_shards", fetch)
         await driver.make_replica()
-        assert driver.recovery.replicas.whole is before and "no replica of the state could be made" in caplog.text
+        assert (
+            driver.recovery.replicas.whole is before
+            and "no replica of the state could be made" in caplog.text
+        )
         kill(mesh, 1)
         state, _ = await mesh.run(step, state, BATCHES[1])
 

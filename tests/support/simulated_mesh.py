@@ -150,10 +150,9 @@ class SimulatedMesh:
             if choice < 0.25 and self.requests_left:
                 self.requests_left -= 1
                 self.make_request()
-            elif choice < 0.30 and self.failures_left:
-                self.failures_left -= 1
-                self.fail()
-            elif choice < 0.35 and self.machine.state is not r.State.RUNNING and self.failures_left:
+            elif (choice < 0.30 and self.failures_left) or (
+                choice < 0.35 and self.machine.state is not r.State.RUNNING and self.failures_left
+            ):
                 self.failures_left -= 1
                 self.fail()
             elif not self.happen() and not self.requests_left:
@@ -237,9 +236,7 @@ class SimulatedMesh:
             self.tell(r.ReplicaWanted(if_due=rng.random() < 0.5))
 
     def post(self, process: int, message: Any, *, fails: bool) -> None:
-        request = SimulatedRequest(
-            len(self.requests), process, message, fails, len(self.changes[process])
-        )
+        request = SimulatedRequest(len(self.requests), process, message, fails, len(self.changes[process]))
         self.requests.append(request)
         if isinstance(message, Change) and not fails:
             self.changes[process].append(request.number)
@@ -299,7 +296,9 @@ class SimulatedMesh:
         if not process.is_loaded:
             raise Violation("a request reaches a process without programs")
         if process.state != expected[: request.before]:
-            raise Violation(f"request {request.number} runs on {process.state}, expected {request.before} of {expected}")
+            raise Violation(
+                f"request {request.number} runs on {process.state}, expected {request.before} of {expected}"
+            )
         if isinstance(request.message, Change) and not request.fails:
             process.state.append(request.number)
         elif isinstance(request.message, Hold):
