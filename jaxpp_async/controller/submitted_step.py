@@ -1,9 +1,9 @@
 """Follow each step on the controller, from the call of `mesh.run` or `mesh.submit` to its timeline.
 
-`SubmittedStep` is the one object for a step. It exists from when the caller begins to wait for the step's
-turn. It receives the replies of the step's processes, also if a restart (the replacement of lost actors)
-sends the step again. Afterwards it computes the step's statistics and timeline. A move of arrays ahead of a
-step is a small program of its own, and is followed by a `SubmittedStep` too.
+`SubmittedStep` is the one object for a step. A `SubmittedStep` exists from when the caller begins to wait for
+the step's turn, and receives the replies of the step's processes, also if a restart (the replacement of lost
+actors) sends the step again. Afterwards the object computes the step's statistics and timeline. A move of
+arrays ahead of a step is a small program of its own, and is followed by a `SubmittedStep` too.
 
 `UnfinishedSteps` has the user's steps of one mesh until they end, and reports a step whose caller was
 cancelled, if another step waits long for it. A step that has been sent to the actors runs to its end even if
@@ -325,7 +325,7 @@ class UnfinishedSteps:
     """The user's unfinished steps of one mesh, in the order of their calls.
 
     A step is abandoned when its caller has been cancelled after the step was sent. This object reports an
-    abandoned step for which another step has waited long. It does not change how steps run.
+    abandoned step for which another step has waited long, and does not change how steps run.
 
     Args:
         report: a function that is called at most once for each abandoned step. Its arguments are the
@@ -348,10 +348,7 @@ class UnfinishedSteps:
         """
         if not step.done and not step.loop.is_closed():
             step.abandoned_s = step.loop.time()
-            self._look_again_in(PATIENCE_S, step)
-
-    def _look_again_in(self, delay_s: float, step: SubmittedStep) -> None:
-        step.loop.call_later(delay_s, self._report_if_due, step)
+            step.loop.call_later(PATIENCE_S, self._report_if_due, step)
 
     def _report_if_due(self, step: SubmittedStep) -> None:
         """Report an abandoned step if the next step has waited for it for `PATIENCE_S` seconds.
@@ -369,4 +366,4 @@ class UnfinishedSteps:
             if waited_s >= PATIENCE_S:
                 self._report(step, waiter)
                 return
-        self._look_again_in(PATIENCE_S - waited_s, step)
+        step.loop.call_later(PATIENCE_S - waited_s, self._report_if_due, step)
