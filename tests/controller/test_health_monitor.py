@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -75,7 +75,6 @@ class Mesh:
         has_processes: bool = True,
     ):
         self.now, self.beats = 0.0, dict.fromkeys(range(3 * per_actor), (0.0, END_S)) | (beats or {})
-        monkeypatch.setattr(health_monitor, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(health_monitor, "REPORT_S", 0.0)
         self.seen: list[tuple[float, Observation]] = []
         self.asked: list[int] = []
@@ -106,6 +105,7 @@ class Mesh:
             MeshEvents(self.events),
             options,
             lambda seen: self.seen.append((self.now, seen)),
+            monotonic=lambda: self.now,
         )
         assert group.listener.on_beat == self.monitor.record_heartbeat
         for process in self.beats:
@@ -457,13 +457,12 @@ async def test_closing_ends_a_question_under_way_and_the_judging(monkeypatch):
 
 
 async def test_a_timer_judges(monkeypatch):
-    mesh = Mesh(monkeypatch)
     monkeypatch.setattr(health_monitor, "TICK_S", 0.001)
-    judged = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(mesh.monitor, "judge", lambda: judged.done() or judged.set_result(time.monotonic()))
-    mesh.monitor._tick()
+    judged, count = asyncio.Event(), itertools.count()
+    monkeypatch.setattr(HealthMonitor, "judge", lambda self: judged.set() if next(count) == 2 else None)
+    mesh = Mesh(monkeypatch)
     async with asyncio.timeout(5):
-        await judged
+        await judged.wait()
     await mesh.monitor.aclose()
 
 
@@ -497,6 +496,7 @@ async def test_answers_that_tell_no_time_are_asked_for_again(monkeypatch, how):
     elif how == "never":
         mesh.now += FORGET_S
     else:
+        mesh.remove(1)
         mesh.replace(1)
         mesh.now += TICK_S
     await asyncio.sleep(0)
