@@ -90,7 +90,7 @@ class Mesh:
         self.links: dict[int, ActorLink] = {}
         self.events = EventLog()
         self.request_log = SimpleNamespace(is_open=True)
-        group = SimpleNamespace(
+        self.group = SimpleNamespace(
             links=self.links,
             processes=topology,
             has_processes=has_processes,
@@ -98,7 +98,7 @@ class Mesh:
             request_report=self.ask,
         )
         self.monitor = HealthMonitor(
-            cast(Any, group),
+            cast(Any, self.group),
             cast(Any, self.request_log),
             programs,
             self.under_way,
@@ -107,7 +107,7 @@ class Mesh:
             lambda seen: self.seen.append((self.now, seen)),
             monotonic=lambda: self.now,
         )
-        assert group.listener.on_beat == self.monitor.record_heartbeat
+        assert self.group.listener.on_beat == self.monitor.record_heartbeat
         for process in self.beats:
             actor, rank = divmod(process, per_actor)
             self.start(ActorInfo(actor, f"node{actor}", 100 + process, (), "ready", rank, per_actor))
@@ -430,6 +430,24 @@ async def test_a_stuck_step_is_asked_about_once_and_told_with_its_actors(monkeyp
     assert isinstance(stuck, StepStuck) and stuck.still_s == 10.0 and stuck.diagnosis.step == STEP
     assert stuck.actors == {process: link.info for process, link in mesh.links.items()}
     assert mesh.asked == [0, 1, 2]
+    await mesh.monitor.aclose()
+
+
+@pytest.mark.parametrize("meanwhile", ["hold_back", "compile"])
+async def test_a_stuck_step_is_no_failure_once_actors_do_something_else(monkeypatch, meanwhile):
+    """A restart, or the loading of a program, begins while the actors are asked."""
+    mesh = Mesh(monkeypatch)
+    ask = mesh.ask
+
+    def ask_and_begin(process: int) -> asyncio.Future[m.Reported]:
+        if not mesh.asked:
+            getattr(mesh, meanwhile)()
+        return ask(process)
+
+    monkeypatch.setattr(mesh.group, "request_report", ask_and_begin)
+    assert await mesh.run(BEGIN) == []
+    assert mesh.asked == [0, 1, 2]
+    mesh.pause.close()
     await mesh.monitor.aclose()
 
 
