@@ -6,7 +6,7 @@ Modules in reading order:
     options: defines every option of this package, with its default.
     submitted_step: follows each step from its call to its end, and makes its statistics and timeline.
     requests: sends requests, receives their replies, and remembers the requests that a restart repeats.
-    failure_policy: decides which error describes a failure, and which of several failures caused the others.
+    failure_policy: decides which of several observed failures caused the others (pure functions of time).
     recovery: carries out restarts, which replace lost actors and repeat requests.
     state_replicas: copies the actors' arrays to other actors' memory, and restores arrays from the copies.
     actor_group: starts, connects, aborts, replaces and ends the actors' processes.
@@ -14,7 +14,7 @@ Modules in reading order:
     device_checks: checks that the processes of a mesh can work together with their devices and libraries.
     deploy: loads programs onto actors, and makes the NCCL links that the programs need.
     host_values: moves numpy arrays between the controller and its actors.
-    health_monitor: judges heartbeats and reports every half second, and estimates the actors' clocks.
+    health_monitor: observes deaths, lost connections, silences and steps that stand still.
     failure_detector: decides which processes are silent (pure functions of heartbeats and time).
     stall_detector: decides which actors cannot continue a step, and why (pure functions of reports).
     listener: accepts the control connections that actors open.

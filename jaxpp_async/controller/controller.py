@@ -2,10 +2,10 @@
 the mesh.
 
 `Controller` takes programs and numpy arrays, and returns step statistics and numpy arrays. Requests are sent
-through `Requests`; the `ActorGroup` owns the processes. After a failure, the `FailurePolicy` decides which
-error describes the failure, and `Recovery` decides whether a restart replaces the lost actors. If it does
-not, the failure ends the mesh: every pending request fails, and the other actors are told to abort.
-Everything runs on one event loop; only `free` may be called from other threads.
+through `Requests`; the `ActorGroup` owns the processes. The `HealthMonitor` observes what goes wrong, the
+`FailurePolicy` decides which failure to act on, and `Recovery` decides whether a restart replaces the lost
+actors. If it does not, the failure ends the mesh: every pending request fails, and the other actors are told
+to abort. Everything runs on one event loop; only `free` may be called from other threads.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ class HealthMonitor:
         mesh_events: tells users which processes are ready, suspect, and heard again.
         options: the deadlines of the mesh.
         observe: called with each observation.
+        monotonic: returns the time in seconds; tests pass a clock of their own.
 
     Attributes:
         clocks: estimates of the clocks of the processes.
@@ -76,12 +77,13 @@ class HealthMonitor:
         mesh_events: MeshEvents,
         options: ControllerOptions,
         observe: Callable[[Observation], None],
+        monotonic: Callable[[], float] = time.monotonic,
     ):
         self._actor_group, self._recovery = actor_group, recovery
         self._programs, self._under_way = programs, under_way
         self._mesh_events, self._options, self._observe = mesh_events, options, observe
-        self.clocks = Clocks(clock_name())
-        self._awake = SuspendAwareClock(time.monotonic(), TICK_S)
+        self.clocks, self._monotonic = Clocks(clock_name()), monotonic
+        self._awake = SuspendAwareClock(monotonic(), TICK_S)
         self._failure_detector = FailureDetector(options.suspect_s, options.dead_s)
         self._stall_detector = StallDetector(programs.part, options.progress_s)
         self._num_pauses = 0
@@ -97,7 +99,6 @@ class HealthMonitor:
         link.listen(self._on_failed, self._on_connection_lost)
         self._mesh_events.started(link.info)
         self._tasks.start(f"watch {link.info}", self._watch_death(link))
-        self.clocks.forget(process)
         if self._actor_group.has_processes:
             self._failure_detector.watch(process, self._now())
             if self._timer is None and not self._closed:
@@ -106,8 +107,9 @@ class HealthMonitor:
             self._on_connection_lost(link, None)
 
     def unwatch(self, process: ProcessId) -> None:
-        """Stop expecting heartbeats of a process that is dead or will be killed."""
+        """Stop expecting heartbeats of a process that is dead or will be killed, and forget its clock."""
         self._failure_detector.unwatch(process)
+        self.clocks.forget(process)
 
     def record_heartbeat(self, identity: Identity, beat: Beat) -> None:
         """Record a heartbeat of a process, and ask the process for its time if its clock is not known.
@@ -117,7 +119,7 @@ class HealthMonitor:
         process = identity.process_id
         position = Position(*beat.position) if beat.position is not None else None
         self._failure_detector.record_heartbeat(process, self._now(), position)
-        sent_s = time.monotonic()
+        sent_s = self._monotonic()
         if self.clocks.begin_reading(process, beat.clock, sent_s):
             try:
                 answer = self._actor_group.request_report(process)
@@ -141,7 +143,7 @@ class HealthMonitor:
         """Observe which processes are silent now, and begin to examine a step that seems stuck. A timer calls
         this every `TICK_S` seconds.
         """
-        now = self._awake.tick(time.monotonic())
+        now = self._awake.tick(self._monotonic())
         for verdict in self._failure_detector.judge(now):
             self._tell(verdict)
         if self._is_paused:
@@ -198,7 +200,7 @@ class HealthMonitor:
     # ------------------------------------------------------------ heartbeats
 
     def _now(self) -> float:
-        return self._awake.read(time.monotonic())
+        return self._awake.read(self._monotonic())
 
     def _set_timer(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
@@ -227,7 +229,7 @@ class HealthMonitor:
     def _end_reading(self, process: ProcessId, sent_s: float, answer: asyncio.Future[Reported]) -> None:
         has_answer = not answer.cancelled() and answer.exception() is None
         shown_s = answer.result().now_s if has_answer else None
-        self.clocks.end_reading(process, sent_s, shown_s, time.monotonic())
+        self.clocks.end_reading(process, sent_s, shown_s, self._monotonic())
 
     # ------------------------------------------------------------ steps
 

@@ -167,7 +167,7 @@ class Clocks:
         clock.name, clock.is_own = name, bool(self._own) and name == self._own
 
     def forget(self, process: ProcessId) -> None:
-        """Forget the clock of a process that is about to be replaced, or has just replaced another one."""
+        """Forget the clock of a process that is about to be replaced."""
         self._clocks.pop(process, None)
         self._begun_s.pop(process, None)
 

@@ -20,9 +20,9 @@ import pytest
 from fake_actor import NullTransport, start_fakes
 from paths import SUPPORT
 
-from jaxpp_async.controller import actor_group
+from jaxpp_async.controller import actor_group, failure_policy
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.failure_policy import Failure
+from jaxpp_async.controller.failure_policy import Failure, ProcessDied
 from jaxpp_async.controller.host_values import HostValue
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ActorConfig, ControllerOptions
@@ -39,6 +39,7 @@ from jaxpp_async.errors import (
 from jaxpp_async.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.launch.commands import command_here
 from jaxpp_async.launch.inline import InlineLauncher
+from jaxpp_async.launch.process_supervisor import Death
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import DEFAULT_MAX_FRAME_BYTES, Identity, Wire
@@ -314,6 +315,37 @@ async def test_a_failed_step_does_not_wait_for_sends_that_go_on(caplog):
             await controller.aclose()
     said = [record for record in caplog.records if "still holds" in record.getMessage()]
     assert [(record.levelname, record.exc_info) for record in said] == [("WARNING", None)]
+
+
+@pytest.mark.parametrize(
+    ("then", "cause"),
+    [
+        ("nothing", "the link broke"),
+        ("another", "the link broke"),
+        ("a death", "was killed by SIGKILL"),
+        ("a restart", None),
+        ("the end", None),
+    ],
+)
+async def test_a_failure_that_may_be_a_consequence_waits_for_its_cause(monkeypatch, then, cause):
+    monkeypatch.setattr(failure_policy, "GRACE_S", 0.05)
+    async with asyncio.timeout(10):
+        controller = await Controller.start(1, inline_launcher())
+        controller._on_transfer_error(TransferError("the link broke"))
+        assert controller.cause is None
+        if then == "another":
+            controller._on_transfer_error(TransferError("another one, too"))
+        elif then == "a death":
+            controller._observe(ProcessDied(controller.actors[0], Death(-9, ())))
+            assert controller.cause is not None
+        elif then == "a restart":
+            controller._on_restarted([], 0)
+        elif then == "the end":
+            await controller.aclose()
+        await asyncio.sleep(0.1)
+        assert (controller.cause is None) == (cause is None)
+        assert cause is None or cause in str(controller.cause)
+        await controller.aclose()
 
 
 async def test_host_values_may_change_once_all_of_them_have_left():

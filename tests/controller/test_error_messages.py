@@ -132,6 +132,12 @@ def test_the_end_of_a_process_reads_as_its_signal_or_its_code(returncode, tail, 
     assert describe_end(returncode, tail) == text
 
 
+def test_every_code_but_success_has_a_reason_of_its_own():
+    reasons = {describe_end(code).partition(" (")[2] for code in set(ExitCode) - {ExitCode.OK}}
+    assert "" not in reasons and len(reasons) == len(ExitCode) - 1
+    assert describe_end(ExitCode.OK) == "exited with code 0"
+
+
 def test_a_death_is_told_with_the_task_the_exception_and_the_last_lines():
     error = died_error(ACTOR, Death(3, ("hello", "ValueError: no", "bye")), STEP, RUN)
     assert str(error).split("\n") == [

@@ -110,6 +110,12 @@ SUSPECTS: dict[str, tuple[Observation, type, str, int | None]] = {
         f"{WHO}, step 7: .*why",
         None,
     ),
+    "an actor's failed transfer between steps": (
+        FailureReported(INFO, Failed(None, "jaxpp_async.errors.TransferError", "why", "")),
+        TransferError,
+        f"{WHO}: .*why",
+        None,
+    ),
     "an actor's aborted step": (
         FailureReported(INFO, failed("jaxpp_async.errors.StepAbortedError")),
         RemoteError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -75,7 +75,6 @@ class Mesh:
         has_processes: bool = True,
     ):
         self.now, self.beats = 0.0, dict.fromkeys(range(3 * per_actor), (0.0, END_S)) | (beats or {})
-        monkeypatch.setattr(health_monitor, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(health_monitor, "REPORT_S", 0.0)
         self.seen: list[tuple[float, Observation]] = []
         self.asked: list[int] = []
@@ -91,7 +90,7 @@ class Mesh:
         self.links: dict[int, ActorLink] = {}
         self.events = EventLog()
         self.request_log = SimpleNamespace(is_open=True)
-        group = SimpleNamespace(
+        self.group = SimpleNamespace(
             links=self.links,
             processes=topology,
             has_processes=has_processes,
@@ -99,15 +98,16 @@ class Mesh:
             request_report=self.ask,
         )
         self.monitor = HealthMonitor(
-            cast(Any, group),
+            cast(Any, self.group),
             cast(Any, self.request_log),
             programs,
             self.under_way,
             MeshEvents(self.events),
             options,
             lambda seen: self.seen.append((self.now, seen)),
+            monotonic=lambda: self.now,
         )
-        assert group.listener.on_beat == self.monitor.record_heartbeat
+        assert self.group.listener.on_beat == self.monitor.record_heartbeat
         for process in self.beats:
             actor, rank = divmod(process, per_actor)
             self.start(ActorInfo(actor, f"node{actor}", 100 + process, (), "ready", rank, per_actor))
@@ -433,6 +433,24 @@ async def test_a_stuck_step_is_asked_about_once_and_told_with_its_actors(monkeyp
     await mesh.monitor.aclose()
 
 
+@pytest.mark.parametrize("meanwhile", ["hold_back", "compile"])
+async def test_a_stuck_step_is_no_failure_once_actors_do_something_else(monkeypatch, meanwhile):
+    """A restart, or the loading of a program, begins while the actors are asked."""
+    mesh = Mesh(monkeypatch)
+    ask = mesh.ask
+
+    def ask_and_begin(process: int) -> asyncio.Future[m.Reported]:
+        if not mesh.asked:
+            getattr(mesh, meanwhile)()
+        return ask(process)
+
+    monkeypatch.setattr(mesh.group, "request_report", ask_and_begin)
+    assert await mesh.run(BEGIN) == []
+    assert mesh.asked == [0, 1, 2]
+    mesh.pause.close()
+    await mesh.monitor.aclose()
+
+
 async def test_of_several_processes_the_one_that_is_behind_speaks_for_its_actor(monkeypatch):
     """Both processes of an actor wait where its program does; of actor 1, the second does not answer."""
     mesh = Mesh(monkeypatch, per_actor=2)
@@ -457,13 +475,12 @@ async def test_closing_ends_a_question_under_way_and_the_judging(monkeypatch):
 
 
 async def test_a_timer_judges(monkeypatch):
-    mesh = Mesh(monkeypatch)
     monkeypatch.setattr(health_monitor, "TICK_S", 0.001)
-    judged = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(mesh.monitor, "judge", lambda: judged.done() or judged.set_result(time.monotonic()))
-    mesh.monitor._tick()
+    judged, count = asyncio.Event(), itertools.count()
+    monkeypatch.setattr(HealthMonitor, "judge", lambda self: judged.set() if next(count) == 2 else None)
+    mesh = Mesh(monkeypatch)
     async with asyncio.timeout(5):
-        await judged
+        await judged.wait()
     await mesh.monitor.aclose()
 
 
@@ -497,6 +514,7 @@ async def test_answers_that_tell_no_time_are_asked_for_again(monkeypatch, how):
     elif how == "never":
         mesh.now += FORGET_S
     else:
+        mesh.remove(1)
         mesh.replace(1)
         mesh.now += TICK_S
     await asyncio.sleep(0)
