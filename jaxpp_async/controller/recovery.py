@@ -484,9 +484,9 @@ class Recovery:
         if together is None:
             return None
         text = (
-            f"actors {together.owner} and {together.holder} were lost together, and with them both copies of "
-            f"actor {together.owner}'s arrays; start again from a checkpoint (mesh.restore); the last failure "
-            f"was: {first_line(error)}"
+            f"actors {together.owner} and {together.holder} were lost together, and with them both copies "
+            f"of actor {together.owner}'s arrays; start again from a checkpoint (mesh.restore); the last "
+            f"failure was: {first_line(error)}"
         )
         where = {"actor": together.owner, "host": together.host, "step": error.step}
         return abandoned(error, text, StateLostError, **where)

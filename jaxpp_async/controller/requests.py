@@ -1,9 +1,9 @@
 """Send requests to actor processes, and pass each reply to the caller that waits for it.
 
-`Requests` is the one way by which requests are sent, and the one place where replies arrive. The rules of each
-request type (`protocol.messages.Rules`) say which reply it gets, and whether a restart makes it again. Requests
-that a restart makes again are remembered (`request_history`), and held back while a restart is under way. All
-others are sent at once.
+All requests are sent through `Requests`, and all replies arrive in `ActorLink`. The rules of each type of
+request (`protocol.messages.Rules`) say which reply it gets, and whether a restart makes it again. If so, the
+request is remembered (`request_history`), and held back while a restart is under way. All other requests are
+sent at once.
 
 Reading order: `PendingRequest` waits for one reply (`submitted_step.SubmittedStep` for those of a step).
 `SentRequest` is a request with all that is needed to send it again. `ActorLink` is the connection to one

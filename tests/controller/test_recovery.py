@@ -1,4 +1,4 @@
-"""Tests of the state machine of restarts: each event in each state, and random sequences of events. No JAX."""
+"""Tests of the state machine of restarts: each event in each state, and random sequences. No JAX."""
 
 from __future__ import annotations
 
@@ -169,8 +169,9 @@ def test_every_event_in_every_state(state, name):
     epoch, commands = machine.epoch, machine.handle(make(machine), 1.0)
     assert machine.state is leads_to.get(state, state)
     begins = machine.state is State.STOPPING and bool(commands)
-    assert machine.epoch == epoch + begins
-    if machine.state is State.ENDED and state is not State.ENDED:
+    ends = machine.state is State.ENDED and state is not State.ENDED
+    assert machine.epoch == epoch + (begins or ends)
+    if ends:
         assert names(commands) == ("" if name == "the mesh is closed" else "EndMesh")
         assert len(machine.history) == 0 and not machine._open
     elif machine.state is state and not begins:
@@ -279,8 +280,7 @@ def test_a_failed_recovery_tells_its_story():
     first, *rest = str(end.error).splitlines()
     assert first == "the restart failed: KeyError('bug'); its cause: actor 1 was killed"
     assert rest[0] == "The story of the restart:"
-    assert rest[1:3] == [
-        "     0.0 s  actor 1 was killed",
+    assert rest[1:2] == [
         "     0.0 s  running: actor 1 was killed -> stopping",
     ]
     assert rest[-1] == "    61.5 s  restoring: MovePart failed: 'bug' -> ended"

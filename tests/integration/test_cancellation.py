@@ -301,8 +301,7 @@ async def test_operations_are_cancelled_while_actors_die_and_are_replaced(tmp_pa
 
 async def copied(mesh: jpp.RemoteMesh) -> None:
     """Wait for a replica of the state: without one, two deaths in a row end the mesh."""
-    while (task := mesh._running()._recovery.replication._task) is not None:
-        await asyncio.wait([task])
+    await mesh._running()._recovery_driver._no_replica_in_making.wait()
 
 
 async def copied_anew(mesh: jpp.RemoteMesh) -> None:
@@ -310,7 +309,7 @@ async def copied_anew(mesh: jpp.RemoteMesh) -> None:
     await copied(mesh)
     gc.collect()
     await mesh._running().inspect()  # sends what is to be freed: the copy would have it too
-    await asyncio.wait([mesh._running()._recovery.replication.take()])
+    await mesh._running()._recovery_driver.make_replica()
 
 
 # ---------------------------------------------------------------- a mesh begins and ends

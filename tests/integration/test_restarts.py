@@ -205,7 +205,7 @@ async def test_a_copy_asks_for_nothing_more_once_a_restart_begins(undisturbed, m
             mesh._running()._recovery_driver.handle(FailureFound(ActorDiedError("made up", actor=1)))
 
     def ask(self: ActorLink, request: Any, encoded: Any = None) -> None:
-        asked.extend([request] if isinstance(request.message, ReceiveReplica | SendReplica) else [])
+        asked.extend([request.message] if isinstance(request.message, ReceiveReplica | SendReplica) else [])
         send(self, request, encoded)
 
     monkeypatch.setattr(PendingRequest, "on_reply", reply)

@@ -9,6 +9,7 @@ from models import grads_step, mlp
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.step_run import StepRun
+from jaxpp_async.controller.state_replicas import Stage
 from jaxpp_async.errors import RemoteError
 from jaxpp_async.protocol.messages import step_id, step_kind, step_number, step_text
 
