@@ -69,9 +69,7 @@ def carry_out(
     for command in waited_for:
         copy = s.StateCopy((), f"n{command.process}") if isinstance(command, s.CopyState) else None
         followed += machine.handle(r.CarriedOut(machine.epoch, command, copy), now)
-    if one_state or not followed:
-        return followed
-    return carry_out(machine, followed, now=now)
+    return followed if one_state or not waited_for else carry_out(machine, followed, now=now) or followed
 
 
 def names(commands: list[r.Command]) -> str:
