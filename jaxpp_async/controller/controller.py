@@ -2,10 +2,11 @@
 the mesh.
 
 `Controller` takes programs and numpy arrays, and returns step statistics and numpy arrays. Requests are sent
-through the `RequestLog`; the `ActorGroup` owns the processes. The `HealthMonitor` observes what goes wrong, and
-the `FailurePolicy` decides which failure to act on. If restarts are allowed (`max_restarts`) and may help, `Recovery` then
-replaces the lost actors. Otherwise the failure ends the mesh: every pending request fails, and the other
-actors are told to abort. Everything runs on one event loop; only `free` may be called from other threads.
+through the `RequestLog`; the `ActorGroup` owns the processes. The `HealthMonitor` observes what goes wrong,
+and the `FailurePolicy` decides which failure to act on. If restarts are allowed (`max_restarts`) and may
+help, `Recovery` then replaces the lost actors. Otherwise the failure ends the mesh: every pending request
+fails, and the other actors are told to abort. Everything runs on one event loop; only `free` may be called
+from other threads.
 """
 
 from __future__ import annotations
