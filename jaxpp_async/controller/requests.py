@@ -367,11 +367,7 @@ class ActorLink:
         await self.connection.drain()
         return await pending
 
-    def listen(
-        self,
-        on_failed: Callable[[ActorLink, Failed | ProtocolError], None],
-        on_closed: Callable[[ActorLink, Exception | None], None],
-    ) -> None:
+    def listen(self, on_failed: OnFailed, on_closed: OnClosed) -> None:
         """Dispatch the messages of the process from now on, and tell the caller about failures of the
         process. A further call replaces the callbacks; `detach` removes them.
 
@@ -379,17 +375,15 @@ class ActorLink:
         that concerns only one request ends that request with an error.
 
         Args:
-            on_failed: called with this link and the failure of a step or of the whole actor that the process
-                has reported, or with the error about a message that the protocol does not allow.
-            on_closed: called with this link when the connection is closed, with the error that ended it, or
-                None.
+            on_failed: called with this link and with each failure of a step or of the whole actor that the
+                process reports, or with the error about a message that the protocol does not allow.
+            on_closed: called with this link when the connection is closed, and with the error that ended it,
+                or None.
         """
         self.connection.on_message = partial(self._on_message, on_failed)
         self.connection.on_closed = partial(on_closed, self)
 
-    def _on_message(
-        self, on_failed: Callable[[ActorLink, Failed | ProtocolError], None], message: Any
-    ) -> None:
+    def _on_message(self, on_failed: OnFailed, message: Any) -> None:
         try:
             failed = self._dispatch(message)
         except ProtocolError as error:
@@ -450,6 +444,11 @@ class ActorLink:
         """
         self._dropped.update(self.reply_handlers)
         self.reply_handlers.clear()
+
+
+OnFailed: TypeAlias = Callable[[ActorLink, Failed | ProtocolError], None]
+OnClosed: TypeAlias = Callable[[ActorLink, Exception | None], None]
+"""The callbacks of `ActorLink.listen`."""
 
 
 def _ignore_late_reply(message: Any) -> None:
