@@ -197,11 +197,7 @@ class ActorLink:
         self._next_number = number + 1
         self.open[number] = request
 
-    def listen(
-        self,
-        on_failed: Callable[[ActorLink, Failed | ProtocolError], None],
-        on_closed: Callable[[ActorLink, Exception | None], None],
-    ) -> None:
+    def listen(self, on_failed: OnFailed, on_closed: OnClosed) -> None:
         """Dispatch the messages of the process from now on, and tell the caller about failures of the
         process. A further call replaces the callbacks; `detach` removes them.
 
@@ -209,20 +205,15 @@ class ActorLink:
         that concerns only one request ends that request with an error.
 
         Args:
-            on_failed: called with this link and the failure of a step or of the whole actor that the process
-                has reported, or with the error about a message that the protocol does not allow.
-            on_closed: called with this link when the connection is closed, with the error that ended it, or
-                None.
+            on_failed: called with this link and with each failure of a step or of the whole actor that the
+                process reports, or with the error about a message that the protocol does not allow.
+            on_closed: called with this link when the connection is closed, and with the error that ended it,
+                or None.
         """
         self.connection.on_message = partial(self._on_message, on_failed)
         self.connection.on_closed = partial(on_closed, self)
 
-    def _on_message(
-        self,
-        on_failed: Callable[[ActorLink, Failed | ProtocolError], None],
-        message: Message,
-        number: int | None,
-    ) -> None:
+    def _on_message(self, on_failed: OnFailed, message: Message, number: int | None) -> None:
         try:
             failed = self._dispatch(message, number)
         except ProtocolError as error:
@@ -290,6 +281,11 @@ class ActorLink:
         """
         self.open.clear()
         self._first_number = self._next_number
+
+
+OnFailed: TypeAlias = Callable[[ActorLink, Failed | ProtocolError], None]
+OnClosed: TypeAlias = Callable[[ActorLink, Exception | None], None]
+"""The callbacks of `ActorLink.listen`."""
 
 
 def _ignore_message(message: Message, number: int | None) -> None:
