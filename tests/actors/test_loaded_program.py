@@ -69,7 +69,7 @@ def made(monkeypatch):
 
 
 async def load(compiled: Compiled):
-    message = Load(9, 1, str(PROGRAM), {3: "k"}, {"k": b"blob"}, {0: "x"})
+    message = Load(1, str(PROGRAM), {3: "k"}, {"k": b"blob"}, {0: "x"})
     with ThreadPoolExecutor(1) as workers:
         return await load_program(message, compiled, LAYOUTS, None, workers, ProcessRank(0))
 
