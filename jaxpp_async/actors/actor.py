@@ -26,7 +26,7 @@ from jaxpp_async.actors.execution_plan import BindInput, ExecutionPlan, PostRecv
 from jaxpp_async.actors.jax_runtime import reserve_port
 from jaxpp_async.actors.loaded_program import LoadedProgram, load_program
 from jaxpp_async.actors.process_group import DroppedStep, TaskCount, catch_up
-from jaxpp_async.actors.server import SendMessage, failed_reply
+from jaxpp_async.actors.server import Handler, SendMessage, failed_reply, handlers_of, handles
 from jaxpp_async.actors.setup import ActorResources, make_resources
 from jaxpp_async.actors.shards import count_memory
 from jaxpp_async.actors.step_queue import StepQueue
@@ -101,6 +101,7 @@ class Actor:
             complete=self._complete_step,
             send=send,
         )
+        self._handlers = handlers_of(self)  # those of other components follow when they are made
         self._closed = False
 
     def handle(self, message: m.Message, number: int) -> None:
@@ -115,7 +116,7 @@ class Actor:
             if type(message) is m.Step:  # by far the most frequent request
                 self._steps.request(message, number)
                 return
-            reply = self._begin(message)
+            reply = self._handler(message)(message)
             if isinstance(reply, Coroutine):
                 task = self._spawn(type(message).__name__, self._answer(number, reply))
                 # if the actor closes before the task begins, Python would warn of the coroutine
@@ -157,70 +158,21 @@ class Actor:
 
     # ------------------------------------------------------------ requests
 
-    def _begin(self, message: m.Message) -> m.Reply | Coroutine[Any, Any, m.Reply]:
-        """Carry out the part of a request that must happen in order with other requests.
+    def _handler(self, message: m.Message) -> Handler:
+        kind = type(message)
+        if issubclass(kind, m.Request):
+            if kind in self._handlers:
+                return self._handlers[kind]
+            if self._resources_or_none is None:
+                raise self._unconfigured()
+        raise ProtocolError(f"{kind.__name__} is not a request", actor=self.actor_id)
 
-        Returns:
-            The reply, or a coroutine that does the rest of the work and returns the reply.
-        """
-        match message:
-            case m.Reserve():
-                self._port = reserve_port()
-                return m.Reserved(self._port.getsockname()[1])
-            case m.Configure():
-                return self._configure(message)
-            case m.Admit():
-                self._resources.transports.admit(message.addresses)
-                return m.Done()
-            case m.Connect():
-                return self._connect(message)
-            case m.OfferLinks():
-                return self._offer_links(message)
-            case m.JoinLinks():
-                return self._join_links(message)
-            case m.Load():
-                return self._load(message)
-            case m.Store():
-                entries = self._resources.host_values.store_puts(message.puts, self._steps.epoch)
-                self._free(message.frees)
-                return self._stored(entries)
-            case m.Fetch():
-                values = self._resources.host_values
-                return values.fetch(message, values.start_copies(message), self._steps.epoch)
-            case m.BeginSnapshot():
-                return self._resources.checkpoints.begin(message)
-            case m.WriteFile():
-                return self._resources.checkpoints.write(message)
-            case m.CheckFiles():
-                return self._resources.checkpoints.check(message)
-            case m.Sweep():
-                return self._resources.checkpoints.sweep(message)
-            case m.ReadFile():
-                return self._resources.checkpoints.read(message)
-            case m.Abort():
-                return self._abort(message)
-            case m.ResetTransport():
-                return self._reset_transport(message)
-            case m.TakeReplica():
-                return self._resources.replica_requests.take_replica(message, self._steps.arrays_to_free())
-            case m.SendReplica():
-                return self._send_replica(message)
-            case m.ReceiveReplica():
-                return self._receive_replica(message)
-            case m.DropReplicas():
-                self._replica_store.keep_only(message.generation)
-                return m.Done()
-            case m.Rollback():
-                return self._resources.replica_requests.roll_back(message)
-            case m.Inspect():
-                return m.Inspected(self._count_resources())
-            case m.Report():
-                return report(self._steps.current)
-            case m.Shutdown():
-                return self._shutdown(message)
-            case _:
-                raise ProtocolError(f"{type(message).__name__} is not a request", actor=self.actor_id)
+    @handles(m.Reserve)
+    def _reserve(self, message: m.Reserve) -> m.Reserved:
+        self._port = reserve_port()
+        return m.Reserved(self._port.getsockname()[1])
 
+    @handles(m.Configure)
     async def _configure(self, message: m.Configure) -> m.Ready:
         if self._resources_or_none is not None:
             raise ProtocolError("the actor is configured already", actor=self.actor_id)
@@ -233,12 +185,35 @@ class Actor:
             message, self._process_rank, may_begin=may_begin
         )
         self._steps.epoch = message.epoch
+        resources = self._resources_or_none
+        self._handlers |= handlers_of(resources.checkpoints) | handlers_of(resources.replica_requests)
         return ready
+
+    @handles(m.Admit)
+    def _admit(self, message: m.Admit) -> m.Done:
+        self._resources.transports.admit(message.addresses)
+        return m.Done()
+
+    @handles(m.Store)
+    def _store_values(self, message: m.Store) -> Coroutine[Any, Any, m.Done]:
+        entries = self._resources.host_values.store_puts(message.puts, self._steps.epoch)
+        self._free(message.frees)
+        return self._stored(entries)
 
     async def _stored(self, entries: Sequence[StoredArray]) -> m.Done:
         await wait_all(entries)
         return m.Done()
 
+    @handles(m.Fetch)
+    def _fetch(self, message: m.Fetch) -> Coroutine[Any, Any, m.Fetched]:
+        values = self._resources.host_values
+        return values.fetch(message, values.start_copies(message), self._steps.epoch)
+
+    @handles(m.TakeReplica)
+    def _take_replica(self, message: m.TakeReplica) -> Coroutine[Any, Any, m.ReplicaTaken]:
+        return self._resources.replica_requests.take_replica(message, self._steps.arrays_to_free())
+
+    @handles(m.Connect)
     async def _connect(self, message: m.Connect) -> m.Connected:
         self._steps.epoch = message.epoch
         peers = {
@@ -250,11 +225,13 @@ class Actor:
             routes = {peer: step_resources.transport.routes(peer) for peer in peers if peer != CONTROLLER}
         return m.Connected(routes)
 
+    @handles(m.OfferLinks)
     async def _offer_links(self, message: m.OfferLinks) -> m.LinksOffered:
         transport, loop = self._resources.transports.required_ordered, asyncio.get_running_loop()
         ids = [await loop.run_in_executor(self._workers, transport.make_id) for _ in range(message.num_ids)]
         return m.LinksOffered(transport.address, tuple(ids))
 
+    @handles(m.JoinLinks)
     async def _join_links(self, message: m.JoinLinks) -> m.Done:
         transport = self._resources.transports.required_ordered
         transport.name = lambda process: str(ProcessRank(process, self._process_rank.size))
@@ -268,6 +245,7 @@ class Actor:
             )
         return m.Done()
 
+    @handles(m.Load)
     async def _load(self, message: m.Load) -> m.Loaded:
         step_resources = self._resources.step_resources
         program, reply = await load_program(
@@ -281,6 +259,7 @@ class Actor:
         self._programs[message.program_id] = program
         return reply
 
+    @handles(m.Abort)
     def _abort(self, message: m.Abort) -> Coroutine[Any, Any, m.Done]:
         """Fail all steps that have not finished, and all arrays that are not available yet.
 
@@ -310,19 +289,32 @@ class Actor:
         self._steps.resume()
         return m.Done()
 
+    @handles(m.ResetTransport)
     async def _reset_transport(self, message: m.ResetTransport) -> m.TransportReset:
         await self._resources.transports.aclose()
         resources = self._resources_or_none = self._resources.with_new_transports(self._steps.epoch)
         return m.TransportReset(resources.transports.host.address)
 
+    @handles(m.SendReplica)
     async def _send_replica(self, message: m.SendReplica) -> m.Done:
         await self._replica_store.send(self._resources.transports.host, message)
         return m.Done()
 
+    @handles(m.ReceiveReplica)
     async def _receive_replica(self, message: m.ReceiveReplica) -> m.Done:
         await self._replica_store.receive(self._resources.transports.host, message)
         return m.Done()
 
+    @handles(m.DropReplicas)
+    def _drop_replicas(self, message: m.DropReplicas) -> m.Done:
+        self._replica_store.keep_only(message.generation)
+        return m.Done()
+
+    @handles(m.Report)
+    def _report(self, message: m.Report) -> m.Reported:
+        return report(self._steps.current)
+
+    @handles(m.Shutdown)
     async def _shutdown(self, message: m.Shutdown) -> m.Done:
         await self.aclose()
         return m.Done()
@@ -405,8 +397,11 @@ class Actor:
     @property
     def _resources(self) -> ActorResources:
         if self._resources_or_none is None:
-            raise MeshError(f"actor {self.actor_id} is not configured")
+            raise self._unconfigured()
         return self._resources_or_none
+
+    def _unconfigured(self) -> MeshError:
+        return MeshError(f"actor {self.actor_id} is not configured")
 
     def _free(self, array_ids: tuple[m.ArrayId, ...]) -> None:
         for array_id in array_ids:
@@ -427,15 +422,16 @@ class Actor:
             traceback.clear_frames(error.__traceback__)
         self._send(reply, number)
 
-    def _count_resources(self) -> dict[str, int]:
-        """Return what the actor stores and has done, for the `Inspect` request.
+    @handles(m.Inspect)
+    def _count_resources(self, message: m.Inspect) -> m.Inspected:
+        """Return what the actor stores and has done.
 
         Returns:
-            A dictionary. Its keys are names; its values are counts or sizes in bytes.
+            A reply with a dictionary. Its keys are names; its values are counts or sizes in bytes.
         """
         resources, run = self._resources, self._steps.current
         live_arrays, live_bytes = count_memory(jax.live_arrays())
-        return {
+        numbers = {
             "live_arrays": live_arrays,
             "live_bytes": live_bytes,
             "store_arrays": len(self._store),
@@ -449,6 +445,7 @@ class Actor:
             "compilations": resources.executables.compilations,
             "tasks": len(self._tasks),
         }
+        return m.Inspected(numbers)
 
 
 # ---------------------------------------------------------------- a step that does not go on

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxpp_async.actors.array_store import ArrayStore, StoredArray, fill
 from jaxpp_async.actors.host_values import HostCopy, copy_when_available
+from jaxpp_async.actors.server import handles
 from jaxpp_async.actors.shards import Layout, Layouts, join_on_host, place
 from jaxpp_async.base.printable import shown
 from jaxpp_async.errors import CheckpointError
@@ -51,6 +52,7 @@ class CheckpointRequests:
         self._saves: dict[bytes, _Save] = {}
         self._stopped: list[asyncio.Future[Any]] = []
 
+    @handles(BeginSnapshot)
     def begin(self, message: BeginSnapshot) -> Coroutine[Any, Any, Done]:
         """Start a save: keep the arrays to save as they are at this moment, so that later steps cannot change
         them.
@@ -69,6 +71,7 @@ class CheckpointRequests:
         save = self._saves[message.folder] = _Save(copies)
         return save.begun()
 
+    @handles(WriteFile)
     def write(self, message: WriteFile) -> Coroutine[Any, Any, Written]:
         """Write one file of a save. The arrays to write are looked up before this method returns.
 
@@ -103,6 +106,7 @@ class CheckpointRequests:
         size, digests = await save.writing
         return Written(size, tuple(digests[name] for _, name, _ in message.arrays))
 
+    @handles(CheckFiles)
     async def check(self, message: CheckFiles) -> Done:
         """Check that the files of a save still exist and have the sizes with which they were written.
 
@@ -113,6 +117,7 @@ class CheckpointRequests:
         await asyncio.get_running_loop().run_in_executor(self._workers, check, folder, dict(message.files))
         return Done()
 
+    @handles(Sweep)
     def sweep(self, message: Sweep) -> Coroutine[Any, Any, Done]:
         """End the save to a folder, if one is under way, so that another save may begin, and remove the files
         that the request names.
@@ -134,6 +139,7 @@ class CheckpointRequests:
         await loop.run_in_executor(self._workers, _sweep, message)
         return Done()
 
+    @handles(ReadFile)
     def read(self, message: ReadFile) -> Coroutine[Any, Any, Done]:
         """Restore arrays from files. Entries for the arrays are added to the array store before this method
         returns, so that later steps may use the arrays.

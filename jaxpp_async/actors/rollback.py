@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxpp_async.actors.array_store import ArrayStore, StoredArray, fill
 from jaxpp_async.actors.host_values import HostCopy, copy_when_available
+from jaxpp_async.actors.server import handles
 from jaxpp_async.actors.shards import Layouts, host_bytes, join_privately
 from jaxpp_async.layout.state_replicas import ReplicaStore, StateReplica
 from jaxpp_async.program.instructions import ProcessId
@@ -79,6 +80,7 @@ class ReplicaRequests:
         self._replica_store.put(message.generation, self._process_id, replica)
         return ReplicaTaken(replica.arrays)
 
+    @handles(Rollback)
     def roll_back(self, message: Rollback) -> Coroutine[Any, Any, Done]:
         """Replace all arrays of this process by those of a replica (a copy of the arrays, kept for restarts).
 

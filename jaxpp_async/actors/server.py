@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jaxpp_async
 from jaxpp_async.base.printable import in_words
@@ -21,7 +22,7 @@ from jaxpp_async.errors import MeshError, ProtocolError
 from jaxpp_async.protocol.actor_info import ExitCode
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import Identity, Wire
-from jaxpp_async.protocol.messages import Done, Failed, Log, Message, Request, Shutdown, StepDone
+from jaxpp_async.protocol.messages import Done, Failed, Log, Message, Reply, Request, Shutdown, StepDone
 from jaxpp_async.protocol.parent_watch import LEASE_S
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
@@ -66,6 +67,45 @@ class SendMessage(Protocol):
     """
 
     def __call__(self, message: Message, number: int | None = None) -> None: ...
+
+
+Handler: TypeAlias = Callable[[Any], Reply | Coroutine[Any, Any, Reply]]
+"""A function that carries out a request. It returns the reply, or a coroutine that does the rest of the work
+and returns the reply.
+"""
+
+H = TypeVar("H", bound=Callable[..., object])
+
+_REQUEST_TYPE = "_request_type"
+"""The name of the attribute of a method that `handles` sets."""
+
+
+def handles(kind: type[Request]) -> Callable[[H], H]:
+    """Declare that a method is the `Handler` of all requests of one type.
+
+    Args:
+        kind: the type of the requests.
+
+    Raises:
+        TypeError: the type's rules demand an order with steps, and the method is an `async def`, which begins
+            only after later requests may have been handled.
+    """
+
+    def declare(method: H) -> H:
+        if kind.rules.ordered and inspect.iscoroutinefunction(method):
+            what = f"{method.__qualname__} is an `async def`, but {kind.__name__} is ordered with steps"
+            raise TypeError(f"{what}: do that part in a function that returns a coroutine for the rest")
+        setattr(method, _REQUEST_TYPE, kind)
+        return method
+
+    return declare
+
+
+def handlers_of(component: object) -> dict[type[Request], Handler]:
+    """Return the methods of an object that `handles` declares, by the type of their requests."""
+    methods = inspect.getmembers_static(type(component), inspect.isfunction)
+    declared = {name: getattr(method, _REQUEST_TYPE, None) for name, method in methods}
+    return {kind: getattr(component, name) for name, kind in declared.items() if kind is not None}
 
 
 class MakeActor(Protocol):
