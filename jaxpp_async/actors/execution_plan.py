@@ -175,7 +175,7 @@ class ExecutionPlan:
 
     def text(self, instruction: int) -> str:
         """Return the text of an instruction with its index, as error messages show it."""
-        return f"#{instruction} {format_instruction(self.program.instructions[instruction])}"
+        return f"#{instruction} {format_instruction(self.program, instruction)}"
 
 
 def make_plan(program: ActorProgram) -> ExecutionPlan:
@@ -233,8 +233,9 @@ class _Planner:
                 if not donated:
                     self.shared.add(key)
                 return BindInput(at, key, arg, donated)
-            case Recv(buffer=slot, from_actor=peer, tag=tag, aval=aval):
-                return PostRecv(at, self._define(slot), peer, tag, aval, False)
+            case Recv(buffer=slot, from_actor=peer, tag=tag):
+                key = self._define(slot)
+                return PostRecv(at, key, peer, tag, self.avals[key], False)
             case Run(executable=executable, donated=donated):
                 inputs = tuple(self._use(slot) for slot in instruction.inputs)
                 for position in donated:
@@ -274,7 +275,7 @@ class _Planner:
         return key
 
     def _error_text(self, slot: int, what: str) -> str:
-        instruction = format_instruction(self.program.instructions[self.position])
+        instruction = format_instruction(self.program, self.position)
         where = f"program of actor {self.program.actor}, instruction #{self.position} ({instruction})"
         return f"{where}: slot {slot} {what}"
 

@@ -30,7 +30,6 @@ from jaxpp_async.layout.array_parts import (
     plan_relays,
     plan_sends,
 )
-from jaxpp_async.program.actor_program import parse_program
 from jaxpp_async.program.instructions import Run
 from jaxpp_async.protocol.actor_info import ProcessRank
 from jaxpp_async.protocol.messages import Load, Loaded
@@ -277,7 +276,7 @@ async def load_program(
         executables: compiles executables, and keeps them.
         layouts: the distributions of arrays over this process's devices.
         pool: the source of receive buffers.
-        workers: threads for parsing and planning.
+        workers: threads for planning.
         process_rank: the number of this process, and its rank in its actor.
 
     Returns:
@@ -289,9 +288,7 @@ async def load_program(
         KeyError: the controller has not sent an executable that the program names.
     """
     executables.add_blobs(message.blobs)
-    plan = await asyncio.get_running_loop().run_in_executor(
-        workers, lambda: make_plan(parse_program(message.program))
-    )
+    plan = await asyncio.get_running_loop().run_in_executor(workers, make_plan, message.program)
     runs = [command for command in plan.commands if isinstance(command, Execute)]
     compile_s = await executables.load((message.executables[run.executable], run.donated) for run in runs)
     loops: set[int] = set()

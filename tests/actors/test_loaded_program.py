@@ -18,7 +18,7 @@ from jaxpp_async.protocol.messages import Load, Loaded
 
 F4 = Aval((4,), "float32")
 RUNS = Run("f", 3, (0,), (1,)), Run("g", 3, (1,), (2,), donated=(0,))
-PROGRAM = ActorProgram(0, (Input(0, 0, F4), *RUNS), (F4,) * 3)
+PROGRAM = ActorProgram(0, (Input(0, 0), *RUNS), (F4,) * 3)
 
 
 class Sharding:
