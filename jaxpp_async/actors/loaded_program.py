@@ -283,13 +283,16 @@ async def load_program(
         The program, and the reply to the controller.
 
     Raises:
-        ValueError: the program is malformed, or an executable has other arguments or results than the program
-            says.
-        KeyError: the controller has not sent an executable that the program names.
+        ValueError: the program is malformed, names an executable that the message does not list, or an
+            executable has other arguments or results than the program says.
+        KeyError: the controller has never sent an executable that the message lists.
     """
     executables.add_blobs(message.blobs)
     plan = await asyncio.get_running_loop().run_in_executor(workers, make_plan, message.program)
     runs = [command for command in plan.commands if isinstance(command, Execute)]
+    for run in runs:
+        if run.executable not in message.executables:
+            raise ValueError(f"{plan.text(run.instruction)}: the program came without this executable")
     compile_s = await executables.load((message.executables[run.executable], run.donated) for run in runs)
     loops: set[int] = set()
     calls, places, temp_bytes = {}, {}, dict.fromkeys(message.executables, 0)

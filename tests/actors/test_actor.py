@@ -17,7 +17,7 @@ from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxpp_async.actors.actor import Actor
-from jaxpp_async.program.actor_program import ActorProgram, format_program
+from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import CONTROLLER, Aval, Delete, Input, Output, Recv, Run, Send
 from jaxpp_async.protocol import messages as m
 from jaxpp_async.transport.base import HOST_CHANNEL, make_tag
@@ -94,7 +94,7 @@ class Harness:
             actor,
             m.Load,
             program_id=program_id,
-            program=format_program(program),
+            program=program,
             executables={k: f"key{k}" for k in range(len(blobs))},
             blobs={f"key{k}": blob for k, blob in enumerate(blobs)},
         )
@@ -239,7 +239,7 @@ async def two_stage_pipeline(h, num_microbatches=3, aval=V):
 def _shift(instruction, start, by):
     """Move receive slots out of the accumulators' way."""
     match instruction:
-        case Recv(buffer, peer, tag, aval):
+        case Recv(buffer, peer, tag):
             return Recv(buffer + by, peer, tag)
         case Delete(buffer):
             return Delete(buffer + by)

@@ -3,8 +3,6 @@ anywhere."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from msgspec import structs
 
