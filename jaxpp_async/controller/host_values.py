@@ -314,7 +314,7 @@ class PendingFetch(PendingRequest):
         """Forget the reply and the receives, since a restart is about to send the request again."""
         self._arriving, self._reply = {}, None
 
-    def on_reply(self, link: ActorLink, reply: Fetched) -> None:
+    def on_reply(self, link: ActorLink, reply: Any) -> None:
         """Record the reply, which contains the small arrays. Large arrays arrive in separate transfers."""
         if len(reply.arrays) != len(self._avals):
             text = f"{link.info} answered a fetch of {len(self._avals)} arrays with {len(reply.arrays)}"

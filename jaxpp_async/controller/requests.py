@@ -239,7 +239,7 @@ class ActorLink:
             log_remote(self.info, message)
             return None
         request = self.open.get(number) if number is not None else None
-        if request is None:
+        if number is None or request is None:
             return self._dispatch_without_request(message, number)
         waiter = request.waiter
         if type(message) is Failed:

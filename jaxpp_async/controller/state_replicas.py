@@ -311,13 +311,14 @@ class StateReplicas:
         Args:
             lost: the actors that are lost.
         """
-        topology = self._topology
-        for process in topology.processes_of_all(lost) if self.whole is not None else ():
-            holder = self.whole.holders[process]
+        topology, whole = self._topology, self.whole
+        if whole is None:
+            return None
+        for process in topology.processes_of_all(lost):
+            holder = whole.holders[process]
             if holder != CONTROLLER and topology.actor_of(holder) in lost:
-                return LostTogether(
-                    topology.actor_of(process), topology.actor_of(holder), self.whole.hosts[process]
-                )
+                owner, holding = topology.actor_of(process), topology.actor_of(holder)
+                return LostTogether(owner, holding, whole.hosts[process])
         return None
 
     def restore(self, lost: Collection[ActorId]) -> list[ReplicaCommand]:

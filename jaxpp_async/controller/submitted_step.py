@@ -159,7 +159,7 @@ class SubmittedStep:
         self._replies.clear()
         self.sent_s = time.monotonic()
 
-    def on_reply(self, link: ActorLink, reply: StepDone) -> None:
+    def on_reply(self, link: ActorLink, reply: Any) -> None:
         """Record the reply of one process; the step finishes with the last process's reply.
 
         A reply after the step's end is ignored. Such replies arrive if a restart runs a finished step again.

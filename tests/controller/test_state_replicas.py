@@ -1,4 +1,4 @@
-"""Direct tests of when replicas of actors' arrays are made, when they are whole, and who gets them. No JAX."""
+"""Direct tests of when replicas of actors' arrays are made, when they are whole, and who gets them."""
 
 from __future__ import annotations
 
