@@ -27,7 +27,7 @@ from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, ProcessId
 from jaxpp_async.protocol.actor_info import ActorInfo
 from jaxpp_async.protocol.clocks import Clock, Readings
-from jaxpp_async.protocol.messages import RunKind, StepDone, StepId, StepStats, step_number, step_text
+from jaxpp_async.protocol.messages import RunKind, StepId, StepStats, step_number, step_text
 from jaxpp_async.timeline import Recorded, Timeline, make_timeline
 
 if TYPE_CHECKING:
