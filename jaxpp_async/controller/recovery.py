@@ -59,7 +59,7 @@ STORY_LINES = 60
 
 
 class State(Enum):
-    """What a mesh does: it runs steps, or it is in one of the states of a restart."""
+    """The states of the machine: the mesh starts, runs steps, is in one phase of a restart, or has ended."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -275,7 +275,7 @@ class WakeUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
+class SuspectTransfer:
     """A command to tell the failure policy of a failed transfer between processes."""
 
     error: TransferError
@@ -309,7 +309,7 @@ RestartCommand: TypeAlias = (
     StopWork | Reap | StartSuccessor | RenewTransport | ConnectAll | LoadPrograms | MakeLinks | RollBack
 )
 Command: TypeAlias = (
-    RestartCommand | ReplicaCommand | HoldBack | Resume | WakeUp | Suspect | GiveUpReplica | EndMesh
+    RestartCommand | ReplicaCommand | HoldBack | Resume | WakeUp | SuspectTransfer | GiveUpReplica | EndMesh
 )
 
 
@@ -317,7 +317,7 @@ Command: TypeAlias = (
 
 
 class Meaning(Enum):
-    """What an event means to the machine at the moment at which it arrives."""
+    """The meanings of events: each event has one of them, which depends on the machine when it arrives."""
 
     STARTED = "the mesh has started"
     LOSS = "a failure that a restart can undo"
@@ -568,7 +568,7 @@ class Recovery:
             return [*self.replicas.begin()]
         self.replicas.cancel()
         if isinstance(event.error, TransferError):
-            return [Suspect(event.error)]
+            return [SuspectTransfer(event.error)]
         return [GiveUpReplica(event.error)]
 
     def _end(self, event: Event, now: float) -> list[Command]:

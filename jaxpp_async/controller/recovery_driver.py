@@ -326,7 +326,7 @@ class RecoveryDriver:
         else:  # the mesh has ended, and later calls raise the reason
             _LOG.debug("a replica of the state was not finished: %s", first_line(command.error))
 
-    def _suspect_link(self, command: r.Suspect) -> None:
+    def _suspect_link(self, command: r.SuspectTransfer) -> None:
         self._suspect(command.error)
 
 
@@ -352,6 +352,6 @@ _CARRY_OUT: Final[dict[type, Callable[[RecoveryDriver, Any], Coroutine[Any, Any,
     s.AwaitAnswers: RecoveryDriver._await_answers,
     s.DropOthers: RecoveryDriver._drop_others,
     r.GiveUpReplica: RecoveryDriver._give_up_replica,
-    r.Suspect: RecoveryDriver._suspect_link,
+    r.SuspectTransfer: RecoveryDriver._suspect_link,
 }
 """How each command is carried out: at once, or by a coroutine whose outcome is reported."""

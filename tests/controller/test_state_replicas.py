@@ -17,6 +17,7 @@ from jaxpp_async.controller.state_replicas import (
     Stage,
     StateCopy,
     StateReplicas,
+    choose_holders,
 )
 from jaxpp_async.program.instructions import CONTROLLER, Aval
 from jaxpp_async.protocol import messages as m
@@ -146,3 +147,18 @@ def test_an_actor_and_the_holder_of_its_copy_lost_together(lost, together):
     found = replicas.lost_together(lost)
     assert (found and (found.owner, found.holder)) == together
     assert found is None or found.host == f"n{found.owner}"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "holders"),
+    [
+        (["a", "a"], {0: 1, 1: 0}),
+        (["a", "b"], {0: 1, 1: 0}),
+        (["a", "a", "b", "b"], {0: 2, 1: 3, 2: 0, 3: 1}),
+        (["a", "a", "a", "b"], {0: 1, 1: 2, 2: 3, 3: 0}),
+        (["a", "a", "b", "b", "c", "c"], {0: 2, 1: 3, 2: 4, 3: 5, 4: 0, 5: 1}),
+        (["ab", "ba", "ab"], {0: 1, 1: 2, 2: 0}),  # two processes an actor, each on a host of its own
+    ],
+)
+def test_second_copies_are_kept_on_other_hosts_where_that_is_possible(hosts, holders):
+    assert choose_holders([list(of_actor) for of_actor in hosts]) == holders

@@ -43,7 +43,6 @@ from jaxpp_async.errors import (
 )
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.launch.inline import InlineLauncher
-from jaxpp_async.layout.state_replicas import choose_holders
 from jaxpp_async.protocol.messages import ReceiveReplica, ReplicaTaken, SendReplica, Step
 from jaxpp_async.protocol.task_group import awake_timeout
 from jaxpp_async.storage import tensor_files
@@ -535,20 +534,6 @@ async def test_a_mesh_is_closed_in_the_middle_of_a_restart(caplog):
 def test_options(options):
     with pytest.raises(MeshError, match=f"{next(iter(options))} is"):
         jpp.RemoteMesh(2, **options)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        (["a", "a"], {0: 1, 1: 0}),
-        (["a", "b"], {0: 1, 1: 0}),
-        (["a", "a", "b", "b"], {0: 2, 1: 3, 2: 0, 3: 1}),
-        (["a", "a", "a", "b"], {0: 1, 1: 2, 2: 3, 3: 0}),
-        (["a", "a", "b", "b", "c", "c"], {0: 2, 1: 3, 2: 4, 3: 5, 4: 0, 5: 1}),
-    ],
-)
-def test_copies_lie_on_other_hosts_where_they_can(hosts, expected):
-    assert choose_holders(hosts) == expected
 
 
 # ---------------------------------------------------------------- processes

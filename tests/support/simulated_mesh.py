@@ -461,7 +461,7 @@ class SimulatedMesh:
 
         self.later(wake)
 
-    def do_Suspect(self, command: r.Suspect) -> None:
+    def do_SuspectTransfer(self, command: r.SuspectTransfer) -> None:
         self.later(lambda: self.tell(r.FailureFound(command.error)))
 
     def do_GiveUpReplica(self, command: r.GiveUpReplica) -> None: ...
