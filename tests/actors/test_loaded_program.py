@@ -82,7 +82,7 @@ async def test_each_run_gets_the_executable_for_what_it_donates(made):
     assert compiled.loaded == [("k", ()), ("k", (0,))]
     assert calls == {1: keeps.call, 2: donates.call}
     assert (places, loops, names) == ({2: ("a.py:1: log",)}, {2}, {0: "x"})
-    assert reply == Loaded(9, 1.0, {3: 64})
+    assert reply == Loaded(1.0, {3: 64})
 
 
 async def test_an_executable_that_is_not_what_the_program_takes_it_for_is_refused_with_the_instruction(made):
