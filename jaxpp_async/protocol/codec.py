@@ -2,7 +2,7 @@
 
 On a connection a message travels in an envelope: an array of the number of the request that the message makes
 or answers, and of the message. The number is None if the message belongs to no request. A message is an array
-of its class's name and its fields, and a `messages.Part` an array of its fields.
+of its class's name and its fields, and a `messages.MessagePart` an array of its fields.
 
 The encoder does not check types, because it gets only objects that this process has made. The decoder trusts
 no input. A header may announce any length, but msgspec allocates at most 16 elements of an array before it

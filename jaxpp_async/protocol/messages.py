@@ -98,7 +98,7 @@ Setting: TypeAlias = bool | int | float | str | None
 
 
 @dataclass_transform(frozen_default=True)
-class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+class MessagePart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The base class of data inside messages. An instance travels as an array of its fields' values.
 
     Instances refer to plain data and to other parts, so they form no cycles, and Python's garbage collector
@@ -106,7 +106,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """
 
 
-class Message(Part, tag=True):
+class Message(MessagePart, tag=True):
     """The base class of messages. A message travels as an array of its class's name and its fields."""
 
 
@@ -276,7 +276,7 @@ class Configure(Request):
     address: str | None = None
 
 
-class Cluster(Part):
+class Cluster(MessagePart):
     """A description of how the processes of an actor find each other, for an actor that has several.
 
     Args:
@@ -297,7 +297,7 @@ class Cluster(Part):
         return len(self.addresses)
 
 
-class Hardware(Part):
+class Hardware(MessagePart):
     """A description of the devices of an actor's process.
 
     Args:
@@ -408,7 +408,7 @@ class JoinLinks(Request):
     links: tuple[JoinLink, ...]
 
 
-class JoinLink(Part):
+class JoinLink(MessagePart):
     """A description of a link to make: an NCCL communicator for one direction between a device of one process
     and a device of another (see `transport.nccl.order.NcclLink`).
 
@@ -522,7 +522,7 @@ class Step(Request):
         return msgspec.structs.replace(self, epoch=epoch)
 
 
-class StepStats(Part):
+class StepStats(MessagePart):
     """The times of one actor in one step, in seconds, and its memory use, in bytes.
 
     Args:
@@ -566,7 +566,7 @@ class Store(Request):
     frees: tuple[ArrayId, ...]
 
 
-class Put(Part):
+class Put(MessagePart):
     """A host value for a process to store as an array; part of `Store` and of `Step`.
 
     Args:
@@ -729,7 +729,7 @@ class ReadFile(Request):
     parts: tuple[FilePart, ...]
 
 
-class FilePart(Part):
+class FilePart(MessagePart):
     """An array for a process to read, as part of a `ReadFile` request.
 
     Args:
@@ -748,7 +748,7 @@ class FilePart(Part):
     pieces: tuple[FilePiece, ...] = ()
 
 
-class FilePiece(Part):
+class FilePiece(MessagePart):
     """One piece of an array that several processes have written in pieces, and the file that contains this
     piece.
 
@@ -824,7 +824,7 @@ class TakeReplica(Request):
     generation: int
 
 
-class ReplicaArray(Part):
+class ReplicaArray(MessagePart):
     """A description of one array of a replica (a copy of a process's arrays for restarts).
 
     Args:
@@ -965,7 +965,7 @@ class Report(Request):
     rules = Rules(reply=Reported)
 
 
-class OpenTransfer(Part):
+class OpenTransfer(MessagePart):
     """A transfer of a step that is not complete: its data has not arrived, or has not been sent.
 
     Args:
