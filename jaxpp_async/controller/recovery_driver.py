@@ -317,7 +317,9 @@ class RecoveryDriver:
         _LOG.debug("replica %d of the state is whole", command.generation)
 
     def _give_up_replica(self, command: r.GiveUpReplica) -> None:
-        if isinstance(command.error, RemoteError):  # such as too little memory; the previous one is valid
+        if isinstance(command.error, TransferError):
+            self._suspect(command.error)
+        elif isinstance(command.error, RemoteError):  # such as too little memory; the previous one is valid
             _LOG.warning(
                 "no replica of the state could be made, the next is tried in %d steps: %s",
                 self._replica_every,
@@ -325,9 +327,6 @@ class RecoveryDriver:
             )
         else:  # the mesh has ended, and later calls raise the reason
             _LOG.debug("a replica of the state was not finished: %s", first_line(command.error))
-
-    def _suspect_link(self, command: r.SuspectTransfer) -> None:
-        self._suspect(command.error)
 
 
 async def _fail(error: Exception) -> None:
@@ -352,6 +351,5 @@ _CARRY_OUT: Final[dict[type, Callable[[RecoveryDriver, Any], Coroutine[Any, Any,
     s.AwaitAnswers: RecoveryDriver._await_answers,
     s.DropOthers: RecoveryDriver._drop_others,
     r.GiveUpReplica: RecoveryDriver._give_up_replica,
-    r.SuspectTransfer: RecoveryDriver._suspect_link,
 }
 """How each command is carried out: at once, or by a coroutine whose outcome is reported."""
