@@ -22,10 +22,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 
-from jaxpp_async.base.frozen import frozen
+import msgspec
+from msgspec.structs import replace
+
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import (
     ActorId,
@@ -83,8 +85,7 @@ def lower(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs
 # ---------------------------------------------------------------- transfers
 
 
-@frozen()
-class PlannedTransfer:
+class PlannedTransfer(msgspec.Struct, frozen=True, gc=False):
     """The transfer of one value to an actor that needs it.
 
     The sender is the actor that makes the value or has it as an argument.

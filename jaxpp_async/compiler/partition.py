@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from jaxpp_async.base.frozen import cached_value
+from jaxpp_async.base.cached_value import cached_value
 from jaxpp_async.compiler.ir import Loop, Op, Types, renamed
 from jaxpp_async.compiler.ir_slicing import LightOps
 from jaxpp_async.compiler.loop_commuting import Epilogue, LoopResults, OutputPart, commute_results

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias, TypeVar
 
-from jaxpp_async.base.frozen import frozen
+import msgspec
+
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.actor_program import ActorProgram, format_instruction
 from jaxpp_async.program.instructions import (
@@ -431,8 +432,7 @@ _CHECKS = {
 # ---------------------------------------------------------------- programs together
 
 
-@frozen()
-class _TransferEnd:
+class _TransferEnd(msgspec.Struct, frozen=True, gc=False):
     """One end of a transfer: the actor that sends or receives, its peer, and the aval of the array."""
 
     actor: ActorId

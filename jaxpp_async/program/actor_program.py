@@ -22,7 +22,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from jaxpp_async.errors import ProtocolError
 from jaxpp_async.program.instructions import (
@@ -40,8 +41,7 @@ from jaxpp_async.program.instructions import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ActorProgram:
+class ActorProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The instructions that one actor runs in one step, over numbered buffer slots.
 
     Args:
@@ -55,7 +55,7 @@ class ActorProgram:
     actor: ActorId
     instructions: tuple[Instruction, ...]
     avals: tuple[Aval, ...]
-    uncounted: frozenset[BufferId] = field(default_factory=frozenset)
+    uncounted: frozenset[BufferId] = frozenset()
 
     def __str__(self) -> str:
         return format_program(self)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from msgspec import structs
+
 from jaxpp_async.base.install_hints import page
 from jaxpp_async.base.printable import first_line
 from jaxpp_async.compiler import lowering, verify
@@ -146,7 +148,9 @@ class Mover:
         new_id = self._controller().new_array_id()
         handle = await self._start_move(move, leaf, new_id, slot)
         self._values.release(leaf)
-        resharded = replace(leaf.value_type, aval=replace(leaf.value_type.aval, spec=slot.type.aval.spec))
+        resharded = replace(
+            leaf.value_type, aval=structs.replace(leaf.value_type.aval, spec=slot.type.aval.spec)
+        )
         leaf.relocate(to, array_id=new_id, value_type=resharded)
         await handle
 
@@ -286,7 +290,7 @@ def build(
         The programs, one per actor (empty for an actor that has no part in the move), and the executables
         that they run: one that reshards, or none if the sharding stays the same.
     """
-    there = replace(move.type.aval, spec=move.spec)
+    there = structs.replace(move.type.aval, spec=move.spec)
     values = [Value(move.type.aval, "moved", "temp")]
     nodes, outputs, executables = [], [], ()
     if there.spec == move.type.aval.spec:

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from jaxpp_async.base.frozen import cached_value
+from jaxpp_async.base.cached_value import cached_value
 from jaxpp_async.program.instructions import ActorId, task_kind
 from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares, break_down_step, divide_time
 from jaxpp_async.timeline.clock_alignment import align_step

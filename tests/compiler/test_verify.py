@@ -1,12 +1,12 @@
 """verify and simulate: valid programs pass, every way to break one is caught, deadlocks are explained."""
 
 import time
-from dataclasses import replace
 
 import pytest
 from graph_builder import F4, GraphBuilder, evaluate, interpret, pipeline_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from jaxpp_async.compiler.lowering import lower
 from jaxpp_async.compiler.verify import InternalError, check_deadlock, simulate, verify_graph, verify_programs

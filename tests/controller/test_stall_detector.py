@@ -128,8 +128,12 @@ def test_a_step_is_stuck_when_nobody_in_the_chain_moves(positions, when, actors)
 
 def test_who_computes_elsewhere_does_not_hold_up_the_clock():
     """0 and 1 wait for each other, and not for 2, which computes."""
-    parts = {**PARTS, 2: PARTS[0], 0: replace(PARTS[2], instructions=(Recv(0, 1, 1, AVAL), *PROGRAMS[2][1:]))}
-    parts[1] = replace(PARTS[1], instructions=(Recv(0, 0, 0, AVAL), *PROGRAMS[1][1:]))
+    parts = {
+        **PARTS,
+        2: PARTS[0],
+        0: structs.replace(PARTS[2], instructions=(Recv(0, 1, 1, AVAL), *PROGRAMS[2][1:])),
+    }
+    parts[1] = structs.replace(PARTS[1], instructions=(Recv(0, 0, 0, AVAL), *PROGRAMS[1][1:]))
     positions = {0: at(1), 1: at(1), 2: at(1, waiting=False, computing=True)}
     found = stuck_after(StallDetector(lambda program_id, actor: parts[actor]), positions)
     assert found is not None and found[0] == 10.0 and found[1].actors == (0, 1)
