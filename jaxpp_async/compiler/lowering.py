@@ -236,15 +236,15 @@ class _ProgramBuilder:
         for i in sorted(self.graph.inputs, key=lambda i: i.arg):
             if self.actor in i.actors:
                 slot = self.define_slot(i.value)
-                self.instructions.append(Input(slot, i.arg, self.avals[i.value], i.donated))
+                self.instructions.append(Input(slot, i.arg, i.donated))
 
     def add_sends(self, transfers: Iterable[PlannedTransfer]) -> None:
         slots = self.slots
         self.instructions += [Send(slots[t.value], t.to_actor, t.tag) for t in transfers]
 
     def add_receives(self, transfers: Iterable[PlannedTransfer]) -> None:
-        avals, define = self.avals, self.define_slot
-        self.instructions += [Recv(define(t.value), t.from_actor, t.tag, avals[t.value]) for t in transfers]
+        define = self.define_slot
+        self.instructions += [Recv(define(t.value), t.from_actor, t.tag) for t in transfers]
 
     def add_run(self, node: Node) -> None:
         slots = self.slots

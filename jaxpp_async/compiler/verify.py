@@ -325,16 +325,14 @@ class _ProgramCheck:
             self.step(index)
 
     def fail(self, message: str) -> NoReturn:
-        text = f" {format_instruction(self.instruction)!r}" if self.instruction else ""
+        text = f" {format_instruction(self.program, self.index)!r}" if self.instruction else ""
         _fail(f"actor {self.program.actor}, instruction {self.index}{text}: {message}")
 
-    def define(self, buffer: BufferId, aval: Aval | None = None) -> None:
+    def define(self, buffer: BufferId) -> None:
         if not 0 <= buffer < len(self.program.avals):
             self.fail(f"b{buffer} is out of range, the program has {len(self.program.avals)} slots")
         if buffer in self.made:
             self.fail(f"b{buffer} is assigned twice")
-        if aval is not None and aval is not (known := self.program.avals[buffer]) and aval != known:
-            self.fail(f"b{buffer} is declared {known}")
         self.made.add(buffer)
         self.live.add(buffer)
 
@@ -354,7 +352,7 @@ class _ProgramCheck:
         return "is read before it is made"
 
     def check_input(self, i: Input) -> None:
-        self.define(i.buffer, i.aval)
+        self.define(i.buffer)
         if i.arg in self.args:
             self.fail(f"argument {i.arg} is bound twice")
         self.args.add(i.arg)
@@ -362,7 +360,7 @@ class _ProgramCheck:
             self.kept.add(i.buffer)
 
     def check_recv(self, i: Recv) -> None:
-        self.define(i.buffer, i.aval)
+        self.define(i.buffer)
         self.received.add(i.buffer)
 
     def check_send(self, i: Send) -> None:
@@ -467,7 +465,7 @@ def verify_transfers(programs: Sequence[ActorProgram]) -> None:
                 _record_end(sends, i.tag, _TransferEnd(p.actor, i.to_actor, p.avals[i.buffer]), "sends")
                 sent_on[p.actor, i.to_actor].append(i.tag)
             elif isinstance(i, Recv):
-                _record_end(recvs, i.tag, _TransferEnd(p.actor, i.from_actor, i.aval), "receives")
+                _record_end(recvs, i.tag, _TransferEnd(p.actor, i.from_actor, p.avals[i.buffer]), "receives")
                 received_on[i.from_actor, p.actor].append(i.tag)
     for tag in sends.keys() ^ recvs.keys():
         end, verb = (sends[tag], "sends") if tag in sends else (recvs[tag], "receives")
@@ -562,6 +560,7 @@ class _DeadlockSimulation:
     """
 
     def __init__(self, programs: Sequence[ActorProgram], rendezvous: bool):
+        self.programs = {p.actor: p for p in programs}
         self.streams = {p.actor: p.instructions for p in programs}
         self.rendezvous = rendezvous
         self.counter = dict.fromkeys(self.streams, 0)
@@ -629,8 +628,11 @@ class _DeadlockSimulation:
         """Return the unfinished actors, each with the transfer for which it waits, sorted by actor."""
         found: dict[ActorId, BlockedActor] = {}
         for actor, buffer in self.blocked.items():
-            recv, at = self.pending[actor][buffer], self.streams[actor][self.counter[actor]]
-            found[actor] = BlockedActor(actor, format_instruction(at), recv.tag, recv.from_actor)
+            recv, at = (
+                self.pending[actor][buffer],
+                format_instruction(self.programs[actor], self.counter[actor]),
+            )
+            found[actor] = BlockedActor(actor, at, recv.tag, recv.from_actor)
         end = "the end of the step"
         for actor, pending in self.pending.items():
             for recv in pending.values():

@@ -169,8 +169,7 @@ def _messages(
     for instruction in part.instructions:
         if not isinstance(instruction, Send | Recv):
             continue
-        tag = instruction.tag
-        aval = part.avals[instruction.buffer] if isinstance(instruction, Send) else instruction.aval
+        tag, aval = instruction.tag, part.avals[instruction.buffer]
         held = [piece for piece in scattering.parts(aval) if process_rank.rank in piece.ranks]
         if isinstance(instruction, Send):
             found = array_parts.order_sends(process_rank, held, tag, instruction.to_actor, num_devices)
@@ -323,7 +322,6 @@ class _Program:
     Args:
         processes_by_actor: each actor that runs a part of the program, with its processes.
         parts: the part of each actor.
-        texts: the part of each actor as text, for the `Load` message.
         keys: for each actor a dictionary. Its keys are the indices of the executables that the actor's part
             uses; its values are the content keys of these executables.
         blobs: serialized executables by content key.
@@ -332,7 +330,6 @@ class _Program:
 
     processes_by_actor: ProcessesByActor
     parts: dict[ActorId, ActorProgram]
-    texts: dict[ActorId, str]
     keys: dict[ActorId, dict[int, str]]
     blobs: dict[str, bytes]
     names: dict[int, str]
@@ -375,25 +372,18 @@ class LoadedPrograms:
             names: the names of the step's arguments by argument number, for errors that actors report.
         """
         order = sorted(parts)
-        texts = {actor: str(parts[actor]) for actor in order}
         used = {actor: dict(keys.get(actor, {})) for actor in order}
         processes_by_actor = tuple((actor, tuple(self._processes.processes_of(actor))) for actor in order)
-        # Tests of the control plane load texts that are not `ActorProgram`s.
-        in_order = {a: part for a in order if isinstance(part := parts[a], ActorProgram)}
-        self._programs[program_id] = _Program(
-            processes_by_actor, in_order, texts, used, dict(blobs), dict(names)
-        )
+        in_order = {actor: parts[actor] for actor in order}
+        self._programs[program_id] = _Program(processes_by_actor, in_order, used, dict(blobs), dict(names))
 
     def note_loaded(self, program_id: int) -> None:
         """Note that all actors have loaded a program.
 
-        If lost actors are not replaced, this drops the program's texts and executables, which are no longer
-        needed.
+        If lost actors are not replaced, this drops the program's executables, which are no longer needed.
         """
         if not self._for_successors:
-            program = self._programs[program_id]
-            program.texts.clear()
-            program.blobs.clear()
+            self._programs[program_id].blobs.clear()
 
     def remove(self, program_id: int) -> None:
         """Remove a program that could not be loaded from this record."""
@@ -417,7 +407,7 @@ class LoadedPrograms:
         new = set(keys.values()) - known
         known |= new
         blobs = {key: program.blobs[key] for key in sorted(new)}
-        return Load(program_id, program.texts[actor], keys, blobs, program.names)
+        return Load(program_id, program.parts[actor], keys, blobs, program.names)
 
     def processes_by_actor(self, program_id: int) -> ProcessesByActor:
         """Return the actors that run a part of a program, in ascending order, each with its processes."""
@@ -452,5 +442,5 @@ class LoadedPrograms:
         part = self.part(at.program_id, actor)
         if part is None or not 0 <= at.instruction < len(part.instructions):
             return None
-        text = format_instruction(part.instructions[at.instruction])
+        text = format_instruction(part, at.instruction)
         return f"{text} (waiting for data)" if at.waiting else text

@@ -225,7 +225,6 @@ class Input(_Instruction, frozen=True):
 
     buffer: BufferId
     arg: int
-    aval: Aval
     donated: bool = False
 
 
@@ -261,7 +260,6 @@ class Recv(_Instruction, frozen=True):
     buffer: BufferId
     from_actor: ActorId
     tag: Tag
-    aval: Aval
 
 
 class Delete(_Instruction, frozen=True):

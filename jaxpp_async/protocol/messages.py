@@ -17,6 +17,7 @@ from typing import ClassVar, Final, Literal, TypeAlias, dataclass_transform
 
 import msgspec
 
+from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, Aval, BufferId, ProcessId, Tag
 
 ArrayId: TypeAlias = int
@@ -455,7 +456,7 @@ class Load(Request):
 
     Args:
         program_id: the id that the controller has given the program; `Step` contains this id.
-        program: the text of the `ActorProgram`.
+        program: the actor's part of the program.
         executables: the executables that the program uses. The keys are the executables' indices in the
             program; the values are the content keys of the executables (hashes of their content).
         blobs: the executables that were not sent to this process before. The keys are their content keys; the
@@ -467,7 +468,7 @@ class Load(Request):
     rules = Rules(reply=Loaded, repeated=True)
 
     program_id: int
-    program: str
+    program: ActorProgram
     executables: dict[int, str]
     blobs: dict[str, bytes]
     names: dict[int, str] = {}

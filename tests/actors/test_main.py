@@ -35,8 +35,8 @@ async def main():
     spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     double = jax.jit(lambda x: (x * 2,), in_shardings=spec, out_shardings=spec)
     blob = bytes(export.export(double)(jax.ShapeDtypeStruct((4,), "float64")).serialize())
-    program = ActorProgram(0, (Input(0, 0, aval), Run("f", 0, (0,), (1,)), Output(1, 0)), (aval, aval))
-    actor.handle(m.Load(0, str(program), {0: "f"}, {"f": blob}), 2)
+    program = ActorProgram(0, (Input(0, 0), Run("f", 0, (0,), (1,)), Output(1, 0)), (aval, aval))
+    actor.handle(m.Load(0, program, {0: "f"}, {"f": blob}), 2)
     loaded = await replies.get()
     assert isinstance(loaded, m.Loaded), loaded.traceback
     put = m.Put(1, aval, np.arange(4.0).tobytes())

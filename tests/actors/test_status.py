@@ -17,16 +17,16 @@ from jaxpp_async.transport.memory import MemoryNetwork
 from tests.actors.test_actor import Harness, V, add, blob, double, harness
 
 AHEAD = (
-    Input(0, 0, V),
+    Input(0, 0),
     Run("fwd", 0, (0,), (1,)),
     Send(1, 1, 5),
-    Recv(2, 1, 6, V),
-    Recv(3, 1, 7, V),
+    Recv(2, 1, 6),
+    Recv(3, 1, 7),
     Run("bwd", 1, (1, 2), (4,)),
     Output(4, 0),
     Output(3, 1),
 )
-BACK = (Recv(0, 0, 5, V), Run("fwd", 0, (0,), (1,)), Send(1, 0, 6), Send(0, 0, 7))
+BACK = (Recv(0, 0, 5), Run("fwd", 0, (0,), (1,)), Send(1, 0, 6), Send(0, 0, 7))
 
 
 async def report_at(h: Harness, actor: int, at: int) -> m.Reported:
@@ -74,7 +74,7 @@ async def test_what_a_run_waits_for_and_what_is_open_besides():
 
 async def test_at_the_end_everything_open_is_needed():
     async with harness(2) as h:
-        await h.load(0, (Recv(0, 1, 6, V), Output(0, 0)), [V], [])
+        await h.load(0, (Recv(0, 1, 6), Output(0, 0)), [V], [])
         waiting = await h.start(0, m.Step, step=0, epoch=h.epoch, program_id=0, inputs={}, outputs={0: 11})
         found = await report_at(h, 0, at=2)
         assert found.at == "end of program, 1 transfers open"
@@ -87,7 +87,7 @@ async def test_arguments_that_have_not_come():
     async with harness() as h:
         await h.load(
             0,
-            (Input(0, 0, V), Send(0, 0, 9), Run("fwd", 0, (0,), (1,)), Output(1, 0)),
+            (Input(0, 0), Send(0, 0, 9), Run("fwd", 0, (0,), (1,)), Output(1, 0)),
             [V, V],
             [blob(double, V)],
         )

@@ -16,6 +16,7 @@ from graph_builder import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from program_text import parse_program
 
 from jaxpp_async.compiler.lowering import (
     PeakPlan,
@@ -26,7 +27,7 @@ from jaxpp_async.compiler.lowering import (
     plan_transfers,
 )
 from jaxpp_async.compiler.verify import verify_graph, verify_programs
-from jaxpp_async.program.actor_program import ActorProgram, format_program, parse_program
+from jaxpp_async.program.actor_program import ActorProgram, format_program
 from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Run, Send, runs
 
 # ---------------------------------------------------------------- small graphs
@@ -440,10 +441,10 @@ A, B = Aval((10,), "float32"), Aval((3,), "bfloat16", ("data",))
     "instructions, uncounted, plan",
     [
         ((), (), PeakPlan(0, 0)),
-        ((Input(0, 0, A),), (0,), PeakPlan(0, 0)),
-        ((Recv(0, 1, 0, A), Recv(1, 1, 1, B)), (), PeakPlan(46, 1)),
-        ((Recv(0, 1, 0, A), Run("f", 0, (0,), (1,)), Delete(0), Delete(1)), (), PeakPlan(46, 1)),
-        ((Recv(0, 1, 0, A), Delete(0), Recv(1, 1, 1, B)), (), PeakPlan(40, 0)),
+        ((Input(0, 0),), (0,), PeakPlan(0, 0)),
+        ((Recv(0, 1, 0), Recv(1, 1, 1)), (), PeakPlan(46, 1)),
+        ((Recv(0, 1, 0), Run("f", 0, (0,), (1,)), Delete(0), Delete(1)), (), PeakPlan(46, 1)),
+        ((Recv(0, 1, 0), Delete(0), Recv(1, 1, 1)), (), PeakPlan(40, 0)),
         ((Run("f", 0, (), (0,)), Run("g", 1, (0,), (2,), (0,))), (), PeakPlan(40, 0)),
         ((Run("f", 0, (), (0,)), Run("g", 1, (0,), (2,), ())), (), PeakPlan(80, 1)),
         ((Run("f", 0, (), (0,)), Output(0, 0), Output(0, 1), Run("g", 1, (), (2,), ())), (), PeakPlan(40, 0)),

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from fake_actor import NullTransport, start_fakes
+from fake_actor import NullTransport, scripted, start_fakes
 from paths import SUPPORT
 
 from jaxpp_async.controller import actor_group
@@ -71,9 +71,9 @@ async def mesh(num_actors: int = 2, launcher: Any = None, setup: str | None = No
 
 
 async def load(controller: Controller, text: str, **keys: Any) -> int:
-    """Load a fake program, whose text says what a step does."""
+    """Load a fake program; the text says what a step does."""
     program_id = controller.new_program_id()
-    programs: Any = {actor.id: text for actor in controller.actors}
+    programs = scripted(text, len(controller.actors))
     await controller.load(program_id, programs, keys.get("executables", {}), keys.get("blobs", {}))
     return program_id
 
@@ -154,7 +154,7 @@ async def test_each_blob_is_sent_to_an_actor_once(any_mesh):
     blobs = {"k1": b"1", "k2": b"2"}
     await load(any_mesh, "done", executables={0: {0: "k1"}, 1: {0: "k1", 5: "k2"}}, blobs=blobs)
     program_id = any_mesh.new_program_id()
-    loaded = await any_mesh.load(program_id, {0: "done"}, {0: {0: "k1", 1: "k2"}}, blobs)
+    loaded = await any_mesh.load(program_id, scripted("done", 1), {0: {0: "k1", 1: "k2"}}, blobs)
     assert loaded[0].temp_bytes == {0: 1}  # the fake answers with the number of blobs that came
 
 

@@ -148,8 +148,7 @@ async def test_who_replaces_another_is_compared_as_well():
     controller = await fake_actor.start_fakes(2, launcher, config, max_restarts=3)
     try:
         config.env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.75"
-        texts: Any = {0: "hang", 1: "exit"}
-        await controller.load(0, texts, {}, {})
+        await controller.load(0, fake_actor.scripted("0:hang 1:exit"), {}, {})
         async with asyncio.timeout(30):
             with pytest.raises(
                 LaunchError, match=r"be replaced: actor 0.*, actor 1.* set aside 0.4, 0.75 of"

@@ -3,8 +3,6 @@ anywhere."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from msgspec import structs
 
@@ -22,23 +20,23 @@ SIZE = 4096
 # Three stages in a row: forward 0 -> 1 -> 2, backward 2 -> 1 -> 0.
 PROGRAMS = {
     0: (
-        Input(0, 0, AVAL),
+        Input(0, 0),
         Run("fwd(stage 0, mb 0)", 0, (0,), (1,)),
         Send(1, 1, 0),
-        Recv(2, 1, 3, AVAL),
+        Recv(2, 1, 3),
         Run("bwd(stage 0, mb 0)", 1, (1, 2), (3,)),  # 4
         Output(3, 0),
     ),
     1: (
-        Recv(0, 0, 0, AVAL),
+        Recv(0, 0, 0),
         Run("fwd(stage 1, mb 0)", 0, (0,), (1,)),  # 1
         Send(1, 2, 1),
-        Recv(2, 2, 2, AVAL),
+        Recv(2, 2, 2),
         Run("bwd(stage 1, mb 0)", 1, (0, 2), (3,)),  # 4
         Send(3, 0, 3),
     ),
     2: (
-        Recv(0, 1, 1, AVAL),
+        Recv(0, 1, 1),
         Run("fwd_bwd(stage 2, mb 0)", 0, (0,), (1,)),  # 1
         Send(1, 1, 2),
     ),
@@ -131,9 +129,9 @@ def test_who_computes_elsewhere_does_not_hold_up_the_clock():
     parts = {
         **PARTS,
         2: PARTS[0],
-        0: structs.replace(PARTS[2], instructions=(Recv(0, 1, 1, AVAL), *PROGRAMS[2][1:])),
+        0: structs.replace(PARTS[2], instructions=(Recv(0, 1, 1), *PROGRAMS[2][1:])),
     }
-    parts[1] = structs.replace(PARTS[1], instructions=(Recv(0, 0, 0, AVAL), *PROGRAMS[1][1:]))
+    parts[1] = structs.replace(PARTS[1], instructions=(Recv(0, 0, 0), *PROGRAMS[1][1:]))
     positions = {0: at(1), 1: at(1), 2: at(1, waiting=False, computing=True)}
     found = stuck_after(StallDetector(lambda program_id, actor: parts[actor]), positions)
     assert found is not None and found[0] == 10.0 and found[1].actors == (0, 1)

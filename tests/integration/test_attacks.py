@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_actor import start_fakes
+from fake_actor import scripted, start_fakes
 from paths import SUPPORT, TESTS
 from waiting import until
 
@@ -79,7 +79,7 @@ class Job:
 
     async def start(self) -> None:
         program_id = self.controller.new_program_id()
-        await self.controller.load(program_id, {0: "done", 1: "done"}, {}, {})  # type: ignore[dict-item]
+        await self.controller.load(program_id, scripted("done"), {}, {})
 
         async def work() -> None:
             while True:

@@ -227,8 +227,8 @@ async def test_nobody_is_told_to_join_a_link_while_its_peer_makes_others():
     deadline of a leaf's link must not run meanwhile."""
     leaves = range(1, 9)
     sends = [Send(0, leaf, leaf) for leaf in leaves]
-    parts = {0: _part(0, *sends, *(Recv(1, leaf, 10 + leaf, AVAL) for leaf in leaves))}
-    parts |= {leaf: _part(leaf, Recv(0, 0, leaf, AVAL), Send(1, 0, 10 + leaf)) for leaf in leaves}
+    parts = {0: _part(0, *sends, *(Recv(1, leaf, 10 + leaf) for leaf in leaves))}
+    parts |= {leaf: _part(leaf, Recv(0, 0, leaf), Send(1, 0, 10 + leaf)) for leaf in leaves}
     actor_group, numbers = _Asked(), itertools.count()
     request_log = SimpleNamespace(number=lambda: next(numbers), wait_open=_at_once)
     linking = LinkSetup(actor_group, request_log, SimpleNamespace(parts=lambda program_id: parts))
@@ -315,14 +315,14 @@ def _part(actor, *instructions, avals=(AVAL, AVAL)):
 @pytest.mark.parametrize(
     ("parts", "links"),
     [
-        ([_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5, AVAL))], [NcclLink(0, 1)]),
+        ([_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5))], [NcclLink(0, 1)]),
         ([_part(0), _part(1)], []),
         (
-            [_part(0, Send(0, 1, 5), avals=(SPLIT,)), _part(1, Recv(0, 0, 5, SPLIT))],
+            [_part(0, Send(0, 1, 5), avals=(SPLIT,)), _part(1, Recv(0, 0, 5))],
             [NcclLink(0, 1), NcclLink(0, 1, 1, 1)],
         ),
         (
-            [_part(1, Send(0, 0, 0), Recv(1, 0, 1, AVAL)), _part(0, Recv(0, 1, 0, AVAL), Send(1, 1, 1))],
+            [_part(1, Send(0, 0, 0), Recv(1, 0, 1)), _part(0, Recv(0, 1, 0), Send(1, 1, 1))],
             [NcclLink(0, 1), NcclLink(1, 0)],
         ),
     ],
@@ -335,10 +335,10 @@ def test_the_links_of_a_program(parts, links):
     ("parts", "said"),
     [
         ([_part(0, Send(0, 1, 5)), _part(1)], "sends tag 5.*receives nothing"),
-        ([_part(0), _part(1, Recv(0, 0, 5, AVAL))], "sends nothing.*receives tag 5"),
-        ([_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5, SPLIT))], "transfer 0 from actor 0 to actor 1"),
+        ([_part(0), _part(1, Recv(0, 0, 5))], "sends nothing.*receives tag 5"),
+        ([_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5))], "transfer 0 from actor 0 to actor 1"),
         (
-            [_part(0, Send(0, 1, 5), Send(1, 1, 6)), _part(1, Recv(0, 0, 6, AVAL), Recv(1, 0, 5, AVAL))],
+            [_part(0, Send(0, 1, 5), Send(1, 1, 6)), _part(1, Recv(0, 0, 6), Recv(1, 0, 5))],
             "transfer 0 .*sends tag 5.*receives tag 6",
         ),
     ],

@@ -34,7 +34,7 @@ HERE = SUPPORT
 
 DRIVER = """
 import asyncio, sys
-from fake_actor import start_fakes
+from fake_actor import scripted, start_fakes
 from jaxpp_async.launch import LocalLauncher
 
 async def main():
@@ -42,7 +42,7 @@ async def main():
     controller = await start_fakes(2, launcher)
     try:
         program = controller.new_program_id()
-        await controller.load(program, {{0: "hang", 1: "hang"}}, {{}}, {{}})
+        await controller.load(program, scripted("hang"), {{}}, {{}})
         step = controller.start_step(program, {{}}, {{}})
         print(*(info.pid for info in controller.actors), flush=True)
         {then}

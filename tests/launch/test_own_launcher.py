@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_actor import NullTransport, start_fakes
+from fake_actor import NullTransport, scripted, start_fakes
 from own_launcher import SubprocessLauncher
 from resources import nothing_left
 from rich.console import Console
@@ -63,7 +63,7 @@ async def start(launcher: Any, num_actors: int = 2) -> Controller:
 
 async def hanging_step(controller: Controller) -> Any:
     program = controller.new_program_id()
-    await controller.load(program, dict.fromkeys(range(len(controller.actors)), "hang"), {}, {})
+    await controller.load(program, scripted("hang", len(controller.actors)), {}, {})
     return controller.start_step(program, {}, {})
 
 

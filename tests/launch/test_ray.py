@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from fake_actor import start_fakes
+from fake_actor import scripted, start_fakes
 
 import jaxpp_async as jpp
 from jaxpp_async.controller.controller import Controller
@@ -61,7 +61,7 @@ async def test_actors_run_and_end_in_a_cluster(ray):
     words = [word for p in psutil.process_iter(["cmdline"]) for word in p.info["cmdline"] or ()]
     assert actors[0].environ()["TOKEN"] == "swordfish" and not any("swordfish" in word for word in words)
     program = controller.new_program_id()
-    await controller.load(program, {0: "hang", 1: "hang"}, {}, {})
+    await controller.load(program, scripted("hang"), {}, {})
     step = controller.start_step(program, {}, {})
     os.kill(actors[1].pid, signal.SIGKILL)
     with pytest.raises(ActorDiedError, match="was killed by SIGKILL"):

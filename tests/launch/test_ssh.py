@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 import pytest
 import sshd as sshd_of_tests
-from fake_actor import start_fakes
+from fake_actor import scripted, start_fakes
 from resources import nothing_left
 from sshd import Sshd
 from waiting import until
@@ -178,7 +178,7 @@ async def start(made: Any, num_actors: int = 2) -> Controller:
 
 async def hanging_step(controller: Controller) -> Any:
     program = controller.new_program_id()
-    await controller.load(program, {0: "hang", 1: "hang"}, {}, {})
+    await controller.load(program, scripted("hang"), {}, {})
     return controller.start_step(program, {}, {})
 
 

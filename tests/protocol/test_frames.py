@@ -16,6 +16,7 @@ from message_examples import examples
 from msgspec import msgpack
 
 from jaxpp_async.errors import HandshakeError, MeshError, ProtocolError
+from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.protocol import codec
 from jaxpp_async.protocol import messages as m
@@ -299,7 +300,7 @@ def test_frames_arrive_in_any_pieces():
 
 def test_a_large_frame_in_pieces_takes_linear_time_and_memory():
     actor, controller = greet(*pair())
-    message = m.Load(0, "", {}, {"a": b"z" * (8 << 20)})
+    message = m.Load(0, ActorProgram(0, (), ()), {}, {"a": b"z" * (8 << 20)})
     pieces = controller.encode(message)
     assert len(pieces) == 3  # the payload is not copied to join it with its header
     data = b"".join(pieces)

@@ -1,7 +1,7 @@
-"""A stand-in for `actors.actor.Actor` that the tests of the control plane steer through the program's text.
-No JAX.
+"""A stand-in for `actors.actor.Actor` that the tests of the control plane steer through the program. No JAX.
 
-`Load.program` says what a step does, e.g. `"done"`, `"hang"`, `"raise"`; host values are kept as bytes.
+The label of the program's one instruction says what a step does, e.g. `"done"`, `"hang"`, `"raise"`; host
+values are kept as bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxpp_async.base.gpu_inventory import memory_fraction
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import Run
 from jaxpp_async.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -23,6 +25,16 @@ GPUS = "JAXPP_TEST_GPUS"
 """Names of the GPUs that an actor of this environment says it has."""
 
 STATS = m.StepStats(0.5, 0.25, 1.0, 4096, 3, bytes(16))
+
+
+def scripted(does: str, num_actors: int = 2) -> dict[int, ActorProgram]:
+    """Programs for fake actors, by actor.
+
+    Args:
+        does: what each actor does in a step, such as `"hang"`, or what some do, such as `"1:raise 0:hang"`.
+        num_actors: the number of actors.
+    """
+    return {actor: ActorProgram(actor, (Run(does, 0, (), ()),), ()) for actor in range(num_actors)}
 
 
 class NullTransport:
@@ -118,9 +130,11 @@ class FakeActor:
         return m.Connected({})
 
     def _on_load(self, message: m.Load) -> m.Loaded:
-        if message.program == "bad":
+        (run,) = message.program.instructions
+        assert isinstance(run, Run)
+        if run.label == "bad":
             raise ValueError("cannot compile")
-        self._programs[message.program_id] = message.program
+        self._programs[message.program_id] = run.label
         self._blobs |= message.blobs
         return m.Loaded(0.1, {0: len(message.blobs)})
 

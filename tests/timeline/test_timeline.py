@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 from docs_code import doc_code
 from models import grads_step, mlp
+from program_text import parse_program
 
 import jaxpp_async as jpp
 from jaxpp_async.errors import ActorDiedError, MeshClosedError, MeshError, StepAbortedError
-from jaxpp_async.program.actor_program import ActorProgram, format_program, parse_program
+from jaxpp_async.program.actor_program import ActorProgram, format_program
 from jaxpp_async.program.instructions import Recv, Run, Send, task_kind
 from jaxpp_async.protocol.clocks import Clocks
 from jaxpp_async.timeline import Recorded, Timeline, chrome_trace, make_timeline, write_trace
