@@ -191,9 +191,8 @@ def make_plan(program: ActorProgram) -> ExecutionPlan:
         ValueError: an instruction uses a buffer that does not exist at that point, or defines one that
             exists; or a number is out of its range.
     """
-    one_of_each: dict[
-        Aval, Aval
-    ] = {}  # a decoded program has an object for each slot, and few distinct avals
+    # A decoded program has an object for each slot, and few distinct avals.
+    one_of_each: dict[Aval, Aval] = {}
     avals = tuple([one_of_each.setdefault(aval, aval) for aval in program.avals])
     return _Planner(structs.replace(program, avals=avals)).plan()
 

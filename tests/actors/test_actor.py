@@ -483,6 +483,24 @@ async def test_requests_before_configure():
     await h.actors[0].aclose()
 
 
+@pytest.mark.parametrize(
+    ("instructions", "says"),
+    [
+        ([Input(9, 0)], "slot 9 does not exist; the program has 2 slots"),
+        ([Input(0, -1)], "arg -1 is negative"),
+        ([Input(0, 0, True), Run("f", 0, (0,), (1,), (-1,))], "position -1 of 1 inputs cannot be donated"),
+        ([Input(0, 0), Run("f", 5, (0,), (1,))], "the program came without this executable"),
+    ],
+)
+async def test_programs_that_cannot_be_are_refused_and_the_actor_goes_on(instructions, says):
+    async with harness() as h:
+        with pytest.raises(AssertionError, match=says):
+            await h.load(0, instructions, [V, V], [blob(double, V)])
+        await h.load(0, [Input(0, 0), Run("f", 0, (0,), (1,)), Output(1, 0)], [V, V], [blob(double, V)])
+        await h.put(0, 1, np.ones(8, np.float32))
+        await h.step(0, 0, {0: 1}, {0: 2})
+
+
 async def test_programs_that_do_not_fit_their_executables():
     async with harness() as h:
         with pytest.raises(AssertionError, match=r"output 0: the executable has float32\[8\]"):

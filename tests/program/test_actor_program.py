@@ -1,8 +1,9 @@
-"""Programs print as text that tells all of them, whatever they hold."""
+"""Programs travel as messages, and print as text that tells all of them, whatever they hold."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import ValidationError, msgpack
 from program_text import parse_aval, parse_program
 
 from jaxpp_async.program.actor_program import (
@@ -129,3 +130,27 @@ def test_every_program_survives_the_round_trip(program):
     text = format_program(program)
     assert text.isascii()
     assert parse_program(text) == program
+
+
+@settings(max_examples=300, deadline=None)
+@given(programs)
+def test_every_program_travels_as_a_message(program):
+    assert msgpack.decode(msgpack.encode(program), type=ActorProgram) == program
+
+
+@pytest.mark.parametrize(
+    ("instruction", "says"),
+    [
+        (["call", 1], "Invalid value 'call'"),
+        ([1], "Expected `str`, got `int`"),
+        (["delete"], "Expected `array` of at least length 2, got 1"),
+        (["delete", 1, 2], "Expected `array` of at most length 1, got 2"),
+        (["delete", True], "Expected `int`, got `bool`"),
+        (["run", "f", 0, [0], ["1"], []], "Expected `int`, got `str`"),
+    ],
+)
+def test_what_is_no_instruction_is_refused_with_its_position(instruction, says):
+    encoded = msgpack.encode([0, [["delete", 0], instruction], [], []])
+    with pytest.raises(ValidationError) as caught:
+        msgpack.decode(encoded, type=ActorProgram)
+    assert says in str(caught.value) and "`$[1][1]" in str(caught.value)
