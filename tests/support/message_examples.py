@@ -31,6 +31,8 @@ def draw(hint: Any, rng: random.Random, depth: int = 0) -> Any:
     few = 0 if depth > 6 else rng.choice((0, 1, 2, 3))
     if origin is tuple and args[-1:] == (Ellipsis,):
         return tuple(draw(args[0], rng, depth + 1) for _ in range(few))
+    if origin is frozenset:
+        return frozenset(draw(args[0], rng, depth + 1) for _ in range(few))
     if origin is tuple:
         return tuple(draw(of, rng, depth + 1) for of in args)
     if origin is dict:
