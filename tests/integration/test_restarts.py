@@ -295,7 +295,7 @@ async def test_a_second_death_while_the_first_is_mended(undisturbed):
                 kill(mesh, 0)
                 for _ in range(TURNS[i]):
                     await asyncio.sleep(0)
-                await until(lambda: mesh._running()._recovery.is_under_way, every_s=0)
+                await until(lambda: mesh._running()._recovery.is_restarting, every_s=0)
                 epoch = mesh._running()._actor_group.epoch
                 # its successor is being started
                 await until(lambda epoch=epoch: mesh._running()._actor_group.epoch > epoch, every_s=0)
@@ -511,7 +511,7 @@ async def test_an_error_of_the_users_own_is_no_reason_to_restart():
         mesh._running()._act_on(failure_policy.Failure(error))
         with pytest.raises((RemoteError, MeshClosedError), match="it does not divide"):
             await failing(array)
-        assert not mesh._running()._recovery.is_under_way
+        assert not mesh._running()._recovery.is_restarting
         assert not handle._task.cancelled()
 
 
