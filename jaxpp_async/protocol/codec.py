@@ -198,7 +198,7 @@ class _EnvelopeHead(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
 _ENVELOPE_HEAD = msgpack.Decoder(_EnvelopeHead)
 
 _DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
-"""The errors of the decoder: msgspec's, those about text that is not UTF-8, and that of too deep a nesting."""
+"""The errors of the decoder: those of msgspec, of text that is not UTF-8, and of too deep a nesting."""
 
 
 def _not_msgpack(error: Exception) -> ProtocolError:

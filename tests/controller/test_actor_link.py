@@ -1,4 +1,4 @@
-"""Direct tests of the numbers of requests, which a link gives when it sends them, and of the replies to them."""
+"""Direct tests of the numbers that a link gives to requests when it sends them, and of the replies."""
 
 from __future__ import annotations
 
