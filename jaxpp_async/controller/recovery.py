@@ -70,6 +70,7 @@ class State(Enum):
     LOADING = "loading"
     LINKING = "linking"
     RESTORING = "restoring"
+    HANDING_OVER = "handing over"
     ROLLING_BACK = "rolling back"
     PAUSING = "pausing"
     ENDED = "ended"
@@ -622,6 +623,9 @@ class Recovery:
     def _restore(self, now: float) -> list[Command]:
         return [*self.replicas.restore(self._lost)]
 
+    def _hand_over(self, now: float) -> list[Command]:
+        return [*self.replicas.hand_over(self._lost)]
+
     def _roll_back(self, now: float) -> list[Command]:
         whole = self.replicas.whole
         return [RollBack(None, 0) if whole is None else RollBack(whole.generation, whole.size_bytes)]
@@ -717,7 +721,8 @@ COURSE: Final = {
     State.CONNECTING: _Stage(Recovery._connect, State.LOADING),
     State.LOADING: _Stage(Recovery._load, State.LINKING),
     State.LINKING: _Stage(Recovery._link, State.RESTORING),
-    State.RESTORING: _Stage(Recovery._restore, State.ROLLING_BACK),
+    State.RESTORING: _Stage(Recovery._restore, State.HANDING_OVER),
+    State.HANDING_OVER: _Stage(Recovery._hand_over, State.ROLLING_BACK),
     State.ROLLING_BACK: _Stage(Recovery._roll_back, State.RUNNING),
     State.RUNNING: _Stage(Recovery._resume),
 }
@@ -743,6 +748,7 @@ _REACTIONS: Final = {
     State.LOADING:      (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
     State.LINKING:      (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
     State.RESTORING:    (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
+    State.HANDING_OVER: (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
     State.ROLLING_BACK: (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
     State.PAUSING:      (_no,   _begin, _no, _end, _no,   _no,   _no,    _retry, _no,    _close, _no),
     State.ENDED:        (_no,   _no,    _no, _no,  _no,   _no,   _no,    _no,    _no,    _no,    _no),

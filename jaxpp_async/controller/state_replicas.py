@@ -321,23 +321,29 @@ class StateReplicas:
         return None
 
     def restore(self, lost: Collection[ActorId]) -> list[ReplicaCommand]:
-        """Return the commands after which each part of the whole replica lies in both its places again.
-
-        The successors of the lost actors get their own parts back from the holders, and also the parts that
-        the lost actors kept for others. Until that is done, the loss of one more actor could lose its state.
+        """Return the commands that give the successors of lost actors their own parts of the whole replica.
 
         Args:
             lost: the actors that have been replaced, whose processes have neither arrays nor replicas.
         """
         if self.whole is None:
             return []
-        gone, routes = set(self._topology.processes_of_all(sorted(lost))), {}
-        for owner, holder in self.whole.holders.items():
-            if owner in gone:
-                routes[owner] = (holder, owner)
-            elif holder in gone:
-                routes[owner] = (owner, holder)
-        return [DropOthers(self.whole.generation), *self.whole.moves(routes)]
+        own = {p: (self.whole.holders[p], p) for p in self._topology.processes_of_all(lost)}
+        return [DropOthers(self.whole.generation), *self.whole.moves(own)]
+
+    def hand_over(self, lost: Collection[ActorId]) -> list[ReplicaCommand]:
+        """Return the commands that give the successors of lost actors the parts that these kept for others.
+
+        Until that is done, the loss of one more actor could lose its state. It is done after `restore`, since
+        no two parts may travel from one process to another at the same time: their transfers have equal tags.
+
+        Args:
+            lost: the actors that have been replaced.
+        """
+        if self.whole is None:
+            return []
+        gone = set(self._topology.processes_of_all(lost))
+        return [*self.whole.moves({p: (p, to) for p, to in self.whole.holders.items() if to in gone})]
 
 
 def choose_holders(hosts: Sequence[Sequence[str]]) -> dict[int, int]:

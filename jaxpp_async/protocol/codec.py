@@ -197,8 +197,8 @@ class _EnvelopeHead(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
 
 _ENVELOPE_HEAD = msgpack.Decoder(_EnvelopeHead)
 
-_DECODE_ERRORS = (ValueError, RecursionError)
-"""The errors of the decoder; those of msgspec, and those about text that is not UTF-8, are `ValueError`s."""
+_DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
+"""The errors of the decoder: those of msgspec, of text that is not UTF-8, and of too deep a nesting."""
 
 
 def _not_msgpack(error: Exception) -> ProtocolError:

@@ -116,8 +116,17 @@ def test_a_successor_gets_its_own_part_and_the_one_that_the_lost_actor_held():
     replicas = Replicas()
     replicas.make()
     commands = replicas.restore({1})
-    assert commands[0] == DropOthers(0)
-    assert moves(commands) == [(0, 0, 1), (1, 2, 1)]
+    assert commands[0] == DropOthers(0) and moves(commands) == [(1, 2, 1)]
+    assert moves(replicas.hand_over({1})) == [(0, 0, 1)]
+
+
+def test_no_two_parts_travel_between_the_same_processes_at_once():
+    for num_actors, lost in ((2, {0}), (2, {1}), (4, {0, 2}), (5, {1, 3})):
+        replicas = Replicas(num_actors)
+        replicas.make()
+        for commands in (replicas.restore(lost), replicas.hand_over(lost)):
+            pairs = [(source, to) for _, source, to in moves(commands)]
+            assert pairs and len(set(pairs)) == len(pairs)
 
 
 def test_parts_are_looked_for_where_they_were_put_also_if_a_successor_is_on_another_host():
@@ -125,7 +134,8 @@ def test_parts_are_looked_for_where_they_were_put_also_if_a_successor_is_on_anot
     replicas.hosts = ["a", "a", "b", "b"]  # so copies go to the actor after the next
     replicas.make()
     replicas.hosts = ["a", "b", "a", "b"]
-    assert moves(replicas.restore({1})) == [(1, 3, 1), (3, 3, 1)]
+    assert moves(replicas.restore({1})) == [(1, 3, 1)]
+    assert moves(replicas.hand_over({1})) == [(3, 3, 1)]
 
 
 def test_the_only_actor_has_its_copy_at_the_controller():
@@ -137,7 +147,7 @@ def test_the_only_actor_has_its_copy_at_the_controller():
 
 def test_without_a_replica_nothing_is_moved_and_nothing_is_lost():
     replicas = Replicas()
-    assert replicas.restore({1}) == [] and replicas.lost_together({0, 1, 2}) is None
+    assert replicas.restore({1}) == replicas.hand_over({1}) == [] and replicas.lost_together({0, 1, 2}) is None
 
 
 @pytest.mark.parametrize(("lost", "together"), [({1}, None), ({1, 2}, (1, 2)), ({0, 2}, (2, 0))])
