@@ -147,7 +147,9 @@ def test_the_only_actor_has_its_copy_at_the_controller():
 
 def test_without_a_replica_nothing_is_moved_and_nothing_is_lost():
     replicas = Replicas()
-    assert replicas.restore({1}) == replicas.hand_over({1}) == [] and replicas.lost_together({0, 1, 2}) is None
+    assert (
+        replicas.restore({1}) == replicas.hand_over({1}) == [] and replicas.lost_together({0, 1, 2}) is None
+    )
 
 
 @pytest.mark.parametrize(("lost", "together"), [({1}, None), ({1, 2}, (1, 2)), ({0, 2}, (2, 0))])
