@@ -187,7 +187,7 @@ class HoldBack:
 
 @dataclass(frozen=True, slots=True)
 class StopWork:
-    """A command to cancel all work that is still under way for earlier commands, for replicas and for new NCCL
+    """A command to cancel all work that is under way for earlier commands, for replicas and for new NCCL
     links, and to wait until it has stopped.
     """
 
