@@ -5,6 +5,9 @@ and the requests that were made since that replica are made again. Actors that w
 processes and their compiled programs. A caller that awaits a step only waits longer, and gets the same arrays
 as without a failure, since the same programs run on the same values in the same order.
 
+A failure may follow during a restart. Then another attempt begins from the start, and replaces the actors of
+both failures. Each attempt has a number, the epoch, so that late messages of an earlier one are recognized.
+
 `Recovery` is a pure state machine: `handle` takes an event and the time, and returns commands. Two tables at
 the end of this module are its whole course: `COURSE` says what each state of a restart begins with and which
 state follows, and `REACTIONS` says what is done about each event in each state. `request_history` decides
@@ -61,19 +64,19 @@ STORY_LINES = 60
 class State(Enum):
     """The states of the machine: the mesh starts, runs steps, is in one phase of a restart, or has ended."""
 
-    STARTING = "starting"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    REAPING = "reaping"
-    RENEWING = "renewing"
-    CONNECTING = "connecting"
-    LOADING = "loading"
-    LINKING = "linking"
-    RESTORING = "restoring"
-    HANDING_OVER = "handing over"
-    ROLLING_BACK = "rolling back"
-    PAUSING = "pausing"
-    ENDED = "ended"
+    STARTING = "starting"  # the actors start for the first time
+    RUNNING = "running"  # requests are sent at once
+    STOPPING = "stopping"  # work that is still under way is cancelled
+    REAPING = "reaping"  # all processes of lost actors are ended
+    RENEWING = "renewing"  # successors start, and the living processes make new transports
+    CONNECTING = "connecting"  # all transports are connected
+    LOADING = "loading"  # successors load their predecessors' programs
+    LINKING = "linking"  # NCCL links are made again
+    RESTORING = "restoring"  # successors get their own parts of the replica
+    HANDING_OVER = "handing over"  # successors get the parts that their predecessors kept for others
+    ROLLING_BACK = "rolling back"  # all processes replace their arrays by those of the replica
+    PAUSING = "pausing"  # an attempt has failed, and the next one has not begun
+    ENDED = "ended"  # the mesh is closed or has failed
 
 
 # ---------------------------------------------------------------- events
@@ -184,8 +187,8 @@ class HoldBack:
 
 @dataclass(frozen=True, slots=True)
 class StopWork:
-    """A command to cancel what commands of earlier attempts, replicas and new links still have under way, and
-    to wait until it has stopped.
+    """A command to cancel all work that is under way for earlier commands, for replicas and for new NCCL
+    links, and to wait until it has stopped.
     """
 
 
@@ -338,6 +341,7 @@ class Recovery:
         state: what the mesh does.
         epoch: the number of restarts so far, counting each attempt. Tags of transfers and steps contain it,
             so that messages from before a restart are recognized and ignored.
+        is_enabled: whether restarts are allowed at all.
         history: the requests that a restart may have to make again.
         replicas: the replicas of the state.
     """
@@ -443,6 +447,9 @@ class Recovery:
 
     @property
     def _retry_counts(self) -> bool:
+        """Whether the attempt after a pause counts as a restart of its own. After a failed start it does so
+        only if more than `FREE_STARTS` starts have failed in a row.
+        """
         return not isinstance(self._cause, LaunchError) or self._failed_starts > FREE_STARTS
 
     def _last_error(self, event: Event) -> ActorError | None:
@@ -510,6 +517,12 @@ class Recovery:
         return self._attempt(self._cause, counts=self._retry_counts)
 
     def _attempt(self, error: ActorError, *, counts: bool) -> list[Command]:
+        """Begin an attempt, and with it a new epoch.
+
+        Args:
+            error: the failure that it undoes, besides those that are not undone yet.
+            counts: whether the attempt counts as one of the allowed restarts.
+        """
         if not self.is_restarting:
             self._story.clear()
             self._began_s = self._now
