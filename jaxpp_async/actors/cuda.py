@@ -1,8 +1,7 @@
 """Use CUDA beside JAX: learn when arrays are computed, copy between devices, and describe the devices.
 
-`CudaDevices` is the interface, and `CupyDevices` implements it. CuPy is imported only on actors that have
-GPUs. Tests run the same code on CPUs with a fake implementation. This module allocates no device memory of
-its own.
+`CudaDevices` calls CUDA through CuPy, which is imported only on actors that have GPUs. Tests run the same
+code on CPUs with a stand-in for `CudaDevices`. This module allocates no device memory of its own.
 
 JAX does not give access to its streams. `array.__dlpack__(stream=s)` makes stream `s` wait until the array is
 computed, so an event that is recorded on `s` afterwards happens as soon as the array is computed. The capsule
@@ -27,7 +26,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
@@ -58,62 +57,6 @@ class DeviceCopy:
     size_bytes: int
 
 
-class CudaEvent(Protocol):
-    """A point in the devices' work that a thread can wait for."""
-
-    def wait(self) -> None:
-        """Block the calling thread, without holding the GIL, until the devices have reached this point of
-        their work.
-
-        Raises:
-            RuntimeError (or a subclass): the device failed.
-        """
-        ...
-
-
-class CudaStream(Protocol):
-    """A queue of work on all devices of the actor process, independent of other streams. Only one thread at a
-    time may use it."""
-
-    def record(self, arrays: Sequence[jax.Array]) -> CudaEvent:
-        """Return an event that happens once the given arrays are computed. The arrays may be donated after
-        this call.
-
-        The call blocks only for arrays of types that DLPack does not support, and where JAX uses its TFRT
-        client.
-        """
-        ...
-
-    def copy(self, copies: Sequence[DeviceCopy]) -> CudaEvent:
-        """Start copies, and return an event that happens once all of them have completed.
-
-        The caller must keep the memory alive until then. If a device refuses a copy, the event reports the
-        failure, and copies that were started earlier may still be under way.
-        """
-        ...
-
-
-class CudaDevices(Protocol):
-    """The devices of one actor process, with the CUDA operations that the actor needs and JAX does not
-    offer."""
-
-    def enter(self) -> None:
-        """Make the CUDA context of the first device current in the calling thread.
-
-        UCX uses the context that is current when it starts.
-        """
-        ...
-
-    def make_stream(self) -> CudaStream:
-        """Return a new `CudaStream`, which consists of one CUDA stream per device."""
-        ...
-
-    def hardware(self) -> Hardware:
-        """Return a description of the devices: their kind, number and memory, and the versions of CUDA and of
-        the driver."""
-        ...
-
-
 def open_cuda(devices: Sequence[Any], transport: str) -> CudaDevices | None:
     """If the transport moves GPU memory directly, open a process's GPUs for `DeviceWork`.
 
@@ -129,11 +72,11 @@ def open_cuda(devices: Sequence[Any], transport: str) -> CudaDevices | None:
     """
     if devices[0].platform not in ("gpu", "cuda") or not kind_of(transport).device_memory:
         return None
-    return CupyDevices(devices)
+    return CudaDevices(devices)
 
 
-class CupyDevices:
-    """An implementation of `CudaDevices` that calls CUDA through CuPy.
+class CudaDevices:
+    """The devices of one actor process, with the CUDA operations that the actor needs and JAX does not offer.
 
     Args:
         devices: the JAX devices of the process.
@@ -147,13 +90,20 @@ class CupyDevices:
         self._devices = tuple(devices)
 
     def enter(self) -> None:
+        """Make the CUDA context of the first device current in the calling thread.
+
+        UCX uses the context that is current when it starts.
+        """
         self._cuda.Device(_ordinal(self._devices[0])).use()
         self._cuda.runtime.free(0)  # creates the context, which `use` may not have done
 
     def make_stream(self) -> CudaStream:
-        return _CupyStream(self._cuda, self._devices)
+        """Return a new `CudaStream`, which consists of one CUDA stream per device."""
+        return CudaStream(self._cuda, self._devices)
 
     def hardware(self) -> Hardware:
+        """Return a description of the devices: their kind, number and memory, and the versions of CUDA and of
+        the driver."""
         runtime, first = self._cuda.runtime, self._devices[0]
         with self._cuda.Device(_ordinal(first)):
             _, memory_bytes = runtime.memGetInfo()
@@ -168,8 +118,9 @@ class CupyDevices:
         )
 
 
-class _CupyStream:
-    """An implementation of `CudaStream` that has one CUDA stream per device."""
+class CudaStream:
+    """A queue of work on all devices of the actor process, independent of other streams: one CUDA stream per
+    device. Only one thread at a time may use it."""
 
     def __init__(self, cuda: Any, devices: Sequence[Any]):
         self._cuda = cuda
@@ -179,6 +130,12 @@ class _CupyStream:
                 self._streams[ordinal] = cuda.Stream(non_blocking=True)
 
     def record(self, arrays: Sequence[jax.Array]) -> CudaEvent:
+        """Return an event that happens once the given arrays are computed. The arrays may be donated after
+        this call.
+
+        The call blocks only for arrays of types that DLPack does not support, and where JAX uses its TFRT
+        client.
+        """
         ordinals: dict[int, None] = {}
         for part in _parts(arrays):
             if not supports_dlpack(part):
@@ -191,6 +148,11 @@ class _CupyStream:
         return self._record(ordinals)
 
     def copy(self, copies: Sequence[DeviceCopy]) -> CudaEvent:
+        """Start copies, and return an event that happens once all of them have completed.
+
+        The caller must keep the memory alive until then. If a device refuses a copy, the event reports the
+        failure, and copies that were started earlier may still be under way.
+        """
         ordinals: dict[int, None] = {}
         try:
             for c in copies:
@@ -215,17 +177,23 @@ class _CupyStream:
                 event = self._cuda.Event(block=True, disable_timing=True)
                 event.record(self._streams[ordinal])
                 events.append(event)
-        return _CupyEvent(events, failure)
+        return CudaEvent(events, failure)
 
 
-class _CupyEvent:
-    """An implementation of `CudaEvent`: one CUDA event per device, and the exception of work that could not
-    be started."""
+class CudaEvent:
+    """A point in the devices' work that a thread can wait for: one CUDA event per device, and the exception
+    of work that could not be started."""
 
     def __init__(self, events: Sequence[Any], failure: Exception | None):
         self._events, self._failure = events, failure
 
     def wait(self) -> None:
+        """Block the calling thread, without holding the GIL, until the devices have reached this point of
+        their work.
+
+        Raises:
+            RuntimeError (or a subclass): the device failed.
+        """
         for event in self._events:
             event.synchronize()
         if self._failure is not None:

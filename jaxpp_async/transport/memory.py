@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport.base import Memory, OnEnd, Peer, TransportBase, check_tag
+from jaxpp_async.transport.base import Memory, OnEnd, Peer, Transport, check_tag
 from jaxpp_async.transport.network import Network
 
 Rule: TypeAlias = Callable[[Peer, Peer, int, int], float]
@@ -110,7 +110,7 @@ class _Link:
     sends: dict[_Transfer, _Message] = field(default_factory=dict)
 
 
-class MemoryTransport(TransportBase):
+class MemoryTransport(Transport):
     """A transport between peers in one process, on the running event loop; see `Transport` for the interface.
 
     Args:

@@ -30,7 +30,7 @@ from jaxpp_async.transport.base import (
     Memory,
     OnEnd,
     Peer,
-    TransportBase,
+    Transport,
     check_tag,
     seal,
     unseal,
@@ -50,10 +50,10 @@ topology of the whole machine."""
 _SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 
 
-class NcclTransport(TransportBase):
-    """A transport over NCCL, on the running event loop. The class implements `registry.OrderedTransport`,
-    except that NCCL cannot match messages by tag, complete a send that nobody receives, or notice that sizes
-    differ.
+class NcclTransport(Transport):
+    """A transport over NCCL, on the running event loop, which has to know the order of a program's transfers
+    before each step. NCCL cannot match messages by tag, complete a send that nobody receives, or notice that
+    sizes differ.
 
     Transfers with a peer can be posted once the peer is connected and `join` has made the links to it.
 
