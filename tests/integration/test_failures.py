@@ -35,6 +35,7 @@ from jaxpp_async.errors import (
     TransferError,
 )
 from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.launch.hosts import Settings
 from jaxpp_async.launch.inline import InlineLauncher
 from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.testing import assert_close
@@ -231,7 +232,7 @@ async def test_launches_that_fail(tmp_path):
         async with jpp.RemoteMesh(2, setup="faults:refuse", env=env):
             pass
     assert error.value.actor in (0, 1) and error.value.pid
-    absent = LocalLauncher(python=str(tmp_path / "absent"))
+    absent = LocalLauncher(settings=Settings(python=str(tmp_path / "absent")))
     with pytest.raises(LaunchError, match=r"actor \d could not be started: .*No such file"):
         async with jpp.RemoteMesh(2, launcher=absent):
             pass

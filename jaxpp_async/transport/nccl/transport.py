@@ -25,16 +25,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport.base import (
-    SEQUENCE_BITS,
-    Memory,
-    OnEnd,
-    Peer,
-    Transport,
-    check_tag,
-    seal,
-    unseal,
-)
+from jaxpp_async.transport.base import SEQUENCE_BITS, Memory, OnEnd, Peer, Transport, check_tag, seal, unseal
 from jaxpp_async.transport.nccl.library import NcclFailure, NcclLibrary, load_library
 from jaxpp_async.transport.nccl.link_end import LinkEnd, NcclTransfer
 from jaxpp_async.transport.nccl.order import NO_TRANSFERS, NcclLink, StepOrder, TransferDirection
