@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 
@@ -35,6 +33,9 @@ from jaxpp_async.base.install_hints import cuda_install, jax_cuda_majors
 from jaxpp_async.errors import InstallError
 from jaxpp_async.protocol.messages import Hardware
 from jaxpp_async.transport.registry import kind_of
+
+if TYPE_CHECKING:
+    from jaxpp_async.actors.setup import Job, JobThread
 
 _NO_DLPACK = ("float8", "float4", "float6", "int2", "int4", "uint2", "uint4")
 """The types that not every JAX can export through DLPack; JAX itself waits for arrays of these types."""
@@ -281,14 +282,13 @@ class DeviceWork:
 
     Args:
         devices: the devices.
-        name: the prefix of the names of the two threads that wait for the devices.
-        loop: the event loop.
+        run_thread: the thread that waits for executables. This object owns it.
+        copy_thread: the thread that waits for copies. This object owns it.
     """
 
-    def __init__(self, devices: CudaDevices, name: str, loop: asyncio.AbstractEventLoop):
+    def __init__(self, devices: CudaDevices, run_thread: JobThread, copy_thread: JobThread):
         self._runs, self._copies, self._device_copies = (devices.make_stream() for _ in range(3))
-        self._run_watcher = _Watcher(f"{name}-runs", loop)
-        self._copy_watcher = _Watcher(f"{name}-copies", loop)
+        self._run_thread, self._copy_thread = run_thread, copy_thread
 
     def after_run(self, outputs: Sequence[jax.Array], on_reached: OnReached) -> None:
         """Call `on_reached` on the event loop once an executable has computed its results.
@@ -300,7 +300,7 @@ class DeviceWork:
             outputs: the results of the executable, which all become ready at the same time.
             on_reached: takes the time at which the results were ready, and the device's exception or None.
         """
-        self._run_watcher.watch(self._runs.record(_last_to_wait_for(outputs)), on_reached)
+        self._run_thread.submit(_when_reached(self._runs.record(_last_to_wait_for(outputs)), on_reached))
 
     def after_copy(self, arrays: Sequence[jax.Array], on_reached: OnReached) -> None:
         """Call `on_reached` on the event loop once the given arrays are available.
@@ -308,51 +308,32 @@ class DeviceWork:
         This is for arrays that are not results of the latest executable, such as copies and step arguments.
         Must be called on the thread on which `after_run` is called.
         """
-        self._copy_watcher.watch(self._copies.record(arrays), on_reached)
+        self._copy_thread.submit(_when_reached(self._copies.record(arrays), on_reached))
 
     def copy_between_devices(self, copies: Sequence[DeviceCopy], on_reached: OnReached) -> None:
         """Copy bytes between devices, and call `on_reached` once all copies are complete. Must be called on
         the event loop."""
-        self._copy_watcher.watch(self._device_copies.copy(copies), on_reached)
+        self._copy_thread.submit(_when_reached(self._device_copies.copy(copies), on_reached))
 
     async def aclose(self, timeout_s: float = 1.0) -> None:
         """End the threads. A thread that still waits for its device after `timeout_s` seconds is
         abandoned."""
-        await asyncio.gather(self._run_watcher.aclose(timeout_s), self._copy_watcher.aclose(timeout_s))
+        await asyncio.gather(self._run_thread.aclose(timeout_s), self._copy_thread.aclose(timeout_s))
 
 
-class _Watcher:
-    """A thread that waits for CUDA events one after the other, and calls a function on the event loop after
-    each."""
+def _when_reached(event: CudaEvent, on_reached: OnReached) -> Job:
+    """Return a job that waits for a CUDA event and then has the event loop call `on_reached`."""
 
-    def __init__(self, name: str, loop: asyncio.AbstractEventLoop):
-        self._events: queue.SimpleQueue[tuple[CudaEvent, OnReached] | None] = queue.SimpleQueue()
-        self._loop = loop
-        # A daemon: a device that never answers must not keep the process alive.
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+    def wait() -> Callable[[], object]:
+        failure: Exception | None = None
+        try:
+            event.wait()
+        except Exception as error:
+            # every error of the device or its driver ends the step, with its own message
+            failure = error
+        return partial(on_reached, time.monotonic(), failure)
 
-    def watch(self, event: CudaEvent, on_reached: OnReached) -> None:
-        self._events.put((event, on_reached))
-
-    async def aclose(self, timeout_s: float) -> None:
-        self._events.put(None)
-        await asyncio.to_thread(self._thread.join, timeout_s)
-
-    def _work(self) -> None:
-        while (watched := self._events.get()) is not None:
-            event, on_reached = watched
-            failure: Exception | None = None
-            try:
-                event.wait()
-            except Exception as error:
-                # every error of the device or its driver ends the step, with its own message
-                failure = error
-            try:
-                self._loop.call_soon_threadsafe(partial(on_reached, time.monotonic(), failure))
-            except RuntimeError:  # the loop has closed: nothing waits for the event any more
-                return
-            del watched, event, on_reached  # they refer to arrays, and the next event may come much later
+    return wait
 
 
 def _last_to_wait_for(outputs: Sequence[jax.Array]) -> Sequence[jax.Array]:
