@@ -220,7 +220,7 @@ class _RequestDispatcher:
             ProtocolError: the request has no number, so it could not be answered.
         """
         if number is None:
-            raise ProtocolError(f"the controller sent a {type(message).__name__} without a number")
+            raise ProtocolError(f"the controller sent {type(message).__name__} without a number")
         if self._loop_spin is not None:
             self._loop_spin.end()
         if self._actor is None:

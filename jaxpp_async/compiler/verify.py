@@ -64,29 +64,25 @@ def _fail_transfer(tag: Tag, message: str) -> NoReturn:
     _fail(f"transfer with tag {tag}: {message}")
 
 
-def verify_programs(programs: Sequence[ActorProgram], *, complete: bool = True) -> None:
+def verify_programs(programs: Sequence[ActorProgram]) -> None:
     """Check all programs of a step, each by itself and all of them together.
 
     Args:
         programs: one program per actor.
-        complete: whether to check also that every buffer is deleted, donated or returned by the end; see
-            `verify_program`.
 
     Raises:
         InternalError: a program is invalid, or the programs do not fit together.
         ScheduleError: the programs deadlock; the message says which actor waits for which.
     """
-    verify_alone(programs, complete=complete)
+    verify_alone(programs)
     verify_together(programs)
 
 
-def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> None:
+def verify_alone(programs: Sequence[ActorProgram]) -> None:
     """Check each program of a step by itself; see `verify_program`.
 
     Args:
         programs: one program per actor.
-        complete: whether to check also that every buffer is deleted, donated or returned by the end; see
-            `verify_program`.
 
     Raises:
         InternalError: a program is invalid; the message names the actor and the instruction.
@@ -94,7 +90,7 @@ def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> 
     for actor, p in enumerate(programs):
         if p.actor != actor:
             _fail(f"program {actor} is actor {p.actor}'s")
-        verify_program(p, complete=complete)
+        verify_program(p)
 
 
 def verify_together(programs: Sequence[ActorProgram]) -> None:
@@ -252,25 +248,23 @@ class AssignedIds:
 # ---------------------------------------------------------------- one program
 
 
-def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
+def verify_program(program: ActorProgram) -> None:
     """Check one actor's program by itself.
 
     The rules are: each buffer slot is assigned once; a buffer is read only after it was made and before it is
     deleted, donated or returned; only buffers that belong to the program are donated or deleted; all `Run`
-    instructions of an executable donate the same positions.
+    instructions of an executable donate the same positions; by the end every buffer is deleted, donated or
+    returned, except for arguments that the caller keeps.
 
     Args:
-        program: the program of one actor.
-        complete: whether to check also that every buffer is deleted, donated or returned by the end, except
-            for arguments that the caller keeps. This must be False for programs to which
-            `lowering.delete_buffers` was not applied yet.
+        program: the program of one actor, with its deletions.
 
     Raises:
         InternalError: the program is invalid; the message names the actor and the instruction.
     """
     check = _ProgramCheck(program)
     check.run()
-    if complete and (left := check.live - check.kept):
+    if left := check.live - check.kept:
         check.fail(f"b{min(left)} is still held at the end")
     if not all(0 <= b < len(program.avals) for b in program.uncounted):
         check.fail(f"uncounted slots {sorted(program.uncounted)} of {len(program.avals)}")

@@ -59,7 +59,7 @@ STORY_LINES = 60
 
 
 class State(Enum):
-    """What a mesh does: it runs steps, or it is in one of the states of a restart."""
+    """The states of the machine: the mesh starts, runs steps, is in one phase of a restart, or has ended."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -70,6 +70,7 @@ class State(Enum):
     LOADING = "loading"
     LINKING = "linking"
     RESTORING = "restoring"
+    HANDING_OVER = "handing over"
     ROLLING_BACK = "rolling back"
     PAUSING = "pausing"
     ENDED = "ended"
@@ -275,15 +276,9 @@ class WakeUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
-    """A command to tell the failure policy of a failed transfer between processes."""
-
-    error: TransferError
-
-
-@dataclass(frozen=True, slots=True)
 class GiveUpReplica:
-    """A command to report that no replica could be made; the one before it stays valid.
+    """A command to report that no replica could be made; the one before it stays valid. If a transfer failed,
+    the failure policy has to judge that.
 
     Args:
         error: the reason.
@@ -308,16 +303,14 @@ class EndMesh:
 RestartCommand: TypeAlias = (
     StopWork | Reap | StartSuccessor | RenewTransport | ConnectAll | LoadPrograms | MakeLinks | RollBack
 )
-Command: TypeAlias = (
-    RestartCommand | ReplicaCommand | HoldBack | Resume | WakeUp | Suspect | GiveUpReplica | EndMesh
-)
+Command: TypeAlias = RestartCommand | ReplicaCommand | HoldBack | Resume | WakeUp | GiveUpReplica | EndMesh
 
 
 # ---------------------------------------------------------------- the machine
 
 
 class Meaning(Enum):
-    """What an event means to the machine at the moment at which it arrives."""
+    """The meanings of events: each event has one of them, which depends on the machine when it arrives."""
 
     STARTED = "the mesh has started"
     LOSS = "a failure that a restart can undo"
@@ -403,9 +396,13 @@ class Recovery:
             case MeshClosed():
                 return Meaning.CLOSE
             case FailureFound(error, _):
-                return self._meaning_of_failure(error, now)
+                if self.is_restarting and self._is_echo(error):
+                    return Meaning.ECHO
+                return Meaning.LOSS if self._last_error(event, now) is None else Meaning.FINAL
             case TimePassed():
-                return self._meaning_of_time(now)
+                if self.state is not State.PAUSING:
+                    return Meaning.NOTHING
+                return Meaning.RETRY if self._last_error(event, now) is None else Meaning.FINAL
             case StepSent():
                 self.replicas.count_step()
                 return Meaning.REPLICA if self.is_enabled and self.replicas.is_due else Meaning.NOTHING
@@ -425,23 +422,6 @@ class Recovery:
             case _:
                 return Meaning.NOTHING
 
-    def _meaning_of_failure(self, error: ActorError, now: float) -> Meaning:
-        if not self.is_enabled or self.state is State.STARTING or not can_be_undone(error):
-            return Meaning.FINAL
-        if self.is_restarting and self._is_echo(error):
-            return Meaning.ECHO
-        return (
-            Meaning.LOSS if self._obstacle(error, now, counts=self._counts(error)) is None else Meaning.FINAL
-        )
-
-    def _meaning_of_time(self, now: float) -> Meaning:
-        if self.state is not State.PAUSING or self._cause is None:
-            return Meaning.NOTHING
-        if not can_be_undone(self._cause):
-            return Meaning.FINAL
-        obstacle = self._obstacle(self._cause, now, counts=self._retry_counts)
-        return Meaning.RETRY if obstacle is None else Meaning.FINAL
-
     def _is_echo(self, error: ActorError) -> bool:
         """Return whether a failure follows from those that the present attempt undoes already.
 
@@ -449,9 +429,9 @@ class Recovery:
         is also so for failed transfers.
         """
         is_transfer = isinstance(error, TransferError | RemoteError)
-        return error.actor in self._lost - self._up or (
-            is_transfer and self.state in (State.STOPPING, State.REAPING)
-        )
+        is_known = error.actor in self._lost - self._up
+        is_early = is_transfer and self.state in (State.STOPPING, State.REAPING)
+        return can_be_undone(error) and (is_known or is_early)
 
     def _counts(self, error: ActorError) -> bool:
         """Return whether a failure counts as a restart of its own. Actors on one host may die together, which
@@ -464,15 +444,34 @@ class Recovery:
     def _retry_counts(self) -> bool:
         return not isinstance(self._cause, LaunchError) or self._failed_starts > FREE_STARTS
 
-    def _obstacle(self, error: ActorError, now: float, *, counts: bool) -> ActorError | None:
-        """Return the error with which the mesh has to end because a restart is not allowed or cannot restore
-        the arrays, or None.
+    def _last_error(self, event: Event, now: float) -> ActorError | None:
+        """Return the error with which the mesh has to end because of an event, or None if it can go on."""
+        match event:
+            case FailureFound(error, _):
+                return self._refusal(error, now, counts=self._counts(error))
+            case TimePassed() if self._cause is not None:
+                return self._refusal(self._cause, now, counts=self._retry_counts)
+            case NotCarriedOut(_, _, error):
+                cause = self._cause or ActorDiedError("a failure that is undone already")
+                if isinstance(error, MeshError):
+                    # The new processes have other devices or another NCCL, and so would further ones.
+                    return abandoned(cause, f"lost actors could not be replaced: {error}", LaunchError)
+                # This is a bug or a launcher's own error. The mesh must not hang in the middle of a restart.
+                text = f"the restart failed: {error!r}; its cause: {cause}"
+                return abandoned(cause, text, ActorDiedError)
+            case _:
+                return None
+
+    def _refusal(self, error: ActorError, now: float, *, counts: bool) -> ActorError | None:
+        """Return the error that tells why no restart undoes a failure, or None if one may.
 
         Args:
-            error: the failure.
+            error: the failure, which is returned itself if no restart could help.
             now: the time in seconds.
             counts: whether the restart counts as one of the allowed ones.
         """
+        if not self.is_enabled or self.state is State.STARTING or not can_be_undone(error):
+            return error
         if counts and not self._budget.allows(now):
             text = (
                 f"more than {self._budget.limit} restarts within {WINDOW_S / 60:g} minutes (max_restarts): "
@@ -567,13 +566,12 @@ class Recovery:
         if not isinstance(event, NotCarriedOut):
             return [*self.replicas.begin()]
         self.replicas.cancel()
-        if isinstance(event.error, TransferError):
-            return [Suspect(event.error)]
         return [GiveUpReplica(event.error)]
 
     def _end(self, event: Event, now: float) -> list[Command]:
         """End the mesh with the error that tells why no restart helps."""
         error = self._last_error(event, now)
+        assert error is not None  # the event means that the mesh ends
         if self.is_restarting:
             self._tell(f"{self.state.value}: {_describe(event)} -> {State.ENDED.value}", now)
             story = "\n".join(f"  {line}" for line in self._story)
@@ -588,24 +586,6 @@ class Recovery:
         self.replicas.cancel()
         self.history.clear()
         return []
-
-    def _last_error(self, event: Event, now: float) -> ActorError:
-        """Return the error with which the mesh ends because of an event that means `FINAL`."""
-        if isinstance(event, FailureFound):
-            if not self.is_enabled or self.state is State.STARTING or not can_be_undone(event.error):
-                return event.error
-            return self._obstacle(event.error, now, counts=self._counts(event.error)) or event.error
-        cause = self._cause or ActorDiedError("a failure that is undone already")
-        if isinstance(event, TimePassed):
-            if not can_be_undone(cause):
-                return cause
-            return self._obstacle(cause, now, counts=self._retry_counts) or cause
-        assert isinstance(event, NotCarriedOut)
-        if isinstance(event.error, MeshError):
-            # The new processes have other devices or another NCCL, and so would those of a further attempt.
-            return abandoned(cause, f"lost actors could not be replaced: {event.error}", LaunchError)
-        # This is a bug or a launcher's own error. The mesh must not hang in the middle of a restart.
-        return abandoned(cause, f"the restart failed: {event.error!r}; its cause: {cause}", ActorDiedError)
 
     def _tell(self, line: str, now: float) -> None:
         self._story.append(f"{now - self._began_s:6.1f} s  {line}")
@@ -642,6 +622,9 @@ class Recovery:
 
     def _restore(self, now: float) -> list[Command]:
         return [*self.replicas.restore(self._lost)]
+
+    def _hand_over(self, now: float) -> list[Command]:
+        return [*self.replicas.hand_over(self._lost)]
 
     def _roll_back(self, now: float) -> list[Command]:
         whole = self.replicas.whole
@@ -738,7 +721,8 @@ COURSE: Final = {
     State.CONNECTING: _Stage(Recovery._connect, State.LOADING),
     State.LOADING: _Stage(Recovery._load, State.LINKING),
     State.LINKING: _Stage(Recovery._link, State.RESTORING),
-    State.RESTORING: _Stage(Recovery._restore, State.ROLLING_BACK),
+    State.RESTORING: _Stage(Recovery._restore, State.HANDING_OVER),
+    State.HANDING_OVER: _Stage(Recovery._hand_over, State.ROLLING_BACK),
     State.ROLLING_BACK: _Stage(Recovery._roll_back, State.RUNNING),
     State.RUNNING: _Stage(Recovery._resume),
 }
@@ -764,6 +748,7 @@ _REACTIONS: Final = {
     State.LOADING:      (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
     State.LINKING:      (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
     State.RESTORING:    (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
+    State.HANDING_OVER: (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
     State.ROLLING_BACK: (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
     State.PAUSING:      (_no,   _begin, _no, _end, _no,   _no,   _no,    _retry, _no,    _close, _no),
     State.ENDED:        (_no,   _no,    _no, _no,  _no,   _no,   _no,    _no,    _no,    _no,    _no),

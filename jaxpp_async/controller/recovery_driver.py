@@ -96,14 +96,21 @@ class RecoveryDriver:
 
     def handle(self, event: r.Event) -> None:
         """Report an event to the state machine, and begin to carry out the commands that follow."""
-        for command in self.recovery.handle(event, time.monotonic()):
+        commands = self.recovery.handle(event, time.monotonic())
+        epoch = self.recovery.epoch
+        for command in commands:
             try:
                 work = _CARRY_OUT[type(command)](self, command)
-            except Exception as error:  # a bug, which must not leave the mesh in the middle of a restart
-                work = _fail(error)
+            except Exception as error:
+                # Not in a task, which `StopWork` could cancel. The mesh would then hang in a restart.
+                asyncio.get_running_loop().call_soon(self._report_failure, command, epoch, error)
+                continue
             if work is not None:
-                name = f"recovery: {type(command).__name__}"
-                self._tasks.start(name, self._report(command, self.recovery.epoch, work))
+                task = self._tasks.start(
+                    f"recovery: {type(command).__name__}", self._report(command, epoch, work)
+                )
+                # A task that is cancelled before it has begun leaves its work behind.
+                task.add_done_callback(lambda _, work=work: work.close())
         if self.recovery.replicas.stage is s.Stage.IDLE:
             self._no_replica_in_making.set()
         else:
@@ -142,7 +149,7 @@ class RecoveryDriver:
                 )
                 return
 
-    async def _report(self, command: r.Command, epoch: int, work: Awaitable[object]) -> None:
+    async def _report(self, command: r.Command, epoch: int, work: Coroutine[Any, Any, object]) -> None:
         """Wait until a command has been carried out, and report the outcome.
 
         Args:
@@ -153,11 +160,14 @@ class RecoveryDriver:
         try:
             result = await work
         except Exception as error:
-            if not isinstance(error, ActorError | MeshError):
-                _LOG.exception("%s failed", command)
-            self.handle(r.NotCarriedOut(epoch, command, error))
+            self._report_failure(command, epoch, error)
         else:
             self.handle(r.CarriedOut(epoch, command, result))
+
+    def _report_failure(self, command: r.Command, epoch: int, error: Exception) -> None:
+        if not isinstance(error, ActorError | MeshError):  # a bug, or a launcher's own error
+            _LOG.error("%s failed", command, exc_info=error)
+        self.handle(r.NotCarriedOut(epoch, command, error))
 
     # ------------------------------------------------------------ the course of a restart
 
@@ -200,7 +210,7 @@ class RecoveryDriver:
                 await self._actor_group.reset_transport(process)
         except (TimeoutError, RemoteError) as error:
             info = self._actor_group.links[process].info
-            why = error or "no answer"
+            why = str(error) or "no answer"
             what = f"{info} did not drop its work within {ABORT_S:g} s of a failure elsewhere: {why}"
             raise ActorUnresponsiveError(what, **location(info)) from error
 
@@ -317,7 +327,9 @@ class RecoveryDriver:
         _LOG.debug("replica %d of the state is whole", command.generation)
 
     def _give_up_replica(self, command: r.GiveUpReplica) -> None:
-        if isinstance(command.error, RemoteError):  # such as too little memory; the previous one is valid
+        if isinstance(command.error, TransferError):
+            self._suspect(command.error)
+        elif isinstance(command.error, RemoteError):  # such as too little memory; the previous one is valid
             _LOG.warning(
                 "no replica of the state could be made, the next is tried in %d steps: %s",
                 self._replica_every,
@@ -325,13 +337,6 @@ class RecoveryDriver:
             )
         else:  # the mesh has ended, and later calls raise the reason
             _LOG.debug("a replica of the state was not finished: %s", first_line(command.error))
-
-    def _suspect_link(self, command: r.Suspect) -> None:
-        self._suspect(command.error)
-
-
-async def _fail(error: Exception) -> None:
-    raise error
 
 
 _CARRY_OUT: Final[dict[type, Callable[[RecoveryDriver, Any], Coroutine[Any, Any, object] | None]]] = {
@@ -352,6 +357,5 @@ _CARRY_OUT: Final[dict[type, Callable[[RecoveryDriver, Any], Coroutine[Any, Any,
     s.AwaitAnswers: RecoveryDriver._await_answers,
     s.DropOthers: RecoveryDriver._drop_others,
     r.GiveUpReplica: RecoveryDriver._give_up_replica,
-    r.Suspect: RecoveryDriver._suspect_link,
 }
 """How each command is carried out: at once, or by a coroutine whose outcome is reported."""

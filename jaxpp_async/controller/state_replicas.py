@@ -10,13 +10,12 @@ new one forgotten. The code is pure: it sends nothing and waits for nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
 from jaxpp_async.controller.request_history import RequestHistory
-from jaxpp_async.layout.state_replicas import choose_holders
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
 from jaxpp_async.protocol.actor_info import Topology
 from jaxpp_async.protocol.messages import ReplicaArray
@@ -162,7 +161,7 @@ class LostTogether:
 
 
 class Stage(Enum):
-    """What the present making of a replica waits for."""
+    """The stages in the making of a replica. Each value says what the replica waits for."""
 
     IDLE = "no replica is being made"
     COPYING = "the processes copy their arrays"
@@ -322,23 +321,54 @@ class StateReplicas:
         return None
 
     def restore(self, lost: Collection[ActorId]) -> list[ReplicaCommand]:
-        """Return the commands after which each part of the whole replica lies in both its places again.
-
-        The successors of the lost actors get their own parts back from the holders, and also the parts that
-        the lost actors kept for others. Until that is done, the loss of one more actor could lose its state.
+        """Return the commands that give the successors of lost actors their own parts of the whole replica.
 
         Args:
             lost: the actors that have been replaced, whose processes have neither arrays nor replicas.
         """
         if self.whole is None:
             return []
-        gone, routes = set(self._topology.processes_of_all(sorted(lost))), {}
-        for owner, holder in self.whole.holders.items():
-            if owner in gone:
-                routes[owner] = (holder, owner)
-            elif holder in gone:
-                routes[owner] = (owner, holder)
-        return [DropOthers(self.whole.generation), *self.whole.moves(routes)]
+        own = {p: (self.whole.holders[p], p) for p in self._topology.processes_of_all(lost)}
+        return [DropOthers(self.whole.generation), *self.whole.moves(own)]
+
+    def hand_over(self, lost: Collection[ActorId]) -> list[ReplicaCommand]:
+        """Return the commands that give the successors of lost actors the parts that these kept for others.
+
+        Until that is done, the loss of one more actor could lose its state. It is done after `restore`, since
+        no two parts may travel from one process to another at the same time: their transfers have equal tags.
+
+        Args:
+            lost: the actors that have been replaced.
+        """
+        if self.whole is None:
+            return []
+        gone = set(self._topology.processes_of_all(lost))
+        return [*self.whole.moves({p: (p, to) for p, to in self.whole.holders.items() if to in gone})]
+
+
+def choose_holders(hosts: Sequence[Sequence[str]]) -> dict[int, int]:
+    """Choose for each actor another actor that keeps the copy of its arrays for restarts.
+
+    Each copy is kept by the actor whose id is a fixed number higher, modulo the number of actors, so each
+    actor keeps one copy. The number is chosen so that as few copies as possible are on the same host as the
+    original, since a host may be lost as a whole.
+
+    Args:
+        hosts: for each actor, in order of id, the host of each of the actor's processes, in order of rank.
+            There must be at least two actors.
+
+    Returns:
+        A dictionary. Its keys are the ids of all actors; its values are the ids of the actors that keep the
+        copies.
+    """
+    count = len(hosts)
+
+    def count_pairs_on_one_host(shift: int) -> int:
+        shifted = zip(hosts, [*hosts[shift:], *hosts[:shift]], strict=True)
+        return sum(one == other for pair in shifted for one, other in zip(*pair, strict=True))
+
+    shift = min(range(1, count), key=count_pairs_on_one_host)
+    return {k: (k + shift) % count for k in range(count)}
 
 
 # ---------------------------------------------------------------- the course of a replica

@@ -24,7 +24,6 @@ from jaxpp_async.doctor import protocol
 from jaxpp_async.doctor.facts import ClockDifference, Examination, HostReport, LinkReport, RequestedRun
 from jaxpp_async.doctor.gather import CHILD_S
 from jaxpp_async.errors import MeshError
-from jaxpp_async.launch.commands import command_here, command_there
 from jaxpp_async.launch.host_agent_client import HostProgram, ProgramNotStartedError, Reach
 from jaxpp_async.launch.hosts import (
     ANY,
@@ -37,6 +36,7 @@ from jaxpp_async.launch.hosts import (
 )
 from jaxpp_async.launch.login_errors import Explanation, explain_python
 from jaxpp_async.launch.remote import MAX_HANDSHAKES, CommandReach, Timeouts
+from jaxpp_async.launch.run_module import command_here, command_there
 
 HERE = "this machine"
 PROGRAM = "jaxpp_async.doctor.host"

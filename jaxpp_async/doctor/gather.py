@@ -34,7 +34,7 @@ from jaxpp_async.doctor.facts import (
     Ucx,
     UcxResource,
 )
-from jaxpp_async.launch.commands import command_here, inherited_environment
+from jaxpp_async.launch.run_module import command_here, inherited_environment
 
 PACKAGES = (
     "jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes", "msgspec", "flatbuffers", "uvloop",

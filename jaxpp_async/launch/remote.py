@@ -28,7 +28,6 @@ from rich.text import Text
 import jaxpp_async
 from jaxpp_async.base.install_hints import SAME_VERSIONS
 from jaxpp_async.errors import HandshakeError, LaunchError
-from jaxpp_async.launch.commands import command_here, command_there, inherited_environment
 from jaxpp_async.launch.host_agent_client import HostAgentClient, ProgramNotStartedError, Reach, Stream
 from jaxpp_async.launch.host_agent_protocol import AgentHello
 from jaxpp_async.launch.hosts import (
@@ -45,6 +44,7 @@ from jaxpp_async.launch.hosts import (
 from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
 from jaxpp_async.launch.login_errors import Explanation, explain_python
 from jaxpp_async.launch.process_supervisor import Death, ProcessSupervisor, SupervisedProcess, print_to_stderr
+from jaxpp_async.launch.run_module import command_here, command_there, inherited_environment
 from jaxpp_async.launch.spawn import ActorRequest
 from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.protocol.frames import version_mismatch

@@ -20,8 +20,8 @@ from typing import Any, Final, TypeVar
 
 from jaxpp_async.base.gpu_inventory import VISIBLE, GpuShare, choose_gpus, gpu_environment, visible_gpus
 from jaxpp_async.errors import MeshError
-from jaxpp_async.launch.commands import command_here, command_there, inherited_environment
 from jaxpp_async.launch.process_supervisor import ProcessSupervisor, SupervisedProcess
+from jaxpp_async.launch.run_module import command_here, command_there, inherited_environment
 from jaxpp_async.protocol.actor_info import ProgressPage, make_page
 from jaxpp_async.transport.ucx.net_devices import DEVICES, check_devices
 

@@ -2,7 +2,7 @@
 
 On a connection a message travels in an envelope: an array of the number of the request that the message makes
 or answers, and of the message. The number is None if the message belongs to no request. A message is an array
-of its class's name and its fields, and a `messages.Part` an array of its fields.
+of its class's name and its fields, and a `messages.MessagePart` is an array of its fields.
 
 The encoder does not check types, because it gets only objects that this process has made. The decoder trusts
 no input. A header may announce any length, but msgspec allocates at most 16 elements of an array before it
@@ -197,8 +197,8 @@ class _EnvelopeHead(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
 
 _ENVELOPE_HEAD = msgpack.Decoder(_EnvelopeHead)
 
-_DECODE_ERRORS = (ValueError, RecursionError)
-"""The errors of the decoder; those of msgspec, and those about text that is not UTF-8, are `ValueError`s."""
+_DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
+"""The errors of the decoder: those of msgspec, of text that is not UTF-8, and of too deep a nesting."""
 
 
 def _not_msgpack(error: Exception) -> ProtocolError:

@@ -41,7 +41,7 @@ from msgspec import Raw
 from jaxpp_async.errors import HandshakeError, ProtocolError
 from jaxpp_async.protocol import codec
 from jaxpp_async.protocol.codec import Envelope, decode_as, decoder_of, pack
-from jaxpp_async.protocol.messages import Beat, Message, Part, accepted_messages
+from jaxpp_async.protocol.messages import Beat, Message, MessagePart, accepted_messages
 
 T = TypeVar("T")
 
@@ -399,7 +399,7 @@ _HANDSHAKE_STEPS: Final[dict[tuple[Role, State], Callable[[Wire, bytes], None]]]
 # ---------------------------------------------------------------- greetings, proofs and keys
 
 
-class Hello(Part):
+class Hello(MessagePart):
     """The first handshake message, from the actor to the controller: the actor's identity, version and
     nonce.
     """
@@ -412,7 +412,7 @@ class Hello(Part):
     channel: Channel = "control"
 
 
-class Challenge(Part):
+class Challenge(MessagePart):
     """The second handshake message, from the controller to the actor: the controller's version, nonce and
     proof that it knows the secret.
     """
@@ -423,7 +423,7 @@ class Challenge(Part):
     proof: bytes
 
 
-class Proof(Part):
+class Proof(MessagePart):
     """The last handshake message, from the actor to the controller: the proof that the actor knows the
     secret.
     """

@@ -69,7 +69,7 @@ class LineProtocol(Generic[O, R]):
     def _read(self, text: str | bytes, accepted: Any) -> Any:
         try:
             return msgspec.convert(json.loads(text if isinstance(text, str) else text.decode()), accepted)
-        except (ValueError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
+        except (msgspec.ValidationError, ValueError, RecursionError) as error:
             cause = type(error).__name__
         # Raised outside the handler: the decoding error contains the whole line and would become the context.
         raise ValueError(f"no message of {self._whose} ({cause})")

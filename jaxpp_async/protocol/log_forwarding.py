@@ -204,7 +204,7 @@ def as_message(record: logging.LogRecord, step: int | None) -> Log:
         "thread": printable(record.threadName or ""),
         "created": record.created,
         "file": printable(record.pathname),
-        "line": record.lineno,
+        "line": record.lineno or 0,
     }
     if traceback := _traceback(record):
         fields["traceback"] = printable(traceback)

@@ -99,7 +99,7 @@ Setting: TypeAlias = bool | int | float | str | None
 
 
 @dataclass_transform(frozen_default=True)
-class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+class MessagePart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The base class of data inside messages. An instance travels as an array of its fields' values.
 
     Instances refer to plain data and to other parts, so they form no cycles, and Python's garbage collector
@@ -107,7 +107,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """
 
 
-class Message(Part, tag=True):
+class Message(MessagePart, tag=True):
     """The base class of messages. A message travels as an array of its class's name and its fields."""
 
 
@@ -277,7 +277,7 @@ class Configure(Request):
     address: str | None = None
 
 
-class Cluster(Part):
+class Cluster(MessagePart):
     """A description of how the processes of an actor find each other, for an actor that has several.
 
     Args:
@@ -298,7 +298,7 @@ class Cluster(Part):
         return len(self.addresses)
 
 
-class Hardware(Part):
+class Hardware(MessagePart):
     """A description of the devices of an actor's process.
 
     Args:
@@ -409,7 +409,7 @@ class JoinLinks(Request):
     links: tuple[JoinLink, ...]
 
 
-class JoinLink(Part):
+class JoinLink(MessagePart):
     """A description of a link to make: an NCCL communicator for one direction between a device of one process
     and a device of another (see `transport.nccl.order.NcclLink`).
 
@@ -523,7 +523,7 @@ class Step(Request):
         return msgspec.structs.replace(self, epoch=epoch)
 
 
-class StepStats(Part):
+class StepStats(MessagePart):
     """The times of one actor in one step, in seconds, and its memory use, in bytes.
 
     Args:
@@ -567,7 +567,7 @@ class Store(Request):
     frees: tuple[ArrayId, ...]
 
 
-class Put(Part):
+class Put(MessagePart):
     """A host value for a process to store as an array; part of `Store` and of `Step`.
 
     Args:
@@ -730,7 +730,7 @@ class ReadFile(Request):
     parts: tuple[FilePart, ...]
 
 
-class FilePart(Part):
+class FilePart(MessagePart):
     """An array for a process to read, as part of a `ReadFile` request.
 
     Args:
@@ -749,7 +749,7 @@ class FilePart(Part):
     pieces: tuple[FilePiece, ...] = ()
 
 
-class FilePiece(Part):
+class FilePiece(MessagePart):
     """One piece of an array that several processes have written in pieces, and the file that contains this
     piece.
 
@@ -825,7 +825,7 @@ class TakeReplica(Request):
     generation: int
 
 
-class ReplicaArray(Part):
+class ReplicaArray(MessagePart):
     """A description of one array of a replica (a copy of a process's arrays for restarts).
 
     Args:
@@ -966,7 +966,7 @@ class Report(Request):
     rules = Rules(reply=Reported)
 
 
-class OpenTransfer(Part):
+class OpenTransfer(MessagePart):
     """A transfer of a step that is not complete: its data has not arrived, or has not been sent.
 
     Args:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import gc
 import inspect
 import itertools
@@ -322,6 +323,7 @@ def reads(monkeypatch) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     original = CheckpointRequests.read
 
+    @functools.wraps(original)
     def read(self: Any, message: Any) -> Any:
         found.setdefault(id(self), []).extend(part.name for part in message.parts)
         return original(self, message)
@@ -330,7 +332,7 @@ def reads(monkeypatch) -> dict[int, list[str]]:
     return found
 
 
-async def test_another_number_of_actors_schedule_and_sharding(mesh, remote_mesh, tmp_path, reads):
+async def test_another_number_of_actors_schedule_and_sharding(reads, mesh, remote_mesh, tmp_path):
     step = mesh.distributed(train_step, donate_argnums=0)
     state, _ = await mesh.run(step, new_state(), batch(0))
     await mesh.save(tmp_path, state)

@@ -170,7 +170,7 @@ class Controller:
     is_closed = False
 
     def __init__(self):
-        self.processes, self.request_log, self.asked, self.replies = Topology(2), self, [], []
+        self.processes, self.requests, self.asked, self.replies = Topology(2), self, [], []
 
     def send_each(self, messages, *, awaited):
         assert not awaited
@@ -178,7 +178,7 @@ class Controller:
         loop = asyncio.get_running_loop()
         futures = {process: loop.create_future() for process in messages}
         self.replies += futures.values()
-        return futures
+        return {process: SimpleNamespace(future=future) for process, future in futures.items()}
 
 
 async def test_every_actor_is_told_to_remove_the_files_and_the_folder_is_free_once_all_have(caplog):

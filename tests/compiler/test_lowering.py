@@ -26,7 +26,7 @@ from jaxpp_async.compiler.lowering import (
     peak_plan,
     plan_transfers,
 )
-from jaxpp_async.compiler.verify import verify_graph, verify_programs
+from jaxpp_async.compiler.verify import verify_graph, verify_programs, verify_together
 from jaxpp_async.program.actor_program import ActorProgram, format_program
 from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Run, Send, runs
 
@@ -397,8 +397,8 @@ def test_pipelines_lower_to_valid_programs(order, num_stages):
 def test_every_stage_leaves_valid_programs():
     graph = pipeline_graph(3, 5)
     moved = insert_transfers(graph)
-    verify_programs(moved, complete=False)
-    verify_programs(donate_buffers(graph, moved), complete=False)
+    verify_together(moved)
+    verify_together(donate_buffers(graph, moved))
 
 
 def _peaks(order, num_stages: int, num_microbatches: int) -> list[int]:

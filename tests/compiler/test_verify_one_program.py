@@ -116,9 +116,8 @@ def test_a_broken_rule_names_the_actor_the_instruction_and_the_buffer(instructio
     assert f"{message}{BUG}" in text
 
 
-def test_what_is_left_at_the_end_is_a_leak_in_a_complete_program_alone():
+def test_what_is_left_at_the_end_is_a_leak():
     leaking = program(OWN, Run("f", 0, (0,), (2, 1)))
-    verify_program(leaking, complete=False)
     with pytest.raises(InternalError) as caught:
         verify_program(leaking)
     assert str(caught.value) == f"actor 3, instruction 1: b0 is still held at the end{BUG}"

@@ -37,10 +37,10 @@ from jaxpp_async.errors import (
     TransferError,
 )
 from jaxpp_async.launch import LaunchSpec, LocalLauncher
-from jaxpp_async.launch.commands import command_here
 from jaxpp_async.launch.hosts import Settings
 from jaxpp_async.launch.inline import InlineLauncher
 from jaxpp_async.launch.process_supervisor import Death
+from jaxpp_async.launch.run_module import command_here
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import DEFAULT_MAX_FRAME_BYTES, Identity, Wire

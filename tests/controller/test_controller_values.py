@@ -40,18 +40,16 @@ class Mesh:
         group = self.controller._actor_group
         group._host_transfers = self
         for process in group.processes.everyone:
-            group.links[process] = SimpleNamespace(
-                info="actor", request=self._answer(process), connection=self
-            )
+            group.links[process] = SimpleNamespace(info="actor", send=self._answer(process), connection=self)
 
     def _answer(self, process: int):
-        def request(message, reply_handler, encoded) -> None:
-            self.log.append((process, message))
-            self.handlers.append(reply_handler)
-            self.awaited.append(reply_handler.error_is_seen)
-            reply_handler.on_reply(SimpleNamespace(info="actor"), Done())
+        def send(request, encoded) -> None:
+            self.log.append((process, request.message))
+            self.handlers.append(request.waiter)
+            self.awaited.append(request.waiter.error_is_seen)
+            request.waiter.on_reply(SimpleNamespace(info="actor"), Done())
 
-        return request
+        return send
 
     async def drain(self) -> None: ...
 
@@ -83,7 +81,7 @@ async def test_large_values_take_the_data_plane_behind_their_request():
     await mesh.controller.put({0: [HostValue(7, F2, np.zeros(2, np.float32))]})
     put = Put(7, F2, b"")
     assert mesh.log == [(0, Store((put,), ())), (1, Store((put,), ())), (1, [(5, data)])]
-    assert [sent.size_bytes for sent in mesh.controller.request_log._sent] == [0, 12]
+    assert [sent.size_bytes for sent in mesh.controller._recovery.history.needed()] == [0, 12]
 
 
 async def test_frees_of_a_request_that_could_not_be_sent_are_kept_for_the_next():

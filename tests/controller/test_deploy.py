@@ -140,15 +140,12 @@ class Actors:
         self.links = {process: SimpleNamespace(known_blobs=set()) for process in self.processes.everyone}
         self.posted, self.linked, self.said, self.log = [], [], [], []
 
-    def post(self, post) -> None:
-        self.posted.append((post.process, post.message))
-        if self.error is not None and post.process == 1:
-            post.reply_handler.fail(self.error)
-        else:
-            post.reply_handler.on_reply(SimpleNamespace(), Loaded(0.5, {post.process: 8}))
-
-    async def drain(self, process: int) -> None:
+    async def call(self, process: int, message: Load) -> Loaded:
+        self.posted.append((process, message))
         await asyncio.sleep(0)
+        if self.error is not None and process == 1:
+            raise self.error
+        return Loaded(0.5, {process: 8})
 
     async def link(self, program_id: int) -> None:
         self.linked.append(program_id)

@@ -41,7 +41,7 @@ KILLED, ABORTED = Death(-9, ()), Death(-6, ())
 
 
 def failed(kind: str, text: str = "why") -> Failed:
-    return Failed(None, kind, text, "", STEP)
+    return Failed(kind, text, "", STEP)
 
 
 STUCK = StallDiagnosis(STEP, "deaf", "actor 1 lives but does not answer", 1, None, None, (1,), (), {1: "?"})
@@ -111,7 +111,7 @@ SUSPECTS: dict[str, tuple[Observation, type, str, int | None]] = {
         None,
     ),
     "an actor's failed transfer between steps": (
-        FailureReported(INFO, Failed(None, "jaxpp_async.errors.TransferError", "why", "")),
+        FailureReported(INFO, Failed("jaxpp_async.errors.TransferError", "why", "")),
         TransferError,
         f"{WHO}: .*why",
         None,

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from sent_steps import sent_step
 
 from jaxpp_async.base.events import EventLog
 from jaxpp_async.controller import health_monitor
@@ -26,7 +27,8 @@ from jaxpp_async.controller.failure_policy import (
 from jaxpp_async.controller.health_monitor import HealthMonitor
 from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import ActorLink, StepHandle
+from jaxpp_async.controller.requests import ActorLink
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import MeshClosedError
 from jaxpp_async.launch.process_supervisor import Death
 from jaxpp_async.protocol import messages as m
@@ -36,7 +38,7 @@ from jaxpp_async.protocol.frames import Identity
 from tests.controller.test_stall_detector import LOST, PARTS, STEP, WAITING, at, reported
 
 END_S = 20.0
-FAILED = m.Failed(None, "TransferError", "the link broke", "")
+FAILED = m.Failed("TransferError", "the link broke", "")
 
 
 class Process:
@@ -81,7 +83,7 @@ class Mesh:
         self.answers: list[asyncio.Future[m.Reported]] = []
         self.reports: dict[int, m.Reported | None] = {}
         self.positions: dict[int, Position] = {}
-        self.under_way: dict[int, StepHandle] = {}
+        self.under_way: dict[int, SubmittedStep] = {}
         self.is_over = False
         self.pause = contextlib.ExitStack()
         topology, options = Topology(3, per_actor), ControllerOptions()
@@ -89,7 +91,7 @@ class Mesh:
         programs.add(5, PARTS, {}, {}, {})
         self.links: dict[int, ActorLink] = {}
         self.events = EventLog()
-        self.request_log = SimpleNamespace(is_open=True)
+        self.recovery = SimpleNamespace(is_running=True)
         self.group = SimpleNamespace(
             links=self.links,
             processes=topology,
@@ -99,7 +101,7 @@ class Mesh:
         )
         self.monitor = HealthMonitor(
             cast(Any, self.group),
-            cast(Any, self.request_log),
+            cast(Any, self.recovery),
             programs,
             self.under_way,
             MeshEvents(self.events),
@@ -175,8 +177,8 @@ class Mesh:
         if self.of(process).on_closed is not None:
             self.of(process).on_closed(error)
 
-    def say(self, process: int, message: Any) -> None:
-        self.of(process).on_message(message)
+    def say(self, process: int, message: Any, number: int | None = None) -> None:
+        self.of(process).on_message(message, number)
 
     def remove(self, process: int) -> None:
         self.monitor.unwatch(process)
@@ -186,7 +188,7 @@ class Mesh:
         self.start(self.links[process].info)
 
     def step(self, positions: dict[int, Position], number: int = STEP) -> None:
-        self.under_way[number] = StepHandle(number, 5, tuple(positions))
+        self.under_way[number] = sent_step(number, tuple(positions))
         self.positions |= positions
 
     def answer(self, reports: dict[int, m.Reported | None]) -> None:
@@ -196,10 +198,10 @@ class Mesh:
         self.positions[process] = position
 
     def hold_back(self) -> None:
-        self.request_log.is_open = False
+        self.recovery.is_running = False
 
     def replay(self) -> None:
-        self.request_log.is_open = True
+        self.recovery.is_running = True
 
     def compile(self) -> None:
         self.pause.enter_context(self.monitor.paused())
@@ -231,11 +233,11 @@ FATES: dict[str, tuple[list[tuple[Any, ...]], list[str]]] = {
     ),
     "two deaths at once": ([(3, "die", 0), (3, "die", 2)], ["3 ProcessDied 0", "3 ProcessDied 2"]),
     "a reported failure": ([(3, "say", 2, FAILED)], ["3 FailureReported 2"]),
-    "a reply to nothing": ([(3, "say", 2, m.Done(7))], ["3 ProtocolBroken -"]),
+    "a reply to nothing": ([(3, "say", 2, m.Done(), 7)], ["3 ProtocolBroken -"]),
     "a log record": ([(3, "say", 2, m.Log(10, "jaxpp_async", "fine"))], []),
     "the death of a removed process": ([(2, "remove", 1), (3, "die", 1)], []),
     "words and the end of a removed process": (
-        [(2, "remove", 1), (3, "say", 1, FAILED), (3, "say", 1, m.Done(7)), (3, "close", 1)],
+        [(2, "remove", 1), (3, "say", 1, FAILED), (3, "say", 1, m.Done(), 7), (3, "close", 1)],
         [],
     ),
     "the death of a successor": (
@@ -284,7 +286,7 @@ async def test_an_observation_of_a_death_says_in_which_step_and_where(monkeypatc
 async def test_what_a_process_reports_is_passed_on_as_it_is(monkeypatch):
     mesh = Mesh(monkeypatch)
     mesh.say(1, FAILED)
-    mesh.say(2, m.Done(7))
+    mesh.say(2, m.Done(), 7)
     (_, failed), (_, broken) = mesh.seen
     assert failed == FailureReported(mesh.links[1].info, FAILED)
     assert isinstance(broken, ProtocolBroken) and broken.error.actor == 2

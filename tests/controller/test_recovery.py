@@ -104,13 +104,14 @@ def test_the_course_of_a_restart():
         "loading: LoadPrograms",
         "linking: MakeLinks",
         "restoring: DropOthers MovePart",
+        "handing over: MovePart",
         "rolling back: RollBack",
     ]
     assert commands == [r.Resume(1, (), (1,), 4.0)]
 
 
 WORKING = (State.STOPPING, State.REAPING, State.RENEWING, State.CONNECTING, State.LOADING, State.LINKING,
-           State.RESTORING, State.ROLLING_BACK)  # fmt: skip
+           State.RESTORING, State.HANDING_OVER, State.ROLLING_BACK)  # fmt: skip
 EARLY = (State.STOPPING, State.REAPING)
 SUCCESSOR_IS_UP = WORKING[3:]
 ALL = tuple(State)

@@ -37,14 +37,15 @@ class Mesh:
 
     Args:
         max_restarts: with 0, no request is remembered.
+        max_frame_bytes: of the longest request.
     """
 
-    def __init__(self, max_restarts: int = 9) -> None:
+    def __init__(self, max_restarts: int = 9, max_frame_bytes: int = 1 << 20) -> None:
         self.failures: list[Any] = []
         self.links = {actor: self.link(actor) for actor in range(2)}
         self.recovery = Recovery(Topology(2), max_restarts=max_restarts, replica_every=10)
         self.recovery.handle(MeshStarted(), 0.0)
-        self.requests = Requests(self.links, self.recovery, lambda: None, 1 << 20)
+        self.requests = Requests(self.links, self.recovery, lambda: None, max_frame_bytes)
         self.num_steps = 0
 
     def link(self, actor: int) -> ActorLink:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxpp_async.controller.requests import PendingRequest, SentRequest
 from jaxpp_async.controller.startup import make_link, unready_error
 from jaxpp_async.errors import InstallError, LaunchError, MeshError, ProtocolError, RemoteError
 from jaxpp_async.protocol.actor_info import ActorInfo, ProcessRank
@@ -54,17 +55,19 @@ def test_what_an_actor_lacks_is_no_traceback(kind, message, error, says):
     ],
 )
 async def test_a_process_that_is_being_started_answers_or_all_its_requests_fail(what, error, says):
-    connection: Any = SimpleNamespace(send=lambda message, encoded: None)
+    connection: Any = SimpleNamespace(send=lambda message, number: None)
     handle: Any = SimpleNamespace(host="n2", pid=7)
     link = make_link(ProcessRank(1, 1), handle, connection)
-    requests = [link.ask(Reserve(number), Reserved) for number in (5, 6)]
+    requests = [PendingRequest(), PendingRequest()]
+    for request in requests:
+        link.send(SentRequest(1, Reserve(), request))
     if what == "fails":
-        connection.on_message(Failed(None, "OSError", "no port", ""))
+        connection.on_message(Failed("OSError", "no port", ""), None)
     elif what == "closes":
         connection.on_closed(OSError("reset"))
     else:
-        for number in (5, 6):
-            connection.on_message(Reserved(number, 80))
+        for number in (0, 1):
+            connection.on_message(Reserved(80), number)
     for request in requests:
         if error is None:
             assert (await request).port == 80
@@ -72,4 +75,4 @@ async def test_a_process_that_is_being_started_answers_or_all_its_requests_fail(
             with pytest.raises(error, match=says):
                 await request
     with pytest.raises(ProtocolError, match="answered request 9, which nobody made"):
-        connection.on_message(Done(9))  # the connection ends with it
+        connection.on_message(Done(), 9)  # the connection ends with it

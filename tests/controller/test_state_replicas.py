@@ -17,6 +17,7 @@ from jaxpp_async.controller.state_replicas import (
     Stage,
     StateCopy,
     StateReplicas,
+    choose_holders,
 )
 from jaxpp_async.program.instructions import CONTROLLER, Aval
 from jaxpp_async.protocol import messages as m
@@ -115,8 +116,17 @@ def test_a_successor_gets_its_own_part_and_the_one_that_the_lost_actor_held():
     replicas = Replicas()
     replicas.make()
     commands = replicas.restore({1})
-    assert commands[0] == DropOthers(0)
-    assert moves(commands) == [(0, 0, 1), (1, 2, 1)]
+    assert commands[0] == DropOthers(0) and moves(commands) == [(1, 2, 1)]
+    assert moves(replicas.hand_over({1})) == [(0, 0, 1)]
+
+
+def test_no_two_parts_travel_between_the_same_processes_at_once():
+    for num_actors, lost in ((2, {0}), (2, {1}), (4, {0, 2}), (5, {1, 3})):
+        replicas = Replicas(num_actors)
+        replicas.make()
+        for commands in (replicas.restore(lost), replicas.hand_over(lost)):
+            pairs = [(source, to) for _, source, to in moves(commands)]
+            assert pairs and len(set(pairs)) == len(pairs)
 
 
 def test_parts_are_looked_for_where_they_were_put_also_if_a_successor_is_on_another_host():
@@ -124,7 +134,8 @@ def test_parts_are_looked_for_where_they_were_put_also_if_a_successor_is_on_anot
     replicas.hosts = ["a", "a", "b", "b"]  # so copies go to the actor after the next
     replicas.make()
     replicas.hosts = ["a", "b", "a", "b"]
-    assert moves(replicas.restore({1})) == [(1, 3, 1), (3, 3, 1)]
+    assert moves(replicas.restore({1})) == [(1, 3, 1)]
+    assert moves(replicas.hand_over({1})) == [(3, 3, 1)]
 
 
 def test_the_only_actor_has_its_copy_at_the_controller():
@@ -136,7 +147,9 @@ def test_the_only_actor_has_its_copy_at_the_controller():
 
 def test_without_a_replica_nothing_is_moved_and_nothing_is_lost():
     replicas = Replicas()
-    assert replicas.restore({1}) == [] and replicas.lost_together({0, 1, 2}) is None
+    assert (
+        replicas.restore({1}) == replicas.hand_over({1}) == [] and replicas.lost_together({0, 1, 2}) is None
+    )
 
 
 @pytest.mark.parametrize(("lost", "together"), [({1}, None), ({1, 2}, (1, 2)), ({0, 2}, (2, 0))])
@@ -146,3 +159,18 @@ def test_an_actor_and_the_holder_of_its_copy_lost_together(lost, together):
     found = replicas.lost_together(lost)
     assert (found and (found.owner, found.holder)) == together
     assert found is None or found.host == f"n{found.owner}"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "holders"),
+    [
+        (["a", "a"], {0: 1, 1: 0}),
+        (["a", "b"], {0: 1, 1: 0}),
+        (["a", "a", "b", "b"], {0: 2, 1: 3, 2: 0, 3: 1}),
+        (["a", "a", "a", "b"], {0: 1, 1: 2, 2: 3, 3: 0}),
+        (["a", "a", "b", "b", "c", "c"], {0: 2, 1: 3, 2: 4, 3: 5, 4: 0, 5: 1}),
+        (["ab", "ba", "ab"], {0: 1, 1: 2, 2: 0}),  # two processes an actor, each on a host of its own
+    ],
+)
+def test_second_copies_are_kept_on_other_hosts_where_that_is_possible(hosts, holders):
+    assert choose_holders([list(of_actor) for of_actor in hosts]) == holders

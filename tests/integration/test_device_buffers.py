@@ -37,7 +37,7 @@ from tests.actors.test_actor import (  # noqa: F401
     store_array,
     test_a_fetch_sees_the_array_that_a_later_step_consumes,
     test_a_late_host_argument_is_waited_for,
-    test_a_step_sent_twice_runs_once,
+    test_a_step_that_is_not_the_next_one_of_its_epoch_is_refused,
     test_a_transfer_that_fails_names_its_instruction,
     test_abort_ends_waiting_steps_and_the_actors_go_on,
     test_an_argument_handed_back_is_a_copy,

@@ -246,7 +246,7 @@ async def test_a_cancelled_run_leaves_the_mesh_usable(remote_mesh, launcher):
     mesh = await remote_mesh(2, launcher=launcher)
     step, (params, batch) = mesh.distributed(STEP), arguments()
     compiling = asyncio.create_task(mesh.run(step, params, batch))
-    while not mesh._running()._actor_group.links[0].reply_handlers:  # noqa: ASYNC110 - there is no event for it
+    while not mesh._running()._actor_group.links[0].open:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0)
     compiling.cancel()  # while actors compile
     with pytest.raises(asyncio.CancelledError):

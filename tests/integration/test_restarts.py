@@ -43,7 +43,6 @@ from jaxpp_async.errors import (
 )
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.launch.inline import InlineLauncher
-from jaxpp_async.layout.state_replicas import choose_holders
 from jaxpp_async.protocol.messages import ReceiveReplica, ReplicaTaken, SendReplica, Step
 from jaxpp_async.protocol.task_group import awake_timeout
 from jaxpp_async.storage import tensor_files
@@ -296,7 +295,7 @@ async def test_a_second_death_while_the_first_is_mended(undisturbed):
                 kill(mesh, 0)
                 for _ in range(TURNS[i]):
                     await asyncio.sleep(0)
-                await until(lambda: mesh._running()._recovery.is_under_way, every_s=0)
+                await until(lambda: mesh._running()._recovery.is_restarting, every_s=0)
                 epoch = mesh._running()._actor_group.epoch
                 # its successor is being started
                 await until(lambda epoch=epoch: mesh._running()._actor_group.epoch > epoch, every_s=0)
@@ -512,7 +511,7 @@ async def test_an_error_of_the_users_own_is_no_reason_to_restart():
         mesh._running()._act_on(failure_policy.Failure(error))
         with pytest.raises((RemoteError, MeshClosedError), match="it does not divide"):
             await failing(array)
-        assert not mesh._running()._recovery.is_under_way
+        assert not mesh._running()._recovery.is_restarting
         assert not handle._task.cancelled()
 
 
@@ -535,20 +534,6 @@ async def test_a_mesh_is_closed_in_the_middle_of_a_restart(caplog):
 def test_options(options):
     with pytest.raises(MeshError, match=f"{next(iter(options))} is"):
         jpp.RemoteMesh(2, **options)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        (["a", "a"], {0: 1, 1: 0}),
-        (["a", "b"], {0: 1, 1: 0}),
-        (["a", "a", "b", "b"], {0: 2, 1: 3, 2: 0, 3: 1}),
-        (["a", "a", "a", "b"], {0: 1, 1: 2, 2: 3, 3: 0}),
-        (["a", "a", "b", "b", "c", "c"], {0: 2, 1: 3, 2: 4, 3: 5, 4: 0, 5: 1}),
-    ],
-)
-def test_copies_lie_on_other_hosts_where_they_can(hosts, expected):
-    assert choose_holders(hosts) == expected
 
 
 # ---------------------------------------------------------------- processes

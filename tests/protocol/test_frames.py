@@ -123,10 +123,10 @@ def test_bytes_that_are_not_msgpack_are_refused(data):
 
 
 def test_types_that_no_message_has_yet():
-    class Inner(m.Part):
+    class Inner(m.MessagePart):
         path: str
 
-    class Choice(m.Part):
+    class Choice(m.MessagePart):
         kind: Literal["a", "b"]
         inner: Inner | None
         parts: tuple[tuple[int, str], ...]

@@ -17,7 +17,7 @@ from jaxpp_async.protocol.messages import (
     Failed,
     Hardware,
     Message,
-    Part,
+    MessagePart,
     ReadFile,
     Reply,
     Request,
@@ -62,7 +62,7 @@ def test_a_cluster_has_as_many_processes_as_addresses():
     assert Cluster("host:1", ("10.0.0.1", "10.0.0.2"), rank=1).size == 2
 
 
-@pytest.mark.parametrize("cls", subclasses(Part), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", subclasses(MessagePart), ids=lambda cls: cls.__name__)
 def test_every_message_is_frozen_and_travels_under_its_own_name(cls):
     assert cls.__struct_config__.frozen and cls.__struct_config__.forbid_unknown_fields
     assert cls.__struct_config__.tag == (cls.__name__ if issubclass(cls, Message) else None)

@@ -37,7 +37,7 @@ def draw(hint: Any, rng: random.Random, depth: int = 0) -> Any:
         return tuple(draw(of, rng, depth + 1) for of in args)
     if origin is dict:
         return {draw(args[0], rng, depth + 1): draw(args[1], rng, depth + 1) for _ in range(few)}
-    return hint() if isinstance(hint, type) and issubclass(hint, m.Part) else _plain(hint, rng)
+    return hint() if isinstance(hint, type) and issubclass(hint, m.MessagePart) else _plain(hint, rng)
 
 
 def examples(side: typing.Literal["actor", "controller"]) -> list[m.Message]:

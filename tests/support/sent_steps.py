@@ -36,4 +36,4 @@ def link(actor: int = 0, rank: int = 0, size: int = 1, pid: int = 1) -> Any:
 
 def answer(step: SubmittedStep, actor: int = 0, stats: StepStats = STATS, **process: int) -> None:
     """The reply of one process, which has finished the step."""
-    step.on_reply(link(actor, **process), StepDone(1, step.id, stats))
+    step.on_reply(link(actor, **process), StepDone(step.id, stats))

@@ -461,10 +461,10 @@ class SimulatedMesh:
 
         self.later(wake)
 
-    def do_Suspect(self, command: r.Suspect) -> None:
-        self.later(lambda: self.tell(r.FailureFound(command.error)))
-
-    def do_GiveUpReplica(self, command: r.GiveUpReplica) -> None: ...
+    def do_GiveUpReplica(self, command: r.GiveUpReplica) -> None:
+        error = command.error
+        if isinstance(error, TransferError):
+            self.later(lambda: self.tell(r.FailureFound(error)))
 
     def do_EndMesh(self, command: r.EndMesh) -> None:
         self.error = command.error
