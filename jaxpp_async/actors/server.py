@@ -108,19 +108,6 @@ def handlers_of(component: object) -> dict[type[Request], Handler]:
     return {kind: getattr(component, name) for name, kind in declared.items() if kind is not None}
 
 
-class MakeActor(Protocol):
-    """The type of a function that makes an actor; the constructor of `Actor` is one."""
-
-    def __call__(
-        self,
-        process_id: int,
-        *,
-        make_transport: Callable[[str, Network], Transport],
-        send: SendMessage,
-        inline: bool = False,
-    ) -> ActorLike: ...
-
-
 def load_actor_class(name: str) -> Callable[..., ActorLike]:
     """Import and return the class that a text of the form `module:name` names."""
     module, _, attribute = name.partition(":")
@@ -132,7 +119,7 @@ async def serve(
     secret: bytes,
     *,
     connect: Callable[[Connection], Awaitable[None]],
-    make_actor: MakeActor,
+    make_actor: Callable[..., ActorLike],
     make_transport: Callable[[str, Network], Transport],
     max_frame_bytes: int,
     lost_s: float = LEASE_S,
@@ -145,7 +132,8 @@ async def serve(
             both are reported in the handshake.
         secret: the 32 bytes that all processes of the mesh share.
         connect: opens a socket to the controller for the connection.
-        make_actor: makes the actor; called after the handshake.
+        make_actor: makes the actor from the process's number, `make_transport` and `send`, as `actor.Actor`
+            does; called after the handshake.
         make_transport: makes the transport of a given name on a given network.
         max_frame_bytes: the length of the longest frame that the connection accepts.
         lost_s: how long the controller may fail to acknowledge bytes before the connection fails, in seconds.
@@ -254,9 +242,8 @@ class _RequestDispatcher:
         """
         try:
             self.connection.send(message, number)
-        except (
-            MeshError
-        ) as error:  # it cannot be encoded: the controller, which waits for it, must learn that
+        except MeshError as error:
+            # it cannot be encoded: the controller, which waits for it, must learn that
             _LOG.exception("a message cannot be sent")
             if not isinstance(message, Log):
                 self.connection.send(failed_reply(error, step=getattr(message, "step", None)), number)

@@ -26,23 +26,9 @@ from jaxpp_async.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.launch.hosts import address_towards, addresses_of_hosts
 from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
+from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.actor_info import ActorInfo, Topology, merge_processes
 from jaxpp_async.protocol.frames import SECRET_BYTES
-from jaxpp_async.protocol.messages import (
-    Abort,
-    Admit,
-    Cluster,
-    Connect,
-    Connected,
-    Hardware,
-    Report,
-    Reported,
-    Request,
-    Reserve,
-    ResetTransport,
-    Shutdown,
-    TransportReset,
-)
 from jaxpp_async.protocol.task_group import all_of, run_bounded
 from jaxpp_async.transport.base import Transport, hosts_of
 from jaxpp_async.transport.network import Network, is_loopback, leave_machine
@@ -112,7 +98,7 @@ class ActorGroup:
         self._address: tuple[str, int] | None = None
         self._host_transfers: HostTransfers | None = None
         self._incarnations: dict[ProcessId, int] = {}
-        self.hardware: dict[ProcessId, Hardware] = {}
+        self.hardware: dict[ProcessId, m.Hardware] = {}
         self.scattering = Scattering(options.actors.spmd_mesh, processes.per_actor)
 
     @property
@@ -256,7 +242,7 @@ class ActorGroup:
         link = self.links[process] = await self._startup.start(spec)
         return link
 
-    async def _clusters(self, links: Sequence[ActorLink]) -> list[Cluster | None]:
+    async def _clusters(self, links: Sequence[ActorLink]) -> list[m.Cluster | None]:
         """Return, for each process of one actor, the data with which it joins the others in JAX's distributed
         runtime.
 
@@ -265,12 +251,12 @@ class ActorGroup:
         """
         if len(links) == 1:
             return [None]
-        port = await self._startup.reserve(links[0], Reserve())
+        port = await self._startup.reserve(links[0], m.Reserve())
         addresses = addresses_of_hosts([link.connection.ends for link in links])
         coordinator = f"{addresses[0]}:{port}"
-        return [Cluster(coordinator, tuple(addresses), rank) for rank in range(len(links))]
+        return [m.Cluster(coordinator, tuple(addresses), rank) for rank in range(len(links))]
 
-    async def _configure(self, link: ActorLink, cluster: Cluster | None) -> None:
+    async def _configure(self, link: ActorLink, cluster: m.Cluster | None) -> None:
         message = self._options.actors.message(
             self.transport_kind, self.epoch, cluster, self._host_address(link)
         )
@@ -306,12 +292,12 @@ class ActorGroup:
         await self._admit(addresses)
         for process in sorted(self.links):
             await self.host_transfers.transport.connect(process, addresses[process])
-        connects: dict[ProcessId, Request] = {}
+        connects: dict[ProcessId, m.Request] = {}
         for process in sorted(self.links):
             peers = {CONTROLLER, *self.processes.peers_of(process)}
             known = {peer: address for peer, address in addresses.items() if peer in peers}
-            connects[process] = Connect(self.epoch, known)
-        found: dict[ProcessId, Connected] = await self._requests.call_each(connects, "connect")
+            connects[process] = m.Connect(self.epoch, known)
+        found: dict[ProcessId, m.Connected] = await self._requests.call_each(connects, "connect")
         for process, connected in sorted(found.items()):
             self._on_routes(self.links[process].info, connected.routes)
 
@@ -328,7 +314,7 @@ class ActorGroup:
             return
         everyone = tuple(addresses.values())
         self.host_transfers.transport.admit(everyone)
-        await self._requests.call_each(dict.fromkeys(sorted(self.links), Admit(everyone)), "admit")
+        await self._requests.call_each(dict.fromkeys(sorted(self.links), m.Admit(everyone)), "admit")
 
     def _make_transport(self) -> Transport:
         kind = kind_of(self.transport_kind).host_transport or self.transport_kind
@@ -377,14 +363,14 @@ class ActorGroup:
         Returns:
             The request, which can be awaited.
         """
-        return self._requests.send(process, Abort(self.epoch, cause))
+        return self._requests.send(process, m.Abort(self.epoch, cause))
 
-    def request_report(self, process: ProcessId) -> asyncio.Future[Reported]:
+    def request_report(self, process: ProcessId) -> asyncio.Future[m.Reported]:
         """Ask a process for its position in its program and for its open transfers; return the future reply.
 
         If a restart (the replacement of lost actors) begins before the reply, the request is not sent again.
         """
-        return self._requests.send(process, Report(), awaited=False).future
+        return self._requests.send(process, m.Report(), awaited=False).future
 
     async def reset_transport(self, process: ProcessId) -> None:
         """Have a process replace its end of the data plane (the transport for arrays), and record the new
@@ -395,7 +381,7 @@ class ActorGroup:
         Raises:
             RemoteError: the process could not make a new end.
         """
-        reset: TransportReset = await self._requests.call(process, ResetTransport())
+        reset: m.TransportReset = await self._requests.call(process, m.ResetTransport())
         self.links[process].address = reset.address
 
     async def reset_host_transport(self) -> None:
@@ -450,7 +436,7 @@ class ActorGroup:
             if link is None or link.handle is not handle or not link.connection.is_open:
                 handle.kill()  # it cannot be asked: it is being started or replaced
             else:
-                self._requests.send(process, Shutdown(), awaited=False)
+                self._requests.send(process, m.Shutdown(), awaited=False)
         return await wait_all_dead(handles, SHUTDOWN_S / (2 if self.processes.per_actor > 1 else 1))
 
     def kill(self) -> None:

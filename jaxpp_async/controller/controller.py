@@ -46,17 +46,9 @@ from jaxpp_async.launch import Launcher
 from jaxpp_async.layout.array_parts import Gathering, Scattering
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId
+from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.actor_info import ActorInfo, Topology
 from jaxpp_async.protocol.clocks import OWN_CLOCK, Clock
-from jaxpp_async.protocol.messages import (
-    ArrayId,
-    Inspect,
-    Loaded,
-    Step,
-    Store,
-    step_id,
-    step_number,
-)
 from jaxpp_async.protocol.task_group import OwnedTasks, all_of, wait_uninterrupted
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -228,7 +220,7 @@ class Controller:
 
     # ------------------------------------------------------------ programs and steps
 
-    def new_array_id(self) -> ArrayId:
+    def new_array_id(self) -> m.ArrayId:
         """Return an id that no array of this mesh has had before."""
         return next(self._arrays)
 
@@ -243,7 +235,7 @@ class Controller:
         executables: Mapping[ActorId, Mapping[int, str]],
         blobs: Mapping[str, bytes],
         names: Mapping[int, str] = {},
-    ) -> dict[ActorId, Loaded]:
+    ) -> dict[ActorId, m.Loaded]:
         """Compile one program on every actor that runs a part of it.
 
         Loading has no time limit. If an actor dies and is not replaced, loading fails.
@@ -269,12 +261,12 @@ class Controller:
     def start_step(
         self,
         step: SubmittedStep,
-        inputs: Mapping[ActorId, dict[int, ArrayId]],
-        outputs: Mapping[ActorId, dict[int, ArrayId]],
+        inputs: Mapping[ActorId, dict[int, m.ArrayId]],
+        outputs: Mapping[ActorId, dict[int, m.ArrayId]],
         *,
         puts: Mapping[ActorId, Sequence[HostValue]] | None = None,
-        frees_before: Mapping[ActorId, Sequence[ArrayId]] = {},
-        frees_after: Mapping[ActorId, Sequence[ArrayId]] | None = None,
+        frees_before: Mapping[ActorId, Sequence[m.ArrayId]] = {},
+        frees_after: Mapping[ActorId, Sequence[m.ArrayId]] | None = None,
     ) -> SubmittedStep:
         """Send a step of a loaded program to its actors, and return the step.
 
@@ -302,7 +294,7 @@ class Controller:
         program_id = step.program_id
         processes_by_actor = self._programs.processes_by_actor(program_id)
         step.assign(
-            step_id(self._num_steps, step.kind, self._num_ahead),
+            m.step_id(self._num_steps, step.kind, self._num_ahead),
             [process for _, processes in processes_by_actor for process in processes],
             self._programs.parts(program_id),
             self._clock_of,
@@ -314,7 +306,7 @@ class Controller:
             values = puts.get(actor) if puts else None
             small, large = self._actor_group.host_transfers.prepare(actor, values) if values else ((), {})
             before = frees.pop(actor, ())
-            message = Step(
+            message = m.Step(
                 epoch,
                 step.id,
                 program_id,
@@ -369,7 +361,7 @@ class Controller:
             small, large = self._actor_group.host_transfers.prepare(actor, values.get(actor, ()))
             for process in self.processes.processes_of(actor):
                 calls[process] = PendingRequest()
-                message = Store(small, frees.get(actor, ()))
+                message = m.Store(small, frees.get(actor, ()))
                 posts.append(self._with_values(process, message, calls[process], large.get(process, ()), []))
         try:
             self.requests.post(*posts)
@@ -380,7 +372,7 @@ class Controller:
             {process: self.requests.reply_to(process, call) for process, call in calls.items()}, "put"
         )
 
-    async def fetch(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
+    async def fetch(self, wanted: Sequence[tuple[ActorId, m.ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
         """Copy arrays from actors to the controller, and return them whole, in the order asked for.
 
         Args:
@@ -397,7 +389,7 @@ class Controller:
         fetches = {process: self._fetch_from(process, asked) for process, asked in gathering.requests.items()}
         return gathering.arrays(await all_of(fetches, "fetch"))
 
-    def free(self, actor: ActorId, array_id: ArrayId) -> None:
+    def free(self, actor: ActorId, array_id: m.ArrayId) -> None:
         """Free an array of an actor. The array's id is sent along with the next step or other request that
         frees arrays.
 
@@ -415,14 +407,14 @@ class Controller:
         self._check_usable()
         self._send_frees()
         replies = {
-            process: self.requests.send(process, Inspect()) for process in sorted(self._actor_group.links)
+            process: self.requests.send(process, m.Inspect()) for process in sorted(self._actor_group.links)
         }
         return {process: (await reply).numbers for process, reply in replies.items()}
 
     def _with_values(
         self,
         process: ProcessId,
-        message: Step | Store,
+        message: m.Step | m.Store,
         waiter: PendingRequest | SubmittedStep,
         large: Sequence[Sending],
         sends: list[asyncio.Future[None]],
@@ -450,7 +442,7 @@ class Controller:
         )
 
     def _fetch_from(
-        self, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]
+        self, process: ProcessId, wanted: Sequence[tuple[m.ArrayId, Aval]]
     ) -> Coroutine[Any, Any, list[np.ndarray[Any, Any]]]:
         """Send a request for arrays of one process immediately, and return a coroutine that returns the
         arrays.
@@ -465,7 +457,7 @@ class Controller:
     def _send_frees(self) -> None:
         for actor, array_ids in self._frees.take().items():
             for process in self.processes.processes_of(actor):
-                message = Store((), array_ids)
+                message = m.Store((), array_ids)
                 self.requests.send(process, message, awaited=False)
 
     # ------------------------------------------------------------ saves
@@ -560,7 +552,7 @@ class Controller:
         if isinstance(error, ActorUnresponsiveError) and error.actor is not None:
             for process in self.processes.processes_of(error.actor):
                 self._actor_group.handles[process].kill()  # closing would wait for it
-        step = min((s for s in self._under_way if error.step in (None, step_number(s))), default=None)
+        step = min((s for s in self._under_way if error.step in (None, m.step_number(s))), default=None)
         self._cause_raised |= self.requests.fail_all(error, step)
         self._tasks.start("abort after a failure", self._abort_others(error, dead))
 

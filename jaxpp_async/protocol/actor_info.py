@@ -21,7 +21,7 @@ import os
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jaxpp_async.program.instructions import ActorId, ProcessId
 
@@ -122,8 +122,7 @@ class NoteProgress(Protocol):
     ) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """An actor's position in a loaded program, during one run of it.
 
     Args:

@@ -411,8 +411,8 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
         file, _, number = line.rpartition(":")
         warnings.warn_explicit(
             f"Some donated buffers were not usable: step {name!r} returns {_listed(changed)}; a result can "
-            "take an "
-            "argument's memory only with its shape and dtype: return it as it came, or do not donate it",
+            "take an argument's memory only with its shape and dtype: return it as it came, or do not donate "
+            "it",
             UserWarning,
             file or line,
             int(number) if number.isdigit() else 0,

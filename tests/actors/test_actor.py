@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from faulty_network import FaultyNetwork
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -21,7 +22,7 @@ from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import CONTROLLER, Aval, Delete, Input, Output, Recv, Run, Send
 from jaxpp_async.protocol import messages as m
 from jaxpp_async.transport.base import HOST_CHANNEL, make_tag
-from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
+from jaxpp_async.transport.memory import MemoryTransport
 
 TIMEOUT_S = 20
 
@@ -145,7 +146,7 @@ class Harness:
 
 @asynccontextmanager
 async def harness(num_actors=1, *, network=None, **configure):
-    h = Harness(num_actors, network or MemoryNetwork())
+    h = Harness(num_actors, network or FaultyNetwork())
     try:
         await h.configure(**configure)
         yield h
@@ -477,7 +478,7 @@ async def test_steps_that_cannot_start(program_id, inputs, message):
 
 
 async def test_requests_before_configure():
-    h = Harness(1, MemoryNetwork())
+    h = Harness(1, FaultyNetwork())
     reply = await h.ask(0, m.Store, fails=True, puts=(), frees=())
     assert "actor 0 is not configured" in reply.message
     await h.actors[0].aclose()
@@ -513,7 +514,7 @@ async def test_programs_that_do_not_fit_their_executables():
 
 
 async def test_too_few_devices():
-    h = Harness(1, MemoryNetwork())
+    h = Harness(1, FaultyNetwork())
     with pytest.raises(
         AssertionError, match=r"spmd_mesh \{'data': 64\} needs 64 devices.*jax_num_cpu_devices"
     ):
@@ -533,7 +534,7 @@ def bad_setup():
     ],
 )
 async def test_setup_hooks_that_cannot_run(setup, message):
-    h = Harness(1, MemoryNetwork())
+    h = Harness(1, FaultyNetwork())
     with pytest.raises(AssertionError, match=message):
         await h.configure(setup=setup)
     await h.actors[0].aclose()
@@ -600,7 +601,7 @@ async def test_abort_ends_waiting_steps_and_the_actors_go_on():
 
 
 async def test_a_transfer_that_fails_names_its_instruction():
-    network = MemoryNetwork()
+    network = FaultyNetwork()
     async with harness(2, network=network) as h:
         await two_stage_pipeline(h)
         await h.put(1, 100, np.zeros(8, np.float32))
@@ -665,7 +666,7 @@ async def test_sharded_arrays_travel(spec, kind):
 async def test_sharded_pipeline_with_collectives_under_random_delays():
     """Three actors over four shared devices: replicas are sent once, and messages overtake each other."""
     rng, n = random.Random(0), 4
-    network = MemoryNetwork(delay=lambda *_: rng.random() * 0.002)
+    network = FaultyNetwork(delay=lambda *_: rng.random() * 0.002)
     spec, whole = ("data", "model"), Aval((), "float32")
     aval = Aval((8, 4), "float32", spec)
     mesh = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

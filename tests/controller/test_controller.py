@@ -37,6 +37,7 @@ from jaxpp_async.errors import (
     TransferError,
 )
 from jaxpp_async.launch import LaunchSpec, LocalLauncher
+from jaxpp_async.launch.hosts import Settings
 from jaxpp_async.launch.inline import InlineLauncher
 from jaxpp_async.launch.process_supervisor import Death
 from jaxpp_async.launch.run_module import command_here
@@ -446,10 +447,10 @@ async def test_an_interpreter_that_cannot_start(caplog, tmp_path):
     broken.chmod(0o755)
     async with nothing_left(caplog):
         with pytest.raises(LaunchError, match=r"(?s)exited with code 1.*no module named jaxpp"):
-            async with mesh(1, launcher=local_launcher(python=str(broken))):
+            async with mesh(1, launcher=local_launcher(settings=Settings(python=str(broken)))):
                 pass
         with pytest.raises(LaunchError, match=r"could not be started: .*No such file"):
-            async with mesh(1, launcher=local_launcher(python=str(tmp_path / "absent"))):
+            async with mesh(1, launcher=local_launcher(settings=Settings(python=str(tmp_path / "absent")))):
                 pass
 
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from fake_device import FakeDevices, FakeDeviceTransport
+from faulty_network import FaultyNetwork
 from waiting import until
 
 import jaxpp_async as jpp
@@ -23,7 +24,6 @@ from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.launch.inline import InlineLauncher
 from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Run, Send
 from jaxpp_async.protocol import messages as m
-from jaxpp_async.transport.memory import MemoryNetwork
 
 # All that holds for actors on CPUs; each runs here on devices that are late.
 from tests.actors.test_actor import (  # noqa: F401
@@ -118,7 +118,7 @@ def step(number, inputs, outputs):
 async def test_a_send_starts_when_the_device_has_computed(gate, late_devices):
     """And the next run is given to the device meanwhile, though it has not computed the first."""
     sent = []
-    network = MemoryNetwork(delay=lambda sender, peer, tag, size: sent.append(tag & 0xFFFF) or 0.0)
+    network = FaultyNetwork(delay=lambda sender, peer, tag, size: sent.append(tag & 0xFFFF) or 0.0)
     first = [
         Input(0, 0),
         Run("a", 0, (0,), (1,)),
@@ -271,7 +271,7 @@ async def test_replicas_are_sent_once_and_spread_on_the_devices(late_devices):
     aval = Aval((8, 4), "float32", ("a",))  # split over "a", the same on both devices of "b"
     axes = {"spmd_mesh": (("a", 2), ("b", 2)), "axis_types": ("auto", "auto")}
     sizes = []
-    network = MemoryNetwork(delay=lambda sender, peer, tag, size: sizes.append(size) or 0.0)
+    network = FaultyNetwork(delay=lambda sender, peer, tag, size: sizes.append(size) or 0.0)
     async with harness(2, network=network, **axes) as h:
         await h.load(0, [Input(0, 0), Send(0, 1, 0), Delete(0)], [aval], [], uncounted=[0])
         await h.load(1, [Recv(0, 0, 0), Output(0, 0)], [aval], [])
@@ -377,7 +377,7 @@ async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_earl
 async def test_a_mesh_whose_device_refuses_a_copy_says_so_and_closes(monkeypatch):
     monkeypatch.setattr(FakeDevices, "refuses", None)
     params, batch = problem()
-    network = MemoryNetwork()
+    network = FaultyNetwork()
     launcher = InlineLauncher(
         actor="fake_device:DeviceActor",
         make_transport=lambda kind, process_id: FakeDeviceTransport(network, process_id),

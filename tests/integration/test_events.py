@@ -24,6 +24,7 @@ from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ActorConfig
 from jaxpp_async.errors import ActorDiedError, LaunchError, RemoteError
 from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.launch.hosts import Settings
 
 
 async def kinds(events: Events) -> list[str]:
@@ -178,7 +179,7 @@ async def test_the_life_of_a_mesh(tmp_path):
 
 
 async def test_a_mesh_that_does_not_start_is_closed():
-    mesh = jpp.RemoteMesh(1, launcher=LocalLauncher(python="/no/such/python"))
+    mesh = jpp.RemoteMesh(1, launcher=LocalLauncher(settings=Settings(python="/no/such/python")))
     with pytest.raises(LaunchError):
         await mesh.__aenter__()
     async with asyncio.timeout(5):

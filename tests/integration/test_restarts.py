@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from faulty_network import FaultyNetwork
 from models import grads_step, mlp
 from resources import everything, nothing_left
 from waiting import until
@@ -47,7 +48,7 @@ from jaxpp_async.protocol.messages import ReceiveReplica, ReplicaTaken, SendRepl
 from jaxpp_async.protocol.task_group import awake_timeout
 from jaxpp_async.storage import tensor_files
 from jaxpp_async.transport.base import COPY_CHANNEL, SEQUENCE_BITS
-from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
+from jaxpp_async.transport.memory import MemoryTransport
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -451,7 +452,7 @@ async def test_time_in_which_the_driver_was_blocked_counts_for_nobody():
 @pytest.mark.parametrize("dies", [False, True], ids=["in training", "in a restart"])
 async def test_copies_that_do_not_arrive(undisturbed, dies):
     """A link that swallows them is found, and what they are needed for does not wait for ever."""
-    network = MemoryNetwork()
+    network = FaultyNetwork()
     launcher = InlineLauncher(make_transport=lambda kind, peer: MemoryTransport(network, peer))
     swallowed: list[int] = []
 

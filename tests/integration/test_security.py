@@ -26,6 +26,7 @@ from jaxpp_async.launch.hosts import Host, ProcessPlacement, Settings, parse_hos
 from jaxpp_async.launch.slurm import srun_command
 from jaxpp_async.launch.spawn import ActorRequest
 from jaxpp_async.launch.ssh import ssh_command
+from jaxpp_async.protocol.actor_info import Position
 from jaxpp_async.protocol.frames import Identity, Wire, derive_keys
 from jaxpp_async.protocol.line_protocol import RECORD
 
@@ -34,14 +35,14 @@ PACKAGE = Path(jaxpp_async.__file__).parent
 # ---------------------------------------------------------------- host agents
 
 SECRET = "ab" * 32
-REQUEST = ActorRequest("/py", {"A": "1"}, {"secret": SECRET, "process_id": 0}, 1, 2, (0, 1), False)
+REQUEST = ActorRequest("/py", {"A": "1"}, {"secret": SECRET, "process_id": 0}, 1, 2, (0, 1))
 ORDERS = [kp.StartActor("0.1", REQUEST, "/"), kp.SignalActor("0.1", 9), kp.Close()]
 RECORDS = [
     kp.AgentHello("h", 1, "/py", {"jax": None, "jaxlib": "1"}),
     kp.ActorStarted("0.0", 7),
     kp.StartFailed("0.0", "no"),
     kp.OutputLine("0.0", "caf\u00e9 \x1e"),
-    kp.ActorEnded("0.0", -9, (1, 2, 3, True, False)),
+    kp.ActorEnded("0.0", -9, Position(1, 2, 3, True, False)),
     kp.ActorEnded("0.0", 0, None),
 ]
 HOSTILE = [None, -1, 2**70, 1e400, "", "x" * 1000, [], {}, [[[]]], True, {"a": {}}, "\ud800", "\0", 0.5]

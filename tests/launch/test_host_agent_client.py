@@ -109,7 +109,7 @@ def test_an_order_arrives_as_it_was_written(order):
         ActorStarted("a", 1),
         StartFailed("a", "no such file"),
         OutputLine("a", "\x1b[0m"),
-        ActorEnded("a", -9, (1, 2, 3, True, False)),
+        ActorEnded("a", -9, Position(1, 2, 3, True, False)),
     ],
     ids=lambda r: type(r).__name__,
 )
@@ -130,8 +130,9 @@ def test_a_request_prints_without_its_secret():
 
 
 def test_a_death_tells_where_the_actor_was_if_that_is_known():
-    assert ActorEnded("a", 1, (7, 0, 3, True, False)).progress() == Position(7, 0, 3, waiting=True)
-    assert ActorEnded("a", 1, None).progress() is None
+    for position in (Position(7, 0, 3, waiting=True), None):
+        told = read_record(write_record(ActorEnded("a", 1, position)).decode())
+        assert told.position == position and type(told.position) is type(position)
 
 
 # ---------------------------------------------------------------- coming up
@@ -197,7 +198,7 @@ async def test_signals_go_to_the_actor_that_is_meant():
 
 async def test_the_end_of_an_actor_comes_with_its_last_lines_and_its_position():
     host, actor = await started_actor()
-    await host.say(OutputLine("a", "Killed"), ActorEnded("a", -9, (7, 0, 3, False, True)))
+    await host.say(OutputLine("a", "Killed"), ActorEnded("a", -9, Position(7, 0, 3, False, True)))
     assert await actor.wait_dead() == Death(-9, ("Killed",))
     assert actor.progress() == Position(7, 0, 3, waiting=False, computing=True)
 

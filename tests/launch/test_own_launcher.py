@@ -329,7 +329,7 @@ def test_records_are_lines(record):
 
 
 def test_orders_are_lines():
-    request = ActorRequest("/py", {"A": "1"}, {"secret": "ab"}, 1, 2, (0, 1), False)
+    request = ActorRequest("/py", {"A": "1"}, {"secret": "ab"}, 1, 2, (0, 1))
     for order in (kp.StartActor("0.1", request, "/"), kp.SignalActor("0.1", 9), kp.Close()):
         assert kp.read_order(b".." + kp.write_order(order)) == order
     assert kp.read_order(b"...") is None and "ab" not in repr(kp.StartActor("0", request, "/"))
