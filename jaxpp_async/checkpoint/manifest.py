@@ -68,7 +68,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """The base class of descriptions that a manifest stores as JSON objects, by the names of their fields."""
 
 
-class File(_Entry):
+class File(_Entry, frozen=True):
     """The description of one file of arrays in a checkpoint.
 
     Args:
@@ -81,7 +81,7 @@ class File(_Entry):
     written_by: Text
 
 
-class Piece(_Entry):
+class Piece(_Entry, frozen=True):
     """The description of one piece of an array.
 
     If an array is sharded over several processes, each of these processes writes its own pieces.
@@ -101,7 +101,7 @@ class Piece(_Entry):
     sha256: Text
 
 
-class Array(_Entry):
+class Array(_Entry, frozen=True):
     """The description of one stored array, which is either whole in one file or in several pieces.
 
     Args:

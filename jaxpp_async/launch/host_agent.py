@@ -24,7 +24,6 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import astuple
 from importlib import metadata
 
 import jaxpp_async
@@ -118,9 +117,8 @@ class HostAgent:
 
     def _on_dead(self, key: str, returncode: int) -> None:
         actor = self._actors.pop(key)
-        at = actor.page.read()
+        position = actor.page.read()
         actor.page.close()
-        position = astuple(at) if at is not None else None
         self.say(kp.ActorEnded(key, ExitCode.LEASE_EXPIRED if self._is_expired else returncode, position))
 
     def _write_records(self) -> None:

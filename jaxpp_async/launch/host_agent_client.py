@@ -362,7 +362,7 @@ class HostAgentClient(HostProgram[kp.Record]):
             actor.tail.append(record.text)
             actor.forward(record.text)
         elif isinstance(record, kp.ActorEnded):
-            actor.position = record.progress()
+            actor.position = record.position
             if not actor.dead.done():
                 actor.dead.set_result(Death(record.returncode, tuple(actor.tail)))
         elif not actor.started.done():

@@ -102,19 +102,13 @@ class ActorEnded(Message):
     Args:
         key: the name of the process.
         returncode: the exit status of the process, negative for a signal.
-        position: the process's last position in its program (the instruction that it had reached), as the
-            fields of `actor_info.Position`; None if the position is not known.
+        position: the process's last position in its program (the instruction that it had reached); None if
+            the position is not known.
     """
 
     key: str
     returncode: int
-    position: tuple[int, int, int, bool, bool] | None
-
-    def progress(self) -> Position | None:
-        """Return the process's last position in its program (the instruction that it had reached), or None if
-        the position is not known.
-        """
-        return Position(*self.position) if self.position is not None else None
+    position: Position | None
 
 
 Order: TypeAlias = StartActor | SignalActor | Close

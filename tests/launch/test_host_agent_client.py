@@ -109,7 +109,8 @@ def test_an_order_arrives_as_it_was_written(order):
         ActorStarted("a", 1),
         StartFailed("a", "no such file"),
         OutputLine("a", "\x1b[0m"),
-        ActorEnded("a", -9, (1, 2, 3, True, False)),
+        ActorEnded("a", -9, Position(1, 2, 3, True)),
+        ActorEnded("a", 0, None),
     ],
     ids=lambda r: type(r).__name__,
 )
@@ -127,11 +128,6 @@ def test_what_is_no_signal_is_refused(signum):
 
 def test_a_request_prints_without_its_secret():
     assert "s3cret" not in repr(StartActor("a", REQUEST, "/tmp")) + repr(REQUEST)
-
-
-def test_a_death_tells_where_the_actor_was_if_that_is_known():
-    assert ActorEnded("a", 1, (7, 0, 3, True, False)).progress() == Position(7, 0, 3, waiting=True)
-    assert ActorEnded("a", 1, None).progress() is None
 
 
 # ---------------------------------------------------------------- coming up
@@ -197,9 +193,10 @@ async def test_signals_go_to_the_actor_that_is_meant():
 
 async def test_the_end_of_an_actor_comes_with_its_last_lines_and_its_position():
     host, actor = await started_actor()
-    await host.say(OutputLine("a", "Killed"), ActorEnded("a", -9, (7, 0, 3, False, True)))
+    position = Position(7, 0, 3, waiting=False, computing=True)
+    await host.say(OutputLine("a", "Killed"), ActorEnded("a", -9, position))
     assert await actor.wait_dead() == Death(-9, ("Killed",))
-    assert actor.progress() == Position(7, 0, 3, waiting=False, computing=True)
+    assert actor.progress() == position
 
 
 async def test_an_actor_that_could_not_be_started_raises_the_reason():
