@@ -395,7 +395,7 @@ def test_facts_travel_whole_and_nothing_else_passes_for_them():
     record = protocol.Facts(GPU_HOST)
     line = protocol.write_record(record).decode()
     assert protocol.read_record(line) == record and protocol.read_record("Welcome!\n") is None
-    order = protocol.Measure(1, "YQ==", True)
+    order = protocol.Measure(1, b"a", True)
     assert (
         protocol.read_order(b"..." + protocol.write_order(order)) == order
         and protocol.read_order(b"...\n") is None
