@@ -134,11 +134,7 @@ def _beat(sock: socket.socket, wire: Wire, read: Callable[[], Position | None]) 
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     while True:
-        at = read()
-        position = (
-            (at.step, at.program_id, at.instruction, at.waiting, at.computing) if at is not None else None
-        )
-        sock.sendall(b"".join(wire.encode(Beat(position, clock_name()))))
+        sock.sendall(b"".join(wire.encode(Beat(read(), clock_name()))))
         deadline = time.monotonic() + BEAT_S
         while (left_s := deadline - time.monotonic()) > 0:
             if poller.poll(left_s * 1000):

@@ -33,7 +33,7 @@ from jaxpp_async.controller.stall_detector import Stall, StallDetector, describe
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorError, ProtocolError
 from jaxpp_async.program.instructions import ActorId, ProcessId
-from jaxpp_async.protocol.actor_info import Position, furthest_behind
+from jaxpp_async.protocol.actor_info import furthest_behind
 from jaxpp_async.protocol.clocks import TICK_S, Clocks, SuspendAwareClock, clock_name
 from jaxpp_async.protocol.frames import Identity
 from jaxpp_async.protocol.messages import Beat, Failed, Reported
@@ -117,8 +117,7 @@ class HealthMonitor:
         The listener calls this (`ControlListener.on_beat`).
         """
         process = identity.process_id
-        position = Position(*beat.position) if beat.position is not None else None
-        self._failure_detector.record_heartbeat(process, self._now(), position)
+        self._failure_detector.record_heartbeat(process, self._now(), beat.position)
         sent_s = self._monotonic()
         if self.clocks.begin_reading(process, beat.clock, sent_s):
             try:

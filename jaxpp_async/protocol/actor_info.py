@@ -23,6 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
+
 from jaxpp_async.program.instructions import ActorId, ProcessId
 
 _WORST_FIRST = ("failed", "restarting", "starting", "waiting", "closed", "ready")
@@ -122,9 +124,8 @@ class NoteProgress(Protocol):
     ) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """An actor's position in a loaded program, during one run of it.
+class Position(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """An actor's position in a loaded program, during one run of it. It travels as an array.
 
     Args:
         step: the id of the run (a `messages.StepId`).

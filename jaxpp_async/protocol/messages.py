@@ -19,6 +19,7 @@ import msgspec
 
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, Aval, BufferId, ProcessId, Tag
+from jaxpp_async.protocol.actor_info import Position
 
 ArrayId: TypeAlias = int
 """The number of one array of the mesh. The controller counts these ids up and never uses one twice."""
@@ -994,12 +995,11 @@ class Beat(Message):
     separate connection that carries only heartbeats, and gets no reply.
 
     Args:
-        position: the actor's position in its program, as the fields of `actor_info.Position`; None before its
-            first instruction.
+        position: the actor's position in its program; None before its first instruction.
         clock: the name of the clock with which the process measures time (`clocks.clock_name`).
     """
 
-    position: tuple[int, int, int, bool, bool] | None
+    position: Position | None
     clock: str = ""
 
 

@@ -123,10 +123,9 @@ class Mesh:
         return self.answers[-1]
 
     def beat(self, process: int, clock: str = "") -> None:
-        p = self.positions.get(process)
-        fields = (p.step, p.program_id, p.instruction, p.waiting, p.computing) if p is not None else None
         name = clock or self.monitor.clocks._own
-        self.monitor.record_heartbeat(Identity(process, 0, "beats"), m.Beat(fields, name))
+        beat = m.Beat(self.positions.get(process), name)
+        self.monitor.record_heartbeat(Identity(process, 0, "beats"), beat)
 
     async def run(self, events: Sequence[tuple[Any, ...]] = (), end_s: float = END_S) -> list[str]:
         """Let time pass until `end_s`, with events at their times, and return what was observed by then."""

@@ -26,6 +26,7 @@ from jaxpp_async.launch.hosts import Host, ProcessPlacement, Settings, parse_hos
 from jaxpp_async.launch.slurm import srun_command
 from jaxpp_async.launch.spawn import ActorRequest
 from jaxpp_async.launch.ssh import ssh_command
+from jaxpp_async.protocol.actor_info import Position
 from jaxpp_async.protocol.frames import Identity, Wire, derive_keys
 from jaxpp_async.protocol.line_protocol import RECORD
 
@@ -41,7 +42,7 @@ RECORDS = [
     kp.ActorStarted("0.0", 7),
     kp.StartFailed("0.0", "no"),
     kp.OutputLine("0.0", "caf\u00e9 \x1e"),
-    kp.ActorEnded("0.0", -9, (1, 2, 3, True, False)),
+    kp.ActorEnded("0.0", -9, Position(1, 2, 3, True)),
     kp.ActorEnded("0.0", 0, None),
 ]
 HOSTILE = [None, -1, 2**70, 1e400, "", "x" * 1000, [], {}, [[[]]], True, {"a": {}}, "\ud800", "\0", 0.5]
@@ -118,7 +119,7 @@ def test_mutated_lines_are_read_or_refused():
         if isinstance(message, kp.StartActor):
             assert isinstance(message.request, ActorRequest) and message.request.environment()
         elif isinstance(message, kp.ActorEnded):
-            message.progress()
+            assert message.position is None or isinstance(message.position, Position)
         assert message is None or hash(getattr(message, "key", "")) is not None
     assert min(ends.values()) > 300
 
