@@ -298,7 +298,8 @@ class HostAgentClient(HostProgram[kp.Record]):
             raise OSError(f"the connection to {self.name} has ended")
         actor = self._actors[key] = HostAgentHandle(self, key, forward)
         self._stream.write(kp.write_order(kp.StartActor(key, request, folder)))
-        actor.host, actor.pid = self.hello.result().host, await actor.started
+        actor.pid = await actor.started
+        actor.host = self.hello.result().host
         return actor
 
     def signal(self, key: str, signum: int) -> None:
