@@ -61,19 +61,9 @@ class ActorConfig:
             address: the address at which other processes can connect to the process's host; None if not
                 known.
         """
-        return Configure(
-            spmd_mesh=self.spmd_mesh,
-            axis_types=self.axis_types,
-            platform=self.platform,
-            jax_config=dict(self.jax_config),
-            cache_dir=self.cache_dir,
-            setup=self.setup,
-            setup_folder=self.setup_folder,
-            transport=transport,
-            epoch=epoch,
-            cluster=cluster,
-            address=address,
-        )
+        own = {"transport": transport, "epoch": epoch, "cluster": cluster, "address": address}
+        shared = {name: getattr(self, name) for name in Configure.__struct_fields__ if name not in own}
+        return Configure(**shared, **own)
 
 
 @dataclass(frozen=True, slots=True)

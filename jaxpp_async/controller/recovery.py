@@ -5,6 +5,9 @@ and the requests that were made since that replica are made again. Actors that w
 processes and their compiled programs. A caller that awaits a step only waits longer, and gets the same arrays
 as without a failure, since the same programs run on the same values in the same order.
 
+A failure may follow during a restart. Then another attempt begins from the start, and replaces the actors of
+both failures. Each attempt has a number, the epoch, so that late messages of an earlier one are recognized.
+
 `Recovery` is a pure state machine: `handle` takes an event and the time, and returns commands. Two tables at
 the end of this module are its whole course: `COURSE` says what each state of a restart begins with and which
 state follows, and `REACTIONS` says what is done about each event in each state. `request_history` decides
@@ -15,7 +18,7 @@ commands out and reports their outcomes as events.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, TypeAlias
@@ -61,19 +64,19 @@ STORY_LINES = 60
 class State(Enum):
     """The states of the machine: the mesh starts, runs steps, is in one phase of a restart, or has ended."""
 
-    STARTING = "starting"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    REAPING = "reaping"
-    RENEWING = "renewing"
-    CONNECTING = "connecting"
-    LOADING = "loading"
-    LINKING = "linking"
-    RESTORING = "restoring"
-    HANDING_OVER = "handing over"
-    ROLLING_BACK = "rolling back"
-    PAUSING = "pausing"
-    ENDED = "ended"
+    STARTING = "starting"  # the actors start for the first time
+    RUNNING = "running"  # requests are sent at once
+    STOPPING = "stopping"  # work that is still under way is cancelled
+    REAPING = "reaping"  # all processes of lost actors are ended
+    RENEWING = "renewing"  # successors start, and the living processes make new transports
+    CONNECTING = "connecting"  # all transports are connected
+    LOADING = "loading"  # successors load their predecessors' programs
+    LINKING = "linking"  # NCCL links are made again
+    RESTORING = "restoring"  # successors get their own parts of the replica
+    HANDING_OVER = "handing over"  # successors get the parts that their predecessors kept for others
+    ROLLING_BACK = "rolling back"  # all processes replace their arrays by those of the replica
+    PAUSING = "pausing"  # an attempt has failed, and the next one has not begun
+    ENDED = "ended"  # the mesh is closed or has failed
 
 
 # ---------------------------------------------------------------- events
@@ -184,8 +187,8 @@ class HoldBack:
 
 @dataclass(frozen=True, slots=True)
 class StopWork:
-    """A command to cancel what commands of earlier attempts, replicas and new links still have under way, and
-    to wait until it has stopped.
+    """A command to cancel all work that is under way for earlier commands, for replicas and for new NCCL
+    links, and to wait until it has stopped.
     """
 
 
@@ -338,6 +341,7 @@ class Recovery:
         state: what the mesh does.
         epoch: the number of restarts so far, counting each attempt. Tags of transfers and steps contain it,
             so that messages from before a restart are recognized and ignored.
+        is_enabled: whether restarts are allowed at all.
         history: the requests that a restart may have to make again.
         replicas: the replicas of the state.
     """
@@ -354,7 +358,7 @@ class Recovery:
         self._open: set[Command] = set()
         self._cause: ActorError | None = None
         self._failed_starts = 0
-        self._began_s = 0.0
+        self._now = self._began_s = 0.0  # the time of the last event, and of the first of this restart
         self._story: deque[str] = deque(maxlen=STORY_LINES)
 
     @property
@@ -381,15 +385,16 @@ class Recovery:
             event: what happened.
             now: the time in seconds.
         """
-        meaning = self._meaning(event, now)
-        before, commands = self.state, REACTIONS[self.state][meaning](self, event, now)
+        self._now = now
+        meaning = self._meaning(event)
+        before, commands = self.state, REACTIONS[self.state][meaning](self, event)
         if self.state is not before or meaning is Meaning.FAULT:
-            self._tell(f"{before.value}: {_describe(event)} -> {self.state.value}", now)
+            self._tell(before, event)
         return commands
 
     # ------------------------------------------------------------ what an event means
 
-    def _meaning(self, event: Event, now: float) -> Meaning:
+    def _meaning(self, event: Event) -> Meaning:
         match event:
             case MeshStarted():
                 return Meaning.STARTED
@@ -398,11 +403,11 @@ class Recovery:
             case FailureFound(error, _):
                 if self.is_restarting and self._is_echo(error):
                     return Meaning.ECHO
-                return Meaning.LOSS if self._last_error(event, now) is None else Meaning.FINAL
+                return Meaning.LOSS if self._last_error(event) is None else Meaning.FINAL
             case TimePassed():
                 if self.state is not State.PAUSING:
                     return Meaning.NOTHING
-                return Meaning.RETRY if self._last_error(event, now) is None else Meaning.FINAL
+                return Meaning.RETRY if self._last_error(event) is None else Meaning.FINAL
             case StepSent():
                 self.replicas.count_step()
                 return Meaning.REPLICA if self.is_enabled and self.replicas.is_due else Meaning.NOTHING
@@ -442,15 +447,18 @@ class Recovery:
 
     @property
     def _retry_counts(self) -> bool:
+        """Whether the attempt after a pause counts as a restart of its own. After a failed start it does so
+        only if more than `FREE_STARTS` starts have failed in a row.
+        """
         return not isinstance(self._cause, LaunchError) or self._failed_starts > FREE_STARTS
 
-    def _last_error(self, event: Event, now: float) -> ActorError | None:
+    def _last_error(self, event: Event) -> ActorError | None:
         """Return the error with which the mesh has to end because of an event, or None if it can go on."""
         match event:
             case FailureFound(error, _):
-                return self._refusal(error, now, counts=self._counts(error))
+                return self._refusal(error, counts=self._counts(error))
             case TimePassed() if self._cause is not None:
-                return self._refusal(self._cause, now, counts=self._retry_counts)
+                return self._refusal(self._cause, counts=self._retry_counts)
             case NotCarriedOut(_, _, error):
                 cause = self._cause or ActorDiedError("a failure that is undone already")
                 if isinstance(error, MeshError):
@@ -462,17 +470,16 @@ class Recovery:
             case _:
                 return None
 
-    def _refusal(self, error: ActorError, now: float, *, counts: bool) -> ActorError | None:
+    def _refusal(self, error: ActorError, *, counts: bool) -> ActorError | None:
         """Return the error that tells why no restart undoes a failure, or None if one may.
 
         Args:
             error: the failure, which is returned itself if no restart could help.
-            now: the time in seconds.
             counts: whether the restart counts as one of the allowed ones.
         """
         if not self.is_enabled or self.state is State.STARTING or not can_be_undone(error):
             return error
-        if counts and not self._budget.allows(now):
+        if counts and not self._budget.allows(self._now):
             text = (
                 f"more than {self._budget.limit} restarts within {WINDOW_S / 60:g} minutes (max_restarts): "
                 f"the last failure was: {first_line(error)}; start again from a checkpoint"
@@ -492,37 +499,43 @@ class Recovery:
 
     # ------------------------------------------------------------ reactions
 
-    def _run(self, event: Event, now: float) -> list[Command]:
+    def _run(self, event: Event) -> list[Command]:
         self.state = State.RUNNING
         return []
 
-    def _ignore(self, event: Event, now: float) -> list[Command]:
+    def _ignore(self, event: Event) -> list[Command]:
         return []
 
-    def _begin(self, event: Event, now: float) -> list[Command]:
+    def _begin(self, event: Event) -> list[Command]:
         """Begin an attempt to undo a failure, or begin it anew because of another failure."""
         assert isinstance(event, FailureFound)
-        return self._attempt(event.error, now, counts=self._counts(event.error))
+        return self._attempt(event.error, counts=self._counts(event.error))
 
-    def _retry(self, event: Event, now: float) -> list[Command]:
+    def _retry(self, event: Event) -> list[Command]:
         """Begin another attempt after the pause."""
         assert self._cause is not None
-        return self._attempt(self._cause, now, counts=self._retry_counts)
+        return self._attempt(self._cause, counts=self._retry_counts)
 
-    def _attempt(self, error: ActorError, now: float, *, counts: bool) -> list[Command]:
+    def _attempt(self, error: ActorError, *, counts: bool) -> list[Command]:
+        """Begin an attempt, and with it a new epoch.
+
+        Args:
+            error: the failure that it undoes, besides those that are not undone yet.
+            counts: whether the attempt counts as one of the allowed restarts.
+        """
         if not self.is_restarting:
             self._story.clear()
-            self._began_s = now
+            self._began_s = self._now
         if counts:
-            self._budget.take(now)
+            self._budget.take(self._now)
         self._lost |= _lost_by(error)
         self._cause = error
         self.epoch += 1
         self._up.clear()
         self.replicas.cancel()
-        return [HoldBack(error, frozenset(self._lost)), *self._enter(State.STOPPING, now)]
+        return [HoldBack(error, frozenset(self._lost)), *self._enter(State.STOPPING)]
 
-    def _wait(self, event: Event, now: float) -> list[Command]:
+    def _wait(self, event: Event) -> list[Command]:
         """Take note that one command of the present state was carried out."""
         assert isinstance(event, CarriedOut)
         self._open.remove(event.command)
@@ -530,24 +543,24 @@ class Recovery:
             self._up.add(event.command.actor)
         return []
 
-    def _advance(self, event: Event, now: float) -> list[Command]:
+    def _advance(self, event: Event) -> list[Command]:
         """Go on to the next state, since all commands of the present one were carried out."""
-        self._wait(event, now)
-        return self._enter(COURSE[self.state].then, now)
+        self._wait(event)
+        return self._enter(COURSE[self.state].then)
 
-    def _enter(self, state: State, now: float) -> list[Command]:
+    def _enter(self, state: State) -> list[Command]:
         """Enter a state, or the next one that has something to wait for, and return the commands."""
         given: list[Command] = []
         while True:
             self.state = state
-            commands = COURSE[state].commands(self, now)
+            commands = COURSE[state].commands(self)
             given += commands
             self._open = {command for command in commands if isinstance(command, AWAITED)}
             if self._open or state is State.RUNNING:
                 return given
             state = COURSE[state].then
 
-    def _pause(self, event: Event, now: float) -> list[Command]:
+    def _pause(self, event: Event) -> list[Command]:
         """Wait before the next attempt, so that the cause of the failure can be noticed, or so that a host
         can start again.
         """
@@ -559,7 +572,7 @@ class Recovery:
         self._failed_starts += 1
         return [WakeUp(min(2.0**self._failed_starts, MAX_PAUSE_S))]
 
-    def _replicate(self, event: Event, now: float) -> list[Command]:
+    def _replicate(self, event: Event) -> list[Command]:
         """Begin to make a replica, go on with it, or give it up."""
         if isinstance(event, CarriedOut):
             return [*self.replicas.carried_out(event.command, event.result)]  # type: ignore[arg-type]
@@ -568,18 +581,18 @@ class Recovery:
         self.replicas.cancel()
         return [GiveUpReplica(event.error)]
 
-    def _end(self, event: Event, now: float) -> list[Command]:
+    def _end(self, event: Event) -> list[Command]:
         """End the mesh with the error that tells why no restart helps."""
-        error = self._last_error(event, now)
+        error = self._last_error(event)
         assert error is not None  # the event means that the mesh ends
         if self.is_restarting:
-            self._tell(f"{self.state.value}: {_describe(event)} -> {State.ENDED.value}", now)
+            self._tell(self.state, event, State.ENDED)
             story = "\n".join(f"  {line}" for line in self._story)
             error.args = (f"{error}\nThe story of the restart:\n{story}",)
-        self._close(event, now)
+        self._close(event)
         return [EndMesh(error, event.dead if isinstance(event, FailureFound) else None)]
 
-    def _close(self, event: Event, now: float) -> list[Command]:
+    def _close(self, event: Event) -> list[Command]:
         self.state, self._cause = State.ENDED, None
         self.epoch += 1  # what processes still send belongs to an earlier epoch
         self._open.clear()
@@ -587,55 +600,36 @@ class Recovery:
         self.history.clear()
         return []
 
-    def _tell(self, line: str, now: float) -> None:
-        self._story.append(f"{now - self._began_s:6.1f} s  {line}")
+    def _tell(self, before: State, event: Event, after: State | None = None) -> None:
+        after = after or self.state
+        line = f"{before.value}: {_describe(event)} -> {after.value}"
+        self._story.append(f"{self._now - self._began_s:6.1f} s  {line}")
 
-    # ------------------------------------------------------------ what the states of a restart begin with
+    # ------------------------------------------------------------ what some states of a restart begin with
 
-    @property
-    def _new_processes(self) -> list[ProcessId]:
-        return self._topology.processes_of_all(self._lost)
-
-    def _stop(self, now: float) -> list[Command]:
-        return [StopWork()]
-
-    def _reap(self, now: float) -> list[Command]:
-        return [Reap(actor) for actor in sorted(self._lost)]
-
-    def _renew(self, now: float) -> list[Command]:
+    def _renew(self) -> list[Command]:
         assert self._cause is not None
         cause = first_line(self._cause)
-        living = sorted(set(range(self._topology.count)).difference(self._new_processes))
+        living = sorted(set(self._topology.everyone).difference(self._new_processes))
         return [
             *(StartSuccessor(actor) for actor in sorted(self._lost)),
             *(RenewTransport(process, cause) for process in (*living, None)),
         ]
 
-    def _connect(self, now: float) -> list[Command]:
-        return [ConnectAll()]
+    @property
+    def _new_processes(self) -> list[ProcessId]:
+        return self._topology.processes_of_all(self._lost)
 
-    def _load(self, now: float) -> list[Command]:
-        return [LoadPrograms(process) for process in self._new_processes]
-
-    def _link(self, now: float) -> list[Command]:
-        return [MakeLinks()]
-
-    def _restore(self, now: float) -> list[Command]:
-        return [*self.replicas.restore(self._lost)]
-
-    def _hand_over(self, now: float) -> list[Command]:
-        return [*self.replicas.hand_over(self._lost)]
-
-    def _roll_back(self, now: float) -> list[Command]:
+    def _roll_back(self) -> list[Command]:
         whole = self.replicas.whole
         return [RollBack(None, 0) if whole is None else RollBack(whole.generation, whole.size_bytes)]
 
-    def _resume(self, now: float) -> list[Command]:
+    def _resume(self) -> list[Command]:
         replaced = tuple(sorted(self._lost))
         self._lost.clear()
         self._up.clear()
         self._cause, self._failed_starts = None, 0
-        return [Resume(self.epoch, tuple(self.history.take_again()), replaced, now - self._began_s)]
+        return [Resume(self.epoch, tuple(self.history.take_again()), replaced, self._now - self._began_s)]
 
 
 def can_be_undone(error: ActorError) -> bool:
@@ -709,20 +703,20 @@ class _Stage:
         then: the state that follows when all of them that are awaited were carried out.
     """
 
-    commands: Callable[[Recovery, float], list[Command]]
+    commands: Callable[[Recovery], Sequence[Command]]
     then: State = State.RUNNING
 
 
 COURSE: Final = {
-    # state               commands at its begin   the state when they are carried out
-    State.STOPPING: _Stage(Recovery._stop, State.REAPING),
-    State.REAPING: _Stage(Recovery._reap, State.RENEWING),
+    # state, the commands at its begin, and the state when they are carried out
+    State.STOPPING: _Stage(lambda _: [StopWork()], State.REAPING),
+    State.REAPING: _Stage(lambda self: [Reap(actor) for actor in sorted(self._lost)], State.RENEWING),
     State.RENEWING: _Stage(Recovery._renew, State.CONNECTING),
-    State.CONNECTING: _Stage(Recovery._connect, State.LOADING),
-    State.LOADING: _Stage(Recovery._load, State.LINKING),
-    State.LINKING: _Stage(Recovery._link, State.RESTORING),
-    State.RESTORING: _Stage(Recovery._restore, State.HANDING_OVER),
-    State.HANDING_OVER: _Stage(Recovery._hand_over, State.ROLLING_BACK),
+    State.CONNECTING: _Stage(lambda _: [ConnectAll()], State.LOADING),
+    State.LOADING: _Stage(lambda self: [LoadPrograms(p) for p in self._new_processes], State.LINKING),
+    State.LINKING: _Stage(lambda _: [MakeLinks()], State.RESTORING),
+    State.RESTORING: _Stage(lambda self: self.replicas.restore(self._lost), State.HANDING_OVER),
+    State.HANDING_OVER: _Stage(lambda self: self.replicas.hand_over(self._lost), State.ROLLING_BACK),
     State.ROLLING_BACK: _Stage(Recovery._roll_back, State.RUNNING),
     State.RUNNING: _Stage(Recovery._resume),
 }

@@ -95,7 +95,11 @@ class RecoveryDriver:
         self._no_replica_in_making = asyncio.Event()
 
     def handle(self, event: r.Event) -> None:
-        """Report an event to the state machine, and begin to carry out the commands that follow."""
+        """Report an event to the state machine, and begin to carry out the commands that follow.
+
+        The outcome of a command is reported as another event, after this method has returned. A command that
+        acts at once and succeeds has no outcome.
+        """
         commands = self.recovery.handle(event, time.monotonic())
         epoch = self.recovery.epoch
         for command in commands:

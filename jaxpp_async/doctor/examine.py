@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from jaxpp_async.base.gpu_inventory import VISIBLE
 from jaxpp_async.doctor import protocol
@@ -362,7 +365,7 @@ def _shared_environment(target: _Target, asked: RequestedRun) -> dict[str, str]:
     env = {"UCX_TLS": "tcp,self"} if asked.transport == "tcp" else {}
     if settings.devices is not None:
         env[VISIBLE] = ",".join(settings.devices)
-    return env | environment(replace(settings, devices=None), target.platform)
+    return env | environment(dataclasses.replace(settings, devices=None), target.platform)
 
 
 def _explain_silence(error: HostError) -> Explanation:

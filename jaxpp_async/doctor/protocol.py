@@ -68,12 +68,12 @@ class Measure(Message):
 
     Args:
         peer: the number of the other end.
-        address: the address of the other end, as base64.
+        address: the address of the other end.
         leads: whether this end sends and measures; otherwise this end replies. Exactly one end leads.
     """
 
     peer: int
-    address: str
+    address: bytes
     leads: bool
 
 
@@ -98,9 +98,9 @@ class ClockIs(Message):
 
 
 class EndOpened(Message):
-    """The answer to `OpenEnd`, with the address of the opened end of the link, as base64."""
+    """The answer to `OpenEnd`, with the address of the opened end of the link."""
 
-    address: str
+    address: bytes
 
 
 class Measured(Message):

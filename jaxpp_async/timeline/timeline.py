@@ -217,14 +217,8 @@ def _breakdown_table(bill: StepBreakdown) -> str:
         rows.append((item, _time(seconds), _share(seconds, bill.total_s), why))
     allowed = f"{_time(bill.bound_s)} (compute, imbalance, schedule) at best"
     took = f"{_time(bill.span_s)} taken (all but queue and reply)"
-    rows.append(
-        (
-            "",
-            _time(bill.total_s),
-            "100%",
-            f"{bill.efficiency:.0%} of what the schedule allows: {allowed}, {took}",
-        )
-    )
+    ratio = f"{bill.efficiency:.0%} of what the schedule allows: {allowed}, {took}"
+    rows.append(("", _time(bill.total_s), "100%", ratio))
     return _table(("bill", "time", "share", ""), rows, left=(0, 3))
 
 

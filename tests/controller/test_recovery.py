@@ -326,10 +326,10 @@ def compare_no_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The outcome of a command of an earlier attempt counts."""
     meaning = r.Recovery._meaning
 
-    def wrong(machine: r.Recovery, event: Any, now: float) -> r.Meaning:
+    def wrong(machine: r.Recovery, event: Any) -> r.Meaning:
         if isinstance(event, r.CarriedOut):
             event = r.CarriedOut(machine.epoch, event.command, event.result)
-        return meaning(machine, event, now)
+        return meaning(machine, event)
 
     monkeypatch.setattr(r.Recovery, "_meaning", wrong)
 

@@ -31,7 +31,7 @@ from waiting import until
 import jaxpp_async as jpp
 from jaxpp_async.actors import host_values
 from jaxpp_async.controller import failure_policy, recovery
-from jaxpp_async.controller.recovery import FailureFound
+from jaxpp_async.controller.recovery import FailureFound, State
 from jaxpp_async.controller.requests import ActorLink, PendingRequest
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -296,10 +296,8 @@ async def test_a_second_death_while_the_first_is_mended(undisturbed):
                 kill(mesh, 0)
                 for _ in range(TURNS[i]):
                     await asyncio.sleep(0)
-                await until(lambda: mesh._running()._recovery.is_restarting, every_s=0)
-                epoch = mesh._running()._actor_group.epoch
                 # its successor is being started
-                await until(lambda epoch=epoch: mesh._running()._actor_group.epoch > epoch, every_s=0)
+                await until(lambda: mesh._running()._recovery.state is State.RENEWING, every_s=0)
                 kill(mesh, 0)
             state, losses = await run
             assert_same(await losses, undisturbed[i])

@@ -35,6 +35,7 @@ HERE = SUPPORT
 DRIVER = """
 import asyncio, sys
 from fake_actor import scripted, start_fakes
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.launch import LocalLauncher
 
 async def main():

@@ -209,7 +209,7 @@ class SimulatedMesh:
         """Report an event to the machine, and carry out the commands that follow."""
         machine = self.machine
         if isinstance(event, r.FailureFound | r.CarriedOut | r.NotCarriedOut | r.TimePassed):
-            self.meanings.add((machine.state, machine._meaning(event, self.now)))
+            self.meanings.add((machine.state, machine._meaning(event)))
         for command in machine.handle(event, self.now):
             if self.error is not None:
                 raise Violation(f"{command} after the end")

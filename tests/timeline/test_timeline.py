@@ -606,7 +606,7 @@ async def test_a_step_that_a_restart_ran_again_has_the_timeline_of_the_run_that_
         programs = (await step.compile(*args)).compiled.programs
         await mesh.run(step, *args)
         future = await mesh.submit(step, *args)
-        sent_first_s = future._handle.sent_s
+        sent_first_s = future._step.sent_s
         mesh._controller._actor_group.handles[1].kill()
         with pytest.raises(MeshError, match="once it has finished"):
             future.timeline()
