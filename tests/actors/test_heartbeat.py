@@ -224,7 +224,9 @@ async def test_a_process_beats_and_a_stopped_one_does_not():
     async with open_listener() as (listener, address, record_heartbeat):
         env = {"PYTHONPATH": f"{SUPPORT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         spec: Any = LaunchSpec(0, 1, 0, SECRET, address, env=env)
-        link = await Startup(launcher, listener, timeout_s=30, on_progress=lambda text: None).start(spec)
+        link = await Startup(launcher, listener, None, timeout_s=30, on_progress=lambda text: None).start(
+            spec
+        )
         try:
             assert (await record_heartbeat.one()).position is None
             os.kill(link.handle.pid, signal.SIGSTOP)
