@@ -80,14 +80,8 @@ class NcclLibrary:
         self._cupy, self._core, self._version = cupy, core, version
         # the same library that nccl4py and XLA have loaded: a process loads it once
         library = ctypes.CDLL(path)
-        arguments = [
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-        ]
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        arguments = [pointer, ctypes.c_size_t, number, number, pointer, pointer]
         library.ncclSend.argtypes = library.ncclRecv.argtypes = arguments
         self._calls = library
 
