@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import functools
 import gc
 import inspect
 import itertools
@@ -321,14 +320,13 @@ async def test_an_array_on_two_actors_is_written_once(mesh, tmp_path):
 def reads(monkeypatch) -> dict[int, list[str]]:
     """What each actor reads."""
     found: dict[int, list[str]] = {}
-    original = CheckpointRequests.read
+    original = CheckpointRequests._read
 
-    @functools.wraps(original)
-    def read(self: Any, message: Any) -> Any:
+    def read(self: Any, message: Any, entries: Any) -> Any:
         found.setdefault(id(self), []).extend(part.name for part in message.parts)
-        return original(self, message)
+        return original(self, message, entries)
 
-    monkeypatch.setattr(CheckpointRequests, "read", read)
+    monkeypatch.setattr(CheckpointRequests, "_read", read)
     return found
 
 
