@@ -32,7 +32,7 @@ class MemoryNetwork:
         """Return whether the send of a message of this size completes immediately."""
         return size_bytes <= EAGER_BYTES
 
-    def carry(self, receiver: MemoryTransport, sender: Peer, tag: int, message: Message) -> None:
+    def carry(self, receiver: MemoryTransport, sender: Peer, tag: int, message: MemoryMessage) -> None:
         """Bring a message to its receiver."""
         receiver.accept(sender, tag, message)
 
@@ -64,7 +64,7 @@ class _Transfer:
 
 
 @dataclass(slots=True, eq=False)
-class Message:
+class MemoryMessage:
     """A message that was sent and has not been received yet. A small message has a copy of its bytes. A large
     one refers to the sender's memory, and to the sender's transfer, which stays open until the message is
     received."""
@@ -80,7 +80,7 @@ class _Stream:
     """The messages that one peer sent with one tag, and the receives that were posted for them. Each queue is
     in the order of the calls."""
 
-    messages: deque[Message] = field(default_factory=deque)
+    messages: deque[MemoryMessage] = field(default_factory=deque)
     receives: deque[_Transfer] = field(default_factory=deque)
 
 
@@ -90,7 +90,7 @@ class _Link:
 
     remote: MemoryTransport
     failure: str | None = None
-    sends: dict[_Transfer, Message] = field(default_factory=dict)
+    sends: dict[_Transfer, MemoryMessage] = field(default_factory=dict)
 
 
 class MemoryTransport(Transport):
@@ -208,7 +208,7 @@ class MemoryTransport(Transport):
         memory = transfer.memory
         eager = self._network.is_eager(memory.size_bytes)
         content, sending = (_copy(memory), None) if eager else (memory, transfer)
-        message = Message(memory.size_bytes, content, sending)
+        message = MemoryMessage(memory.size_bytes, content, sending)
         if not eager:
             link.sends[transfer] = message
         self._network.carry(link.remote, self.peer_id, tag, message)
@@ -216,7 +216,7 @@ class MemoryTransport(Transport):
 
     # ------------------------------------------------------------ receiving
 
-    def accept(self, sender: Peer, tag: int, message: Message) -> None:
+    def accept(self, sender: Peer, tag: int, message: MemoryMessage) -> None:
         """Take in a message that has arrived; the network calls this in the order in which the messages of
         one sender and tag were sent."""
         self._streams.setdefault((sender, tag), _Stream()).messages.append(message)
@@ -234,7 +234,7 @@ class MemoryTransport(Transport):
         if not messages and not receives:
             del self._streams[key]
 
-    def _deliver(self, sender: Peer, message: Message, receive: _Transfer) -> None:
+    def _deliver(self, sender: Peer, message: MemoryMessage, receive: _Transfer) -> None:
         source, expected, got = message.bytes, receive.memory.size_bytes, message.size_bytes
         if expected == got:
             ctypes.memmove(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from jaxpp_async.transport.base import Peer
-from jaxpp_async.transport.memory import EAGER_BYTES, MemoryNetwork, MemoryTransport, Message
+from jaxpp_async.transport.memory import EAGER_BYTES, MemoryMessage, MemoryNetwork, MemoryTransport
 
 Where: TypeAlias = tuple[Peer, Peer, int, int]
 """A message's sender, receiver, tag and size in bytes, which rules are called with."""
@@ -38,7 +38,7 @@ class FaultyNetwork(MemoryNetwork):
     def is_eager(self, size_bytes: int) -> bool:
         return self.eager_bytes is None or size_bytes <= self.eager_bytes
 
-    def carry(self, receiver: MemoryTransport, sender: Peer, tag: int, message: Message) -> None:
+    def carry(self, receiver: MemoryTransport, sender: Peer, tag: int, message: MemoryMessage) -> None:
         where: Where = (sender, receiver.peer_id, tag, message.size_bytes)
         if self.drop is not None and self.drop(*where):
             return
