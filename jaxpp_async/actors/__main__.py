@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import json
 import logging
 import os
 import sys
 import traceback
-from typing import Annotated, Any
-
-import msgspec
+from dataclasses import dataclass, field
+from typing import Any
 
 from jaxpp_async.errors import HandshakeError
 from jaxpp_async.protocol.actor_info import ExitCode
@@ -24,7 +24,8 @@ from jaxpp_async.protocol.parent_watch import LEASE_S, die_with_parent, leave, w
 _MAX_LINE_BYTES = 1 << 16
 
 
-class _Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class _Config:
     """The configuration that an actor process reads from the first line of its stdin.
 
     `LaunchSpec.config` makes most of the fields, and the launcher adds the rest.
@@ -32,7 +33,7 @@ class _Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     process_id: int
     incarnation: int
-    secret: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2})+$")]
+    secret: bytes = field(repr=False)
     controller: tuple[str, int]
     lease_s: float
     actor: str
@@ -47,8 +48,8 @@ def main() -> None:
     """Run one actor process until it ends, and exit with an `ExitCode`."""
     faulthandler.enable()  # a crash in native code prints its traceback, which the controller shows
     try:
-        config = msgspec.json.decode(_read_line(0), type=_Config)
-    except ValueError as error:
+        config = _parse(_read_line(0))
+    except (ValueError, KeyError, TypeError) as error:
         # The message does not show the line itself, since that contains the secret.
         print(
             f"python -m jaxpp_async.actors is started by a mesh, not by hand ({type(error).__name__})",
@@ -111,12 +112,11 @@ async def _serve(config: _Config) -> ExitCode:
 
     lost_s = max(LEASE_S, config.lease_s)
     identity, page = Identity(config.process_id, config.incarnation), ProgressPage(config.progress_page)
-    secret = bytes.fromhex(config.secret)
 
     def make_actor(process_id: int, **seams: Any) -> ActorLike:
         # After the handshake, for two reasons: the controller accepts heartbeats only from actors that have
         # connected, and importing JAX takes longer than a handshake may.
-        start_beating(Heartbeat(identity, secret, config.controller, lost_s), page.read, leave)
+        start_beating(Heartbeat(identity, config.secret, config.controller, lost_s), page.read, leave)
         sender = send_records(seams["send"], config.log_level)  # before JAX is imported, which may log
         actor = load_actor_class(config.actor)(process_id, note_progress=page.note, **seams)
         sender.step = lambda: actor.current_step
@@ -124,7 +124,7 @@ async def _serve(config: _Config) -> ExitCode:
 
     return await serve(
         identity,
-        secret,
+        config.secret,
         connect=lambda connection: connect_tcp(connection, *config.controller),
         make_actor=make_actor,
         make_transport=lambda kind, network: make_process_transport(kind, config.process_id, network),
@@ -142,6 +142,14 @@ def _read_line(descriptor: int) -> bytes:
             raise ValueError("no configuration on stdin")
         line += data
     return bytes(line.partition(b"\n")[0])
+
+
+def _parse(line: bytes) -> _Config:
+    values = json.loads(line)
+    values["secret"] = bytes.fromhex(values["secret"])
+    values["controller"] = tuple(values["controller"])
+    values["cores"] = tuple(values.get("cores", ()))
+    return _Config(**values)
 
 
 def _move_stdin() -> int:

@@ -23,6 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from jaxpp_async.program.instructions import ActorId, ProcessId
 
 _WORST_FIRST = ("failed", "restarting", "starting", "waiting", "closed", "ready")
@@ -123,7 +125,7 @@ class NoteProgress(Protocol):
 
 
 class Position(NamedTuple):
-    """An actor's position in a loaded program, during one run of it.
+    """An actor's position in a loaded program, during one run of it. It travels as an array.
 
     Args:
         step: the id of the run (a `messages.StepId`).

@@ -126,9 +126,8 @@ class Mesh:
 
     def beat(self, process: int, clock: str = "") -> None:
         name = clock or self.monitor.clocks._own
-        self.monitor.record_heartbeat(
-            Identity(process, 0, "beats"), m.Beat(self.positions.get(process), name)
-        )
+        beat = m.Beat(self.positions.get(process), name)
+        self.monitor.record_heartbeat(Identity(process, 0, "beats"), beat)
 
     async def run(self, events: Sequence[tuple[Any, ...]] = (), end_s: float = END_S) -> list[str]:
         """Let time pass until `end_s`, with events at their times, and return what was observed by then."""

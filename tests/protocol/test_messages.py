@@ -8,6 +8,7 @@ import pytest
 from message_examples import examples, subclasses
 from msgspec import structs
 
+from jaxpp_async.protocol.actor_info import Position
 from jaxpp_async.protocol.codec import Encoder, decoder_of
 from jaxpp_async.protocol.messages import (
     Beat,
@@ -74,7 +75,7 @@ def test_every_message_is_frozen_and_travels_under_its_own_name(cls):
         Rollback(None),
         Rollback(3),
         Sweep(b"/tmp/\xff", ("a", "b"), remove_folder=True),
-        Beat((1, 2, 3, True, False), "clock"),
+        Beat(Position(1, 2, 3, True, False), "clock"),
         Beat(None),
         Failed("ValueError", "no", ""),
     ],

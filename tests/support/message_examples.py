@@ -50,7 +50,7 @@ def _fields(cls: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(cls) and isinstance(cls, type):
         names = [field.name for field in dataclasses.fields(cls)]
     else:
-        names = getattr(cls, "__struct_fields__", ())
+        names = getattr(cls, "__struct_fields__", getattr(cls, "_fields", ()))  # of a Struct, of a NamedTuple
     hints = typing.get_type_hints(cls) if names else {}
     return {name: hints[name] for name in names}
 

@@ -542,10 +542,17 @@ async def test_every_instruction_of_a_real_step_is_on_its_timeline(remote_mesh, 
     check_trace(json.loads((tmp_path / "step.json").read_text()))
 
 
+def use_clocks(mesh: jpp.RemoteMesh, clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a mesh estimate its processes' clocks with `clocks`, in reading them and in following steps."""
+    controller = mesh._running()
+    monkeypatch.setattr(controller._health_monitor, "clocks", clocks)
+    monkeypatch.setattr(controller, "_clock_of", clocks.clock_of)
+
+
 async def test_actors_whose_clock_is_not_ours_are_asked_for_it(remote_mesh, monkeypatch):
     """It is ours: the offset must come out as nothing, but for the error that it says it has."""
     mesh = await remote_mesh(2, launcher="local")
-    monkeypatch.setattr(mesh._controller._health_monitor, "clocks", clocks := Clocks("elsewhere"))
+    use_clocks(mesh, clocks := Clocks("elsewhere"), monkeypatch)
     model = mlp(2)
     step = mesh.distributed(grads_step(model, jpp.Std1F1B(2)))
     params, batch = model.init(0), model.batch(0, 4)
@@ -575,7 +582,7 @@ async def test_a_timeline_stays_what_it_was_after_a_restart_and_after_the_end(mo
     async with jpp.RemoteMesh(2, max_restarts=1) as mesh:
         clocks = Clocks("elsewhere")
         monkeypatch.setattr(clocks, "begin_reading", lambda process, name, now_s: False)
-        monkeypatch.setattr(mesh._controller._health_monitor, "clocks", clocks)
+        use_clocks(mesh, clocks, monkeypatch)
         for actor in (0, 1):
             clocks.note(actor, 0.0, 0.5, 1.0)
         step, args = a_step(mesh)
