@@ -23,8 +23,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-import msgspec
-
 from jaxpp_async.program.instructions import ActorId, ProcessId
 
 _WORST_FIRST = ("failed", "restarting", "starting", "waiting", "closed", "ready")

@@ -29,7 +29,7 @@ from tests.protocol.test_frames import SECRET, frame, greet, pair
 
 ACTOR = Identity(3, 1)
 BEATS = Identity(3, 1, "beats")
-BEAT = m.Beat(Position(2**62, 2**62, 2**62, True, False), clock_name())
+BEAT = m.Beat((2**62, 2**62, 2**62, True, False), clock_name())
 
 # ---------------------------------------------------------------- the channel
 
@@ -183,7 +183,7 @@ async def test_the_thread_says_where_the_actor_is_and_ends_it_when_nobody_listen
         thread = start_beating(Heartbeat(ACTOR, SECRET, address), page.read, leave)
         assert (await record_heartbeat.one()).position is None
         page.note(7, 1, 12, False, True)
-        while await record_heartbeat.one() != m.Beat(Position(7, 1, 12, False, True), clock_name()):
+        while await record_heartbeat.one() != m.Beat((7, 1, 12, False, True), clock_name()):
             pass
         assert not left.done() and threading.active_count() > 1
         for connection in (control, link):
@@ -224,7 +224,9 @@ async def test_a_process_beats_and_a_stopped_one_does_not():
     async with open_listener() as (listener, address, record_heartbeat):
         env = {"PYTHONPATH": f"{SUPPORT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         spec: Any = LaunchSpec(0, 1, 0, SECRET, address, env=env)
-        link = await Startup(launcher, listener, cast(Any, None), timeout_s=30, on_progress=print).start(spec)
+        link = await Startup(launcher, listener, None, timeout_s=30, on_progress=lambda text: None).start(
+            spec
+        )
         try:
             assert (await record_heartbeat.one()).position is None
             os.kill(link.handle.pid, signal.SIGSTOP)
