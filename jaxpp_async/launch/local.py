@@ -8,19 +8,15 @@ import sys
 from collections.abc import Callable
 
 from jaxpp_async.launch.hosts import Settings, defaults, environment
-from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
+from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec, ProcessLauncher
 from jaxpp_async.launch.options import OF_PROCESSES, LauncherKind, LaunchOptions
 from jaxpp_async.launch.process_supervisor import Death, ProcessSupervisor, print_to_stderr
 from jaxpp_async.launch.spawn import ActorProcess, ActorRequest, spawn_actor
-from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.protocol.actor_info import ProgressPage
 from jaxpp_async.protocol.parent_watch import LEASE_S, Lease
-from jaxpp_async.transport.base import Transport
-from jaxpp_async.transport.network import Network
-from jaxpp_async.transport.registry import make_process_transport, transport_names
 
 
-class LocalLauncher:
+class LocalLauncher(ProcessLauncher):
     """A launcher that starts the processes of actors on this machine.
 
     Args:
@@ -46,15 +42,6 @@ class LocalLauncher:
         self._lease = Lease(lease_s)
         self._supervisor: ProcessSupervisor | None = None
         self._pages: list[ProgressPage] = []
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """The names of the transports that work between processes; the first one is the default."""
-        return transport_names(within_process=False)
-
-    def make_transport(self, kind: str, network: Network) -> Transport:
-        """Make the controller's own transport; see `Launcher.make_transport`."""
-        return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
         """Start one process of an actor by `python -m jaxpp_async.actors`; see `Launcher.start`."""
