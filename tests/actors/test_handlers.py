@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxpp_async.actors.actor import Actor
-from jaxpp_async.actors.server import handlers_of, handles
+from jaxpp_async.actors.server import _RequestDispatcher, handlers_of, handles
+from jaxpp_async.errors import ProtocolError
 from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.codec import Decoder, Encoder
 from tests.actors.test_actor import harness
@@ -88,3 +89,8 @@ def test_handlers_are_found_in_base_classes_and_may_be_replaced():
 
     derived = Derived()
     assert handlers_of(derived) == {m.Abort: derived.abort}
+
+
+async def test_an_actor_refuses_a_request_that_it_could_not_answer():
+    with pytest.raises(ProtocolError, match="sent Inspect without a number"):
+        _RequestDispatcher().dispatch(m.Inspect(), None)

@@ -14,6 +14,7 @@ from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorDiedError, ProtocolError, RemoteError, StepAbortedError
 from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.actor_info import ActorInfo, Topology
+from jaxpp_async.protocol.codec import Encoder
 from tests.controller.test_recovery import carry_out
 
 
@@ -95,6 +96,16 @@ async def test_a_reply_ends_the_request_with_its_number():
     assert mesh.links[0].open == {} and mesh.failures == []
 
 
+async def test_each_request_gets_the_next_number_also_when_it_is_sent_again():
+    mesh = Mesh()
+    request = SentRequest(0, m.Inspect(), PendingRequest())
+    encoded = Encoder(100).encode_message(request.message)
+    for each in (None, encoded, None):
+        mesh.links[0].send(request, each)
+    sent: Any = mesh.links[0].connection
+    assert sent.sent == {0: m.Inspect(), 1: encoded, 2: m.Inspect()}
+
+
 async def test_a_failure_of_one_request_is_its_own_and_that_of_a_step_concerns_the_mesh():
     mesh = Mesh()
     question = mesh.requests.send(0, m.Inspect())
@@ -123,8 +134,9 @@ async def test_a_wrong_reply_fails_its_request_and_one_to_a_step_breaks_the_prot
     for reply in (m.Done(), m.StepDone(m.step_id(8), STATS)):
         mesh.answer(reply, number=1)
         assert isinstance(mesh.failures.pop(), ProtocolError)
-    mesh.answer(m.Done(), number=77)
-    assert "answered request 77, which nobody made" in str(mesh.failures.pop())
+    for number in (None, 77):
+        mesh.links[0].connection.on_message(m.Done(), number)  # type: ignore[misc]
+        assert f"answered request {number}, which nobody made" in str(mesh.failures.pop())
 
 
 async def test_late_replies_to_what_a_restart_has_made_again_are_ignored():
