@@ -1,4 +1,4 @@
-"""Prepare a program before its first step: parse, plan and compile it, and allocate its receive buffers.
+"""Prepare a program before its first step: plan and compile it, and allocate its receive buffers.
 
 A `LoadedProgram` contains everything about a program that does not change from step to step: executables,
 layouts, and the messages of its transfers. A `LoadedProgram` also learns from measured times which tasks are

@@ -388,7 +388,7 @@ class Recovery:
         self._now = now
         meaning = self._meaning(event)
         before, commands = self.state, REACTIONS[self.state][meaning](self, event)
-        if self.state is not before or meaning is Meaning.FAULT:
+        if self.state is not before or meaning is Meaning.LOSS:
             self._tell(before, event)
         return commands
 

@@ -275,12 +275,14 @@ class ActorLink:
         self.connection.on_message = _ignore_message
         self.connection.on_closed = None
 
-    def forget_requests(self) -> None:
-        """Forget the open requests, because a restart begins. If replies to them still arrive, ignore these
-        replies.
+    def forget_requests(self) -> list[SentRequest]:
+        """Forget the open requests, because a restart begins, and return them. If replies to them still
+        arrive, ignore these replies.
         """
+        forgotten = list(self.open.values())
         self.open.clear()
         self._first_number = self._next_number
+        return forgotten
 
 
 OnFailed: TypeAlias = Callable[[ActorLink, Failed | ProtocolError], None]
@@ -419,10 +421,15 @@ class Requests:
         await self._is_open.wait()
 
     def hold_back(self) -> None:
-        """Take note that a restart begins: replies to earlier requests are ignored."""
+        """Take note that a restart begins. Replies to earlier requests are ignored. Requests that the restart
+        does not make again fail.
+        """
         self._is_open.clear()
         for link in self._links.values():
-            link.forget_requests()
+            for request in link.forget_requests():
+                if request.waiter not in self._waiters:
+                    what = f"{type(request.message).__name__} was not answered by {link.info}"
+                    request.waiter.fail(StepAbortedError(f"{what} before a restart began"))
 
     def resume(self, requests: Sequence[SentRequest], epoch: int) -> int:
         """Send requests again at the end of a restart, in the given order.

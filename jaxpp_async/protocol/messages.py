@@ -148,8 +148,10 @@ class Rules:
     def __post_init__(self) -> None:
         if self.changes_state and not (self.ordered and self.repeated):
             raise ValueError("a request that changes state is ordered and repeated")
-        if (self.ended_by is not None or self.reads_files) and not self.repeated:
-            raise ValueError("a request that has a lasting effect or reads files is repeated")
+        if (self.ended_by is not None or self.reads_files) and not self.changes_state:
+            raise ValueError("a request that has a lasting effect or reads files changes state")
+        if self.ended_by is not None and not self.ended_by.rules.repeated:
+            raise ValueError("a request that ends a lasting effect is repeated")
 
 
 class Request(Message):

@@ -285,6 +285,17 @@ def test_a_failed_recovery_tells_its_story():
     assert rest[-1] == "    61.5 s  restoring: MovePart failed: 'bug' -> ended"
 
 
+def test_the_story_tells_of_each_actor_that_is_lost():
+    machine = r.Recovery(Topology(4), max_restarts=1, replica_every=3)
+    machine.handle(r.MeshStarted(), 0.0)
+    machine.handle(r.FailureFound(DIED), 10.0)
+    machine.handle(r.FailureFound(ActorDiedError("actor 3 too", actor=3)), 10.5)
+    assert [line.strip() for line in machine.story] == [
+        "0.0 s  running: actor 1 was killed -> stopping",
+        "0.5 s  stopping: actor 3 too -> stopping",
+    ]
+
+
 # ---------------------------------------------------------------- random sequences
 
 

@@ -186,6 +186,17 @@ async def test_requests_that_are_not_repeated_are_sent_in_a_restart_and_others_w
     assert not waiting.done
 
 
+async def test_a_request_that_a_restart_does_not_make_again_fails_when_it_begins():
+    mesh = Mesh()
+    report, load = mesh.requests.send(0, m.Report()), mesh.requests.send(1, m.Store((), ()), in_restart=True)
+    repeated = mesh.requests.send(0, m.Inspect())
+    mesh.restart()
+    for waiter in (report, load):
+        with pytest.raises(StepAbortedError, match="was not answered by actor . .* before a restart began"):
+            await waiter
+    assert not repeated.done
+
+
 async def test_a_step_that_one_actor_has_finished_is_run_by_all():
     mesh = Mesh()
     step = mesh.step()
