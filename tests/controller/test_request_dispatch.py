@@ -192,7 +192,7 @@ async def test_a_request_that_a_restart_does_not_make_again_fails_when_it_begins
     repeated = mesh.requests.send(0, m.Inspect())
     mesh.restart()
     for waiter in (report, load):
-        with pytest.raises(StepAbortedError, match="was not answered by actor . .* before a restart began"):
+        with pytest.raises(StepAbortedError, match=r"was not answered by actor . .* before a restart began"):
             await waiter
     assert not repeated.done
 
