@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxpp_async.actors.server import serve
+from jaxpp_async.actors.server import SendMessage, serve
 from jaxpp_async.launch import LaunchSpec
 from jaxpp_async.launch.process_supervisor import Death
 from jaxpp_async.protocol import messages as m
@@ -41,23 +41,21 @@ class LightActor:
 
     current_step = None
 
-    def __init__(self, actor_id: int, *, send: Callable[[m.Message], None], **_: Any):
+    def __init__(self, actor_id: int, *, send: SendMessage, **_: Any):
         self._send = send
 
-    def handle(self, message: Any) -> None:
+    def handle(self, message: m.Request, number: int) -> None:
         match message:
             case m.Step():
-                self._send(m.StepDone(message.request, message.step, _STATS))
+                self._send(m.StepDone(message.step, _STATS), number)
             case m.Configure():
-                self._send(
-                    m.Ready(message.request, NoTransport.address, ("light:0",), {}, m.Hardware("light", 1))
-                )
+                self._send(m.Ready(NoTransport.address, ("light:0",), {}, m.Hardware("light", 1)), number)
             case m.Connect():
-                self._send(m.Connected(message.request, {}))
+                self._send(m.Connected({}), number)
             case m.Load():
-                self._send(m.Loaded(message.request, 0.0, {}))
+                self._send(m.Loaded(0.0, {}), number)
             case _:
-                self._send(m.Done(message.request))
+                self._send(m.Done(), number)
 
     async def aclose(self) -> None: ...
 

@@ -29,6 +29,7 @@ import uvloop
 from contender import Channel, timed, timed_async
 
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.program.actor_program import ActorProgram
 
@@ -52,7 +53,7 @@ async def empty_step() -> AsyncIterator[Call]:
         await controller.load(program_id, programs, {}, {})
 
         async def call() -> None:
-            await controller.start_step(program_id, {}, {})
+            await controller.start_step(SubmittedStep(program_id), {}, {})
 
         await timed_async(call, WARM_UP)
         yield call

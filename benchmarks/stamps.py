@@ -15,17 +15,16 @@ import json
 import math
 import time
 from array import array
-from dataclasses import replace
 from statistics import median
 from timeit import repeat
 
+from msgspec import structs
 from ours.steps import training
 from shapes import TINY
 
 import jaxpp_async as jpp
 from jaxpp_async.protocol import codec
 from jaxpp_async.protocol import messages as m
-from jaxpp_async.protocol.frames import TO_CONTROLLER
 from jaxpp_async.timeline.events import read_stamps
 
 STEPS, CALLS = 200, 20_000
@@ -58,17 +57,20 @@ def stamp_s() -> float:
 def travel_s(stats: m.StepStats) -> float:
     """What a reply with stamps takes longer than one without, at both ends."""
 
+    encoder = codec.Encoder(1 << 20)
+    decoder = codec.decoder_of(m.accepted_messages("controller"))
+
     def there(done: m.StepDone) -> None:
-        data = codec.encode(done)
+        data = encoder.encode(done, 1)
         hmac.digest(b"k" * 32, data, "sha256")
         hmac.digest(b"k" * 32, data, "sha256")
-        codec.decode(data, TO_CONTROLLER)
+        decoder.decode(data)
 
     def one(stats: m.StepStats) -> float:
-        done = m.StepDone(1, 2, stats)
+        done = m.StepDone(2, stats)
         return min(repeat(lambda: there(done), number=500, repeat=7)) / 500
 
-    return one(stats) - one(replace(stats, stamps=b""))
+    return one(stats) - one(structs.replace(stats, stamps=b""))
 
 
 def run() -> dict[str, float]:

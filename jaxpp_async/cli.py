@@ -5,14 +5,15 @@ status.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 
 from jaxpp_async.doctor.examine import ExaminationPlan, examine
@@ -89,7 +90,7 @@ def doctor(
     The exit status is 0 if it would work, 1 if it would not, and 2 if the options are wrong.
     """
     if facts:
-        typer.echo(json.dumps(dataclasses.asdict(asyncio.run(gather(platform.value))), indent=1))
+        typer.echo(json.dumps(msgspec.to_builtins(asyncio.run(gather(platform.value))), indent=1))
         return
     asked = RequestedRun(
         platform.value, transport.value, actors, devices_per_actor, processes_per_actor, slurm
@@ -107,9 +108,7 @@ def doctor(
         said = f"doctor: {as_flags(str(error))}"
         Console(stderr=True).print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(WRONG_USE) from None
-    findings = [
-        dataclasses.replace(f, what=as_flags(f.what), remedy=as_flags(f.remedy)) for f in judge(found)
-    ]
+    findings = [replace(f, what=as_flags(f.what), remedy=as_flags(f.remedy)) for f in judge(found)]
     if as_json_:
         typer.echo(json.dumps(as_json(found, findings), indent=1))
     else:

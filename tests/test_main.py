@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from jaxpp_async.launch.commands import command_here
+from jaxpp_async.launch.run_module import command_here
 
 
 def test_the_program_is_the_command_line():

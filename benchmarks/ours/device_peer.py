@@ -28,7 +28,7 @@ import jax
 import numpy as np
 import uvloop
 
-from jaxpp_async.actors.cuda import CupyDevices, DeviceCopy
+from jaxpp_async.actors.cuda import CudaDevices, DeviceCopy
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Memory, make_tag, memory_of
 from jaxpp_async.transport.registry import make_process_transport
 from jaxpp_async.transport.ucx.transport import ERROR_HANDLING
@@ -51,7 +51,7 @@ class Side:
         self.number, self.platform = number, platform
         jax.config.update("jax_platforms", "cuda,cpu" if platform == "cuda" else "cpu")
         self.device = jax.local_devices(backend=platform)[0]
-        self.cuda = CupyDevices([self.device]) if platform == "cuda" else None
+        self.cuda = CudaDevices([self.device]) if platform == "cuda" else None
         if self.cuda is not None:
             self.cuda.enter()
         self.memories = [self._memory(largest) for _ in range(WINDOW)]

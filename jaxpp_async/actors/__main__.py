@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpp_async.errors import HandshakeError
-from jaxpp_async.protocol.parent_watch import LEASE_S, ExitCode, die_with_parent, leave, watch_stdin
+from jaxpp_async.protocol.actor_info import ExitCode
+from jaxpp_async.protocol.parent_watch import LEASE_S, die_with_parent, leave, watch_stdin
 
 _MAX_LINE_BYTES = 1 << 16
 

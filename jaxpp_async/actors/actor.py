@@ -26,7 +26,7 @@ from jaxpp_async.actors.execution_plan import BindInput, ExecutionPlan, PostRecv
 from jaxpp_async.actors.jax_runtime import reserve_port
 from jaxpp_async.actors.loaded_program import LoadedProgram, load_program
 from jaxpp_async.actors.process_group import DroppedStep, TaskCount, catch_up
-from jaxpp_async.actors.server import failed_reply
+from jaxpp_async.actors.server import Handler, SendMessage, failed_reply, handlers_of, handles
 from jaxpp_async.actors.setup import ActorResources, make_resources
 from jaxpp_async.actors.shards import count_memory
 from jaxpp_async.actors.step_queue import StepQueue
@@ -51,7 +51,7 @@ class Actor:
     Args:
         process_id: the number of the process in the mesh; the transport uses the same number.
         make_transport: makes the transport of a given name on a given network.
-        send: transmits a reply to the controller; called on the event loop.
+        send: transmits a reply to the controller, with the request's number; called on the event loop.
         inline: whether the actor runs in the controller's process and shares its JAX.
         note_progress: records the position of a step in its program; called at every instruction.
         open_devices: takes JAX devices and the name of a transport. Returns an interface to the devices if
@@ -64,7 +64,7 @@ class Actor:
         process_id: ProcessId,
         *,
         make_transport: Callable[[str, Network], Transport],
-        send: Callable[[m.Message], None],
+        send: SendMessage,
         inline: bool = False,
         note_progress: NoteProgress = ignore_progress,
         open_devices: Callable[[Sequence[Any], str], CudaDevices | None] = open_cuda,
@@ -101,25 +101,30 @@ class Actor:
             complete=self._complete_step,
             send=send,
         )
+        self._handlers = handlers_of(self)  # those of other components follow when they are made
         self._closed = False
 
-    def handle(self, message: m.Message) -> None:
+    def handle(self, message: m.Message, number: int) -> None:
         """Start to carry out one request. Long work continues after this method returns, and its reply
-        follows later."""
+        follows later.
+
+        Args:
+            message: the request.
+            number: the number of the request, which goes with its reply.
+        """
         try:
             if type(message) is m.Step:  # by far the most frequent request
-                self._steps.request(message)
+                self._steps.request(message, number)
                 return
-            reply = self._begin(message)
+            reply = self._handler(message)(message)
             if isinstance(reply, Coroutine):
-                task = self._spawn(type(message).__name__, self._answer(message, reply))
+                task = self._spawn(type(message).__name__, self._answer(number, reply))
                 # if the actor closes before the task begins, Python would warn of the coroutine
                 task.add_done_callback(lambda _: reply.close())
             else:
-                self._send(reply)
+                self._send(reply, number)
         except Exception as error:  # the request fails, but the actor continues
-            request, step = getattr(message, "request", None), getattr(message, "step", None)
-            self._send(failed_reply(request, error, step=step))
+            self._send(failed_reply(error, step=getattr(message, "step", None)), number)
 
     @property
     def actor_id(self) -> ActorId:
@@ -153,70 +158,21 @@ class Actor:
 
     # ------------------------------------------------------------ requests
 
-    def _begin(self, message: m.Message) -> m.Reply | Coroutine[Any, Any, m.Reply]:
-        """Carry out the part of a request that must happen in order with other requests.
+    def _handler(self, message: m.Message) -> Handler:
+        kind = type(message)
+        if issubclass(kind, m.Request):
+            if kind in self._handlers:
+                return self._handlers[kind]
+            if self._resources_or_none is None:
+                raise self._unconfigured()
+        raise ProtocolError(f"{kind.__name__} is not a request", actor=self.actor_id)
 
-        Returns:
-            The reply, or a coroutine that does the rest of the work and returns the reply.
-        """
-        match message:
-            case m.Reserve():
-                self._port = reserve_port()
-                return m.Reserved(message.request, self._port.getsockname()[1])
-            case m.Configure():
-                return self._configure(message)
-            case m.Admit():
-                self._resources.transports.admit(message.addresses)
-                return m.Done(message.request)
-            case m.Connect():
-                return self._connect(message)
-            case m.OfferLinks():
-                return self._offer_links(message)
-            case m.JoinLinks():
-                return self._join_links(message)
-            case m.Load():
-                return self._load(message)
-            case m.Store():
-                entries = self._resources.host_values.store_puts(message.puts, self._steps.epoch)
-                self._free(message.frees)
-                return self._stored(message.request, entries)
-            case m.Fetch():
-                values = self._resources.host_values
-                return values.fetch(message, values.start_copies(message), self._steps.epoch)
-            case m.BeginSnapshot():
-                return self._resources.checkpoints.begin(message)
-            case m.WriteFile():
-                return self._resources.checkpoints.write(message)
-            case m.CheckFiles():
-                return self._resources.checkpoints.check(message)
-            case m.Sweep():
-                return self._resources.checkpoints.sweep(message)
-            case m.ReadFile():
-                return self._resources.checkpoints.read(message)
-            case m.Abort():
-                return self._abort(message)
-            case m.ResetTransport():
-                return self._reset_transport(message)
-            case m.TakeReplica():
-                return self._resources.replica_requests.take_replica(message, self._steps.arrays_to_free())
-            case m.SendReplica():
-                return self._send_replica(message)
-            case m.ReceiveReplica():
-                return self._receive_replica(message)
-            case m.DropReplicas():
-                self._replica_store.keep_only(message.generation)
-                return m.Done(message.request)
-            case m.Rollback():
-                return self._resources.replica_requests.roll_back(message)
-            case m.Inspect():
-                return m.Inspected(message.request, self._count_resources())
-            case m.Report():
-                return report(message.request, self._steps.current)
-            case m.Shutdown():
-                return self._shutdown(message)
-            case _:
-                raise ProtocolError(f"{type(message).__name__} is not a request", actor=self.actor_id)
+    @handles(m.Reserve)
+    def _reserve(self, message: m.Reserve) -> m.Reserved:
+        self._port = reserve_port()
+        return m.Reserved(self._port.getsockname()[1])
 
+    @handles(m.Configure)
     async def _configure(self, message: m.Configure) -> m.Ready:
         if self._resources_or_none is not None:
             raise ProtocolError("the actor is configured already", actor=self.actor_id)
@@ -229,12 +185,35 @@ class Actor:
             message, self._process_rank, may_begin=may_begin
         )
         self._steps.epoch = message.epoch
+        resources = self._resources_or_none
+        self._handlers |= handlers_of(resources.checkpoints) | handlers_of(resources.replica_requests)
         return ready
 
-    async def _stored(self, request: int, entries: Sequence[StoredArray]) -> m.Done:
-        await wait_all(entries)
-        return m.Done(request)
+    @handles(m.Admit)
+    def _admit(self, message: m.Admit) -> m.Done:
+        self._resources.transports.admit(message.addresses)
+        return m.Done()
 
+    @handles(m.Store)
+    def _store_values(self, message: m.Store) -> Coroutine[Any, Any, m.Done]:
+        entries = self._resources.host_values.store_puts(message.puts, self._steps.epoch)
+        self._free(message.frees)
+        return self._stored(entries)
+
+    async def _stored(self, entries: Sequence[StoredArray]) -> m.Done:
+        await wait_all(entries)
+        return m.Done()
+
+    @handles(m.Fetch)
+    def _fetch(self, message: m.Fetch) -> Coroutine[Any, Any, m.Fetched]:
+        values = self._resources.host_values
+        return values.fetch(message, values.start_copies(message), self._steps.epoch)
+
+    @handles(m.TakeReplica)
+    def _take_replica(self, message: m.TakeReplica) -> Coroutine[Any, Any, m.ReplicaTaken]:
+        return self._resources.replica_requests.take_replica(message, self._steps.arrays_to_free())
+
+    @handles(m.Connect)
     async def _connect(self, message: m.Connect) -> m.Connected:
         self._steps.epoch = message.epoch
         peers = {
@@ -244,13 +223,15 @@ class Actor:
         step_resources, routes = self._resources.step_resources, {}
         if step_resources.device_work is not None:
             routes = {peer: step_resources.transport.routes(peer) for peer in peers if peer != CONTROLLER}
-        return m.Connected(message.request, routes)
+        return m.Connected(routes)
 
+    @handles(m.OfferLinks)
     async def _offer_links(self, message: m.OfferLinks) -> m.LinksOffered:
         transport, loop = self._resources.transports.required_ordered, asyncio.get_running_loop()
         ids = [await loop.run_in_executor(self._workers, transport.make_id) for _ in range(message.num_ids)]
-        return m.LinksOffered(message.request, transport.address, tuple(ids))
+        return m.LinksOffered(transport.address, tuple(ids))
 
+    @handles(m.JoinLinks)
     async def _join_links(self, message: m.JoinLinks) -> m.Done:
         transport = self._resources.transports.required_ordered
         transport.name = lambda process: str(ProcessRank(process, self._process_rank.size))
@@ -262,8 +243,9 @@ class Actor:
             await transport.join(
                 NcclLink(link.sender, link.receiver, link.from_device, link.to_device), link.unique_id
             )
-        return m.Done(message.request)
+        return m.Done()
 
+    @handles(m.Load)
     async def _load(self, message: m.Load) -> m.Loaded:
         step_resources = self._resources.step_resources
         program, reply = await load_program(
@@ -277,6 +259,7 @@ class Actor:
         self._programs[message.program_id] = program
         return reply
 
+    @handles(m.Abort)
     def _abort(self, message: m.Abort) -> Coroutine[Any, Any, m.Done]:
         """Fail all steps that have not finished, and all arrays that are not available yet.
 
@@ -304,24 +287,37 @@ class Actor:
             if failed_ends := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
                 raise failed_ends[0]
         self._steps.resume()
-        return m.Done(message.request)
+        return m.Done()
 
+    @handles(m.ResetTransport)
     async def _reset_transport(self, message: m.ResetTransport) -> m.TransportReset:
         await self._resources.transports.aclose()
         resources = self._resources_or_none = self._resources.with_new_transports(self._steps.epoch)
-        return m.TransportReset(message.request, resources.transports.host.address)
+        return m.TransportReset(resources.transports.host.address)
 
+    @handles(m.SendReplica)
     async def _send_replica(self, message: m.SendReplica) -> m.Done:
         await self._replica_store.send(self._resources.transports.host, message)
-        return m.Done(message.request)
+        return m.Done()
 
+    @handles(m.ReceiveReplica)
     async def _receive_replica(self, message: m.ReceiveReplica) -> m.Done:
         await self._replica_store.receive(self._resources.transports.host, message)
-        return m.Done(message.request)
+        return m.Done()
 
+    @handles(m.DropReplicas)
+    def _drop_replicas(self, message: m.DropReplicas) -> m.Done:
+        self._replica_store.keep_only(message.generation)
+        return m.Done()
+
+    @handles(m.Report)
+    def _report(self, message: m.Report) -> m.Reported:
+        return report(self._steps.current)
+
+    @handles(m.Shutdown)
     async def _shutdown(self, message: m.Shutdown) -> m.Done:
         await self.aclose()
-        return m.Done(message.request)
+        return m.Done()
 
     # ------------------------------------------------------------ steps
 
@@ -394,15 +390,18 @@ class Actor:
     def _complete_step(self, run: StepRun) -> m.StepDone:
         if run.message.frees_after:
             self._free(run.message.frees_after)
-        return m.StepDone(run.message.request, run.message.step, run.stats(len(self._store)))
+        return m.StepDone(run.message.step, run.stats(len(self._store)))
 
     # ------------------------------------------------------------ helpers
 
     @property
     def _resources(self) -> ActorResources:
         if self._resources_or_none is None:
-            raise MeshError(f"actor {self.actor_id} is not configured")
+            raise self._unconfigured()
         return self._resources_or_none
+
+    def _unconfigured(self) -> MeshError:
+        return MeshError(f"actor {self.actor_id} is not configured")
 
     def _free(self, array_ids: tuple[m.ArrayId, ...]) -> None:
         for array_id in array_ids:
@@ -411,27 +410,28 @@ class Actor:
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.start(f"actor {self.actor_id}: {name}", work)
 
-    async def _answer(self, message: Any, work: Coroutine[Any, Any, m.Reply]) -> None:
+    async def _answer(self, number: int, work: Coroutine[Any, Any, m.Reply]) -> None:
         try:
             reply = await work
         except Exception as error:  # the request fails, but the actor continues
             if self._closed:
                 return
-            reply = failed_reply(message.request, error)
+            reply = failed_reply(error)
             # The frames refer to arrays, and to futures that refer to the error. Without this only the
             # garbage collector would free them.
             traceback.clear_frames(error.__traceback__)
-        self._send(reply)
+        self._send(reply, number)
 
-    def _count_resources(self) -> dict[str, int]:
-        """Return what the actor stores and has done, for the `Inspect` request.
+    @handles(m.Inspect)
+    def _count_resources(self, message: m.Inspect) -> m.Inspected:
+        """Return what the actor stores and has done.
 
         Returns:
-            A dictionary. Its keys are names; its values are counts or sizes in bytes.
+            A reply with a dictionary. Its keys are names; its values are counts or sizes in bytes.
         """
         resources, run = self._resources, self._steps.current
         live_arrays, live_bytes = count_memory(jax.live_arrays())
-        return {
+        numbers = {
             "live_arrays": live_arrays,
             "live_bytes": live_bytes,
             "store_arrays": len(self._store),
@@ -445,27 +445,26 @@ class Actor:
             "compilations": resources.executables.compilations,
             "tasks": len(self._tasks),
         }
+        return m.Inspected(numbers)
 
 
 # ---------------------------------------------------------------- a step that does not go on
 
 
-def report(request: int, run: StepRun | None) -> Reported:
+def report(run: StepRun | None) -> Reported:
     """Return the position of a step in its program, and the transfers of the step that are incomplete, for
     the controller's stall detector.
 
     Args:
-        request: the number of the `Report` request that is answered.
         run: the step under way, or None.
 
     Returns:
         The reply. If no step is under way, its `step` is None, and it names no transfers.
     """
     if run is None or run.ended:
-        return Reported(request, None, now_s=time.monotonic())
+        return Reported(None, now_s=time.monotonic())
     executor = run.executor
     return Reported(
-        request=request,
         step=run.message.step,
         program_id=run.message.program_id,
         instruction=executor.at,

@@ -20,20 +20,11 @@ import numpy as np
 
 from jaxpp_async.actors.array_store import ArrayStore, StoredArray, fill
 from jaxpp_async.actors.host_values import HostCopy, copy_when_available
+from jaxpp_async.actors.server import handles
 from jaxpp_async.actors.shards import Layout, Layouts, join_on_host, place
 from jaxpp_async.base.printable import shown
 from jaxpp_async.errors import CheckpointError
-from jaxpp_async.protocol.messages import (
-    ArrayId,
-    BeginSnapshot,
-    CheckFiles,
-    Done,
-    FilePart,
-    ReadFile,
-    Sweep,
-    WriteFile,
-    Written,
-)
+from jaxpp_async.protocol import messages as m
 from jaxpp_async.storage import checkpoint_folder, tensor_files
 
 
@@ -51,7 +42,8 @@ class CheckpointRequests:
         self._saves: dict[bytes, _Save] = {}
         self._stopped: list[asyncio.Future[Any]] = []
 
-    def begin(self, message: BeginSnapshot) -> Coroutine[Any, Any, Done]:
+    @handles(m.BeginSnapshot)
+    def begin(self, message: m.BeginSnapshot) -> Coroutine[Any, Any, m.Done]:
         """Start a save: keep the arrays to save as they are at this moment, so that later steps cannot change
         them.
 
@@ -67,9 +59,10 @@ class CheckpointRequests:
         entries = {array_id: self._store.get(array_id) for array_id in message.array_ids}
         copies = {array_id: copy_when_available(entry, self._layouts) for array_id, entry in entries.items()}
         save = self._saves[message.folder] = _Save(copies)
-        return save.begun(message.request)
+        return save.begun()
 
-    def write(self, message: WriteFile) -> Coroutine[Any, Any, Written]:
+    @handles(m.WriteFile)
+    def write(self, message: m.WriteFile) -> Coroutine[Any, Any, m.Written]:
         """Write one file of a save. The arrays to write are looked up before this method returns.
 
         Returns:
@@ -88,8 +81,8 @@ class CheckpointRequests:
         return self._written(message, save, copies)
 
     async def _written(
-        self, message: WriteFile, save: _Save, copies: dict[str, tuple[HostCopy, int]]
-    ) -> Written:
+        self, message: m.WriteFile, save: _Save, copies: dict[str, tuple[HostCopy, int]]
+    ) -> m.Written:
         await asyncio.gather(*(copy.shards for copy, _ in copies.values()))
         await self._wait_stopped()
         if save.stopped.is_set():
@@ -101,9 +94,10 @@ class CheckpointRequests:
         )
         del copies  # only the thread refers to the arrays now
         size, digests = await save.writing
-        return Written(message.request, size, tuple(digests[name] for _, name, _ in message.arrays))
+        return m.Written(size, tuple(digests[name] for _, name, _ in message.arrays))
 
-    async def check(self, message: CheckFiles) -> Done:
+    @handles(m.CheckFiles)
+    async def check(self, message: m.CheckFiles) -> m.Done:
         """Check that the files of a save still exist and have the sizes with which they were written.
 
         Raises:
@@ -111,9 +105,10 @@ class CheckpointRequests:
         """
         check, folder = checkpoint_folder.check_files, os.fsdecode(message.folder)
         await asyncio.get_running_loop().run_in_executor(self._workers, check, folder, dict(message.files))
-        return Done(message.request)
+        return m.Done()
 
-    def sweep(self, message: Sweep) -> Coroutine[Any, Any, Done]:
+    @handles(m.Sweep)
+    def sweep(self, message: m.Sweep) -> Coroutine[Any, Any, m.Done]:
         """End the save to a folder, if one is under way, so that another save may begin, and remove the files
         that the request names.
 
@@ -126,15 +121,16 @@ class CheckpointRequests:
             save.stop()
         return self._swept(message, save)
 
-    async def _swept(self, message: Sweep, save: _Save | None) -> Done:
+    async def _swept(self, message: m.Sweep, save: _Save | None) -> m.Done:
         if save is not None:
             await save.wait_written()
         await self._wait_stopped()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._workers, _sweep, message)
-        return Done(message.request)
+        return m.Done()
 
-    def read(self, message: ReadFile) -> Coroutine[Any, Any, Done]:
+    @handles(m.ReadFile)
+    def read(self, message: m.ReadFile) -> Coroutine[Any, Any, m.Done]:
         """Restore arrays from files. Entries for the arrays are added to the array store before this method
         returns, so that later steps may use the arrays.
 
@@ -144,9 +140,9 @@ class CheckpointRequests:
         entries = [self._store.expect(part.array_id, part.aval) for part in message.parts]
         return self._read(message, entries)
 
-    async def _read(self, message: ReadFile, entries: Sequence[StoredArray]) -> Done:
+    async def _read(self, message: m.ReadFile, entries: Sequence[StoredArray]) -> m.Done:
         await fill(entries, partial(_read_and_place, message, self._layouts), self._workers)
-        return Done(message.request)
+        return m.Done()
 
     def stop_all(self) -> None:
         """Stop all saves: release their arrays, and tell the threads to stop and to remove the files that
@@ -176,17 +172,17 @@ class _Save:
             file.
     """
 
-    def __init__(self, copies: dict[ArrayId, HostCopy]):
+    def __init__(self, copies: dict[m.ArrayId, HostCopy]):
         self.copies, self.stopped = copies, threading.Event()
         self.writing: asyncio.Future[Any] | None = None
         self._waiting = [copy.shards for copy in copies.values()]
 
-    async def begun(self, request: int) -> Done:
+    async def begun(self) -> m.Done:
         """Wait until all arrays of the save are available, and return the reply to the request with this
         number."""
         waiting, self._waiting = self._waiting, []
         await asyncio.gather(*waiting)
-        return Done(request)
+        return m.Done()
 
     def stop(self) -> None:
         """Tell the writing thread to stop, and release the arrays that are still to be written."""
@@ -254,7 +250,7 @@ def _part_of(shards: Sequence[np.ndarray], layout: Layout, part: int) -> np.ndar
     return next(data for data, shard in zip(shards, layout.shards, strict=True) if shard.part.number == part)
 
 
-def _sweep(message: Sweep) -> None:
+def _sweep(message: m.Sweep) -> None:
     """Remove the files that a request names, and the folder if the request asks for it and the folder is then
     empty.
 
@@ -272,7 +268,7 @@ def _sweep(message: Sweep) -> None:
         checkpoint_folder.remove_empty(folder)
 
 
-def _read_and_place(message: ReadFile, layouts: Layouts) -> list[jax.Array]:
+def _read_and_place(message: m.ReadFile, layouts: Layouts) -> list[jax.Array]:
     """Read arrays from files and put them on the devices; called in a worker thread.
 
     Returns:
@@ -292,7 +288,7 @@ def _read_and_place(message: ReadFile, layouts: Layouts) -> list[jax.Array]:
     return [place(host, layout) for host, layout in zip(hosts, placing, strict=True)]
 
 
-def _read_pieces(part: FilePart, layout: Layout) -> np.ndarray:
+def _read_pieces(part: m.FilePart, layout: Layout) -> np.ndarray:
     """Read those pieces of an array that this process needs; the array was saved in several pieces.
 
     Args:

@@ -1,8 +1,7 @@
 """Use CUDA beside JAX: learn when arrays are computed, copy between devices, and describe the devices.
 
-`CudaDevices` is the interface, and `CupyDevices` implements it. CuPy is imported only on actors that have
-GPUs. Tests run the same code on CPUs with a fake implementation. This module allocates no device memory of
-its own.
+`CudaDevices` calls CUDA through CuPy, which is imported only on actors that have GPUs. Tests run the same
+code on CPUs with a stand-in for `CudaDevices`. This module allocates no device memory of its own.
 
 JAX does not give access to its streams. `array.__dlpack__(stream=s)` makes stream `s` wait until the array is
 computed, so an event that is recorded on `s` afterwards happens as soon as the array is computed. The capsule
@@ -19,15 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 
@@ -36,6 +33,9 @@ from jaxpp_async.base.install_hints import cuda_install, jax_cuda_majors
 from jaxpp_async.errors import InstallError
 from jaxpp_async.protocol.messages import Hardware
 from jaxpp_async.transport.registry import kind_of
+
+if TYPE_CHECKING:
+    from jaxpp_async.actors.setup import Job, JobThread
 
 _NO_DLPACK = ("float8", "float4", "float6", "int2", "int4", "uint2", "uint4")
 """The types that not every JAX can export through DLPack; JAX itself waits for arrays of these types."""
@@ -58,62 +58,6 @@ class DeviceCopy:
     size_bytes: int
 
 
-class CudaEvent(Protocol):
-    """A point in the devices' work that a thread can wait for."""
-
-    def wait(self) -> None:
-        """Block the calling thread, without holding the GIL, until the devices have reached this point of
-        their work.
-
-        Raises:
-            RuntimeError (or a subclass): the device failed.
-        """
-        ...
-
-
-class CudaStream(Protocol):
-    """A queue of work on all devices of the actor process, independent of other streams. Only one thread at a
-    time may use it."""
-
-    def record(self, arrays: Sequence[jax.Array]) -> CudaEvent:
-        """Return an event that happens once the given arrays are computed. The arrays may be donated after
-        this call.
-
-        The call blocks only for arrays of types that DLPack does not support, and where JAX uses its TFRT
-        client.
-        """
-        ...
-
-    def copy(self, copies: Sequence[DeviceCopy]) -> CudaEvent:
-        """Start copies, and return an event that happens once all of them have completed.
-
-        The caller must keep the memory alive until then. If a device refuses a copy, the event reports the
-        failure, and copies that were started earlier may still be under way.
-        """
-        ...
-
-
-class CudaDevices(Protocol):
-    """The devices of one actor process, with the CUDA operations that the actor needs and JAX does not
-    offer."""
-
-    def enter(self) -> None:
-        """Make the CUDA context of the first device current in the calling thread.
-
-        UCX uses the context that is current when it starts.
-        """
-        ...
-
-    def make_stream(self) -> CudaStream:
-        """Return a new `CudaStream`, which consists of one CUDA stream per device."""
-        ...
-
-    def hardware(self) -> Hardware:
-        """Return a description of the devices: their kind, number and memory, and the versions of CUDA and of
-        the driver."""
-        ...
-
-
 def open_cuda(devices: Sequence[Any], transport: str) -> CudaDevices | None:
     """If the transport moves GPU memory directly, open a process's GPUs for `DeviceWork`.
 
@@ -129,11 +73,11 @@ def open_cuda(devices: Sequence[Any], transport: str) -> CudaDevices | None:
     """
     if devices[0].platform not in ("gpu", "cuda") or not kind_of(transport).device_memory:
         return None
-    return CupyDevices(devices)
+    return CudaDevices(devices)
 
 
-class CupyDevices:
-    """An implementation of `CudaDevices` that calls CUDA through CuPy.
+class CudaDevices:
+    """The devices of one actor process, with the CUDA operations that the actor needs and JAX does not offer.
 
     Args:
         devices: the JAX devices of the process.
@@ -147,13 +91,20 @@ class CupyDevices:
         self._devices = tuple(devices)
 
     def enter(self) -> None:
+        """Make the CUDA context of the first device current in the calling thread.
+
+        UCX uses the context that is current when it starts.
+        """
         self._cuda.Device(_ordinal(self._devices[0])).use()
         self._cuda.runtime.free(0)  # creates the context, which `use` may not have done
 
     def make_stream(self) -> CudaStream:
-        return _CupyStream(self._cuda, self._devices)
+        """Return a new `CudaStream`, which consists of one CUDA stream per device."""
+        return CudaStream(self._cuda, self._devices)
 
     def hardware(self) -> Hardware:
+        """Return a description of the devices: their kind, number and memory, and the versions of CUDA and of
+        the driver."""
         runtime, first = self._cuda.runtime, self._devices[0]
         with self._cuda.Device(_ordinal(first)):
             _, memory_bytes = runtime.memGetInfo()
@@ -168,8 +119,9 @@ class CupyDevices:
         )
 
 
-class _CupyStream:
-    """An implementation of `CudaStream` that has one CUDA stream per device."""
+class CudaStream:
+    """A queue of work on all devices of the actor process, independent of other streams: one CUDA stream per
+    device. Only one thread at a time may use it."""
 
     def __init__(self, cuda: Any, devices: Sequence[Any]):
         self._cuda = cuda
@@ -179,6 +131,12 @@ class _CupyStream:
                 self._streams[ordinal] = cuda.Stream(non_blocking=True)
 
     def record(self, arrays: Sequence[jax.Array]) -> CudaEvent:
+        """Return an event that happens once the given arrays are computed. The arrays may be donated after
+        this call.
+
+        The call blocks only for arrays of types that DLPack does not support, and where JAX uses its TFRT
+        client.
+        """
         ordinals: dict[int, None] = {}
         for part in _parts(arrays):
             if not supports_dlpack(part):
@@ -191,6 +149,11 @@ class _CupyStream:
         return self._record(ordinals)
 
     def copy(self, copies: Sequence[DeviceCopy]) -> CudaEvent:
+        """Start copies, and return an event that happens once all of them have completed.
+
+        The caller must keep the memory alive until then. If a device refuses a copy, the event reports the
+        failure, and copies that were started earlier may still be under way.
+        """
         ordinals: dict[int, None] = {}
         try:
             for c in copies:
@@ -215,17 +178,23 @@ class _CupyStream:
                 event = self._cuda.Event(block=True, disable_timing=True)
                 event.record(self._streams[ordinal])
                 events.append(event)
-        return _CupyEvent(events, failure)
+        return CudaEvent(events, failure)
 
 
-class _CupyEvent:
-    """An implementation of `CudaEvent`: one CUDA event per device, and the exception of work that could not
-    be started."""
+class CudaEvent:
+    """A point in the devices' work that a thread can wait for: one CUDA event per device, and the exception
+    of work that could not be started."""
 
     def __init__(self, events: Sequence[Any], failure: Exception | None):
         self._events, self._failure = events, failure
 
     def wait(self) -> None:
+        """Block the calling thread, without holding the GIL, until the devices have reached this point of
+        their work.
+
+        Raises:
+            RuntimeError (or a subclass): the device failed.
+        """
         for event in self._events:
             event.synchronize()
         if self._failure is not None:
@@ -313,14 +282,13 @@ class DeviceWork:
 
     Args:
         devices: the devices.
-        name: the prefix of the names of the two threads that wait for the devices.
-        loop: the event loop.
+        run_thread: the thread that waits for executables. This object owns it.
+        copy_thread: the thread that waits for copies. This object owns it.
     """
 
-    def __init__(self, devices: CudaDevices, name: str, loop: asyncio.AbstractEventLoop):
+    def __init__(self, devices: CudaDevices, run_thread: JobThread, copy_thread: JobThread):
         self._runs, self._copies, self._device_copies = (devices.make_stream() for _ in range(3))
-        self._run_watcher = _Watcher(f"{name}-runs", loop)
-        self._copy_watcher = _Watcher(f"{name}-copies", loop)
+        self._run_thread, self._copy_thread = run_thread, copy_thread
 
     def after_run(self, outputs: Sequence[jax.Array], on_reached: OnReached) -> None:
         """Call `on_reached` on the event loop once an executable has computed its results.
@@ -332,7 +300,7 @@ class DeviceWork:
             outputs: the results of the executable, which all become ready at the same time.
             on_reached: takes the time at which the results were ready, and the device's exception or None.
         """
-        self._run_watcher.watch(self._runs.record(_last_to_wait_for(outputs)), on_reached)
+        self._run_thread.submit(_when_reached(self._runs.record(_last_to_wait_for(outputs)), on_reached))
 
     def after_copy(self, arrays: Sequence[jax.Array], on_reached: OnReached) -> None:
         """Call `on_reached` on the event loop once the given arrays are available.
@@ -340,51 +308,32 @@ class DeviceWork:
         This is for arrays that are not results of the latest executable, such as copies and step arguments.
         Must be called on the thread on which `after_run` is called.
         """
-        self._copy_watcher.watch(self._copies.record(arrays), on_reached)
+        self._copy_thread.submit(_when_reached(self._copies.record(arrays), on_reached))
 
     def copy_between_devices(self, copies: Sequence[DeviceCopy], on_reached: OnReached) -> None:
         """Copy bytes between devices, and call `on_reached` once all copies are complete. Must be called on
         the event loop."""
-        self._copy_watcher.watch(self._device_copies.copy(copies), on_reached)
+        self._copy_thread.submit(_when_reached(self._device_copies.copy(copies), on_reached))
 
     async def aclose(self, timeout_s: float = 1.0) -> None:
         """End the threads. A thread that still waits for its device after `timeout_s` seconds is
         abandoned."""
-        await asyncio.gather(self._run_watcher.aclose(timeout_s), self._copy_watcher.aclose(timeout_s))
+        await asyncio.gather(self._run_thread.aclose(timeout_s), self._copy_thread.aclose(timeout_s))
 
 
-class _Watcher:
-    """A thread that waits for CUDA events one after the other, and calls a function on the event loop after
-    each."""
+def _when_reached(event: CudaEvent, on_reached: OnReached) -> Job:
+    """Return a job that waits for a CUDA event and then has the event loop call `on_reached`."""
 
-    def __init__(self, name: str, loop: asyncio.AbstractEventLoop):
-        self._events: queue.SimpleQueue[tuple[CudaEvent, OnReached] | None] = queue.SimpleQueue()
-        self._loop = loop
-        # A daemon: a device that never answers must not keep the process alive.
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+    def wait() -> Callable[[], object]:
+        failure: Exception | None = None
+        try:
+            event.wait()
+        except Exception as error:
+            # every error of the device or its driver ends the step, with its own message
+            failure = error
+        return partial(on_reached, time.monotonic(), failure)
 
-    def watch(self, event: CudaEvent, on_reached: OnReached) -> None:
-        self._events.put((event, on_reached))
-
-    async def aclose(self, timeout_s: float) -> None:
-        self._events.put(None)
-        await asyncio.to_thread(self._thread.join, timeout_s)
-
-    def _work(self) -> None:
-        while (watched := self._events.get()) is not None:
-            event, on_reached = watched
-            failure: Exception | None = None
-            try:
-                event.wait()
-            except Exception as error:
-                # every error of the device or its driver ends the step, with its own message
-                failure = error
-            try:
-                self._loop.call_soon_threadsafe(partial(on_reached, time.monotonic(), failure))
-            except RuntimeError:  # the loop has closed: nothing waits for the event any more
-                return
-            del watched, event, on_reached  # they refer to arrays, and the next event may come much later
+    return wait
 
 
 def _last_to_wait_for(outputs: Sequence[jax.Array]) -> Sequence[jax.Array]:

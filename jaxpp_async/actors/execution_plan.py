@@ -11,6 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TypeAlias, final
 
+from msgspec import structs
+
 from jaxpp_async.program.actor_program import ActorProgram, format_instruction
 from jaxpp_async.program.instructions import (
     ActorId,
@@ -175,18 +177,35 @@ class ExecutionPlan:
 
     def text(self, instruction: int) -> str:
         """Return the text of an instruction with its index, as error messages show it."""
-        return f"#{instruction} {format_instruction(self.program.instructions[instruction])}"
+        return f"#{instruction} {format_instruction(self.program, instruction)}"
 
 
 def make_plan(program: ActorProgram) -> ExecutionPlan:
     """Prepare a program for execution: number its buffers, and compute what an `Executor` needs in every
     step.
 
+    The program may be one that was decoded from a message, which checks the types of its fields and nothing
+    else.
+
     Raises:
         ValueError: an instruction uses a buffer that does not exist at that point, or defines one that
-            exists.
+            exists; or a number is out of its range.
     """
-    return _Planner(program).plan()
+    # A decoded program has an object for each slot, and few distinct avals.
+    one_of_each: dict[Aval, Aval] = {}
+    avals = tuple([one_of_each.setdefault(aval, aval) for aval in program.avals])
+    return _Planner(structs.replace(program, avals=avals)).plan()
+
+
+_COUNTED_FIELDS: dict[type[Instruction], tuple[str, ...]] = {
+    Input: ("arg",),
+    Run: ("executable",),
+    Send: ("tag",),
+    Recv: ("tag",),
+    Delete: (),
+    Output: ("result",),
+}
+"""The fields of each instruction that count something from 0, besides the slots."""
 
 
 class _Planner:
@@ -203,6 +222,7 @@ class _Planner:
         self.position = 0
 
     def plan(self) -> ExecutionPlan:
+        self._check_slots()
         commands: list[Command] = []
         for position, instruction in enumerate(self.program.instructions):
             self.position = position
@@ -225,19 +245,35 @@ class _Planner:
             keeps=tuple(c for c in commands if isinstance(c, KeepOutput)),
         )
 
+    def _check_slots(self) -> None:
+        program = self.program
+        for aval in dict.fromkeys(program.avals):
+            if min(aval.shape, default=0) < 0:
+                raise ValueError(f"program of actor {program.actor}: {aval} has a negative dimension")
+        for slot in program.uncounted:
+            if not 0 <= slot < len(program.avals):
+                text = f"slot {slot} of {len(program.avals)} cannot be left out of the count"
+                raise ValueError(f"program of actor {program.actor}: {text}")
+
     def _command(self, instruction: Instruction) -> Command:
         at = self.position
+        for name in _COUNTED_FIELDS[type(instruction)]:
+            if (number := getattr(instruction, name)) < 0:
+                raise self._error(f"{name} {number} is negative")
         match instruction:
             case Input(buffer=slot, arg=arg, donated=donated):
                 key = self._define(slot)
                 if not donated:
                     self.shared.add(key)
                 return BindInput(at, key, arg, donated)
-            case Recv(buffer=slot, from_actor=peer, tag=tag, aval=aval):
-                return PostRecv(at, self._define(slot), peer, tag, aval, False)
+            case Recv(buffer=slot, from_actor=peer, tag=tag):
+                key = self._define(slot)
+                return PostRecv(at, key, peer, tag, self.avals[key], False)
             case Run(executable=executable, donated=donated):
                 inputs = tuple(self._use(slot) for slot in instruction.inputs)
                 for position in donated:
+                    if not 0 <= position < len(inputs):
+                        raise self._error(f"position {position} of {len(inputs)} inputs cannot be donated")
                     self._end(instruction.inputs[position])
                 outputs = tuple(self._define(slot) for slot in instruction.outputs)
                 return Execute(at, executable, inputs, outputs, donated)
@@ -253,8 +289,10 @@ class _Planner:
                 return KeepOutput(key, result, copy)
 
     def _define(self, slot: int) -> BufferKey:
+        if not 0 <= slot < len(self.program.avals):
+            raise self._error(f"slot {slot} does not exist; the program has {len(self.program.avals)} slots")
         if slot in self.current and self.current[slot] not in self.kept:
-            raise ValueError(self._error_text(slot, "is defined while it holds a buffer"))
+            raise self._error(f"slot {slot} is defined while it holds a buffer")
         key = self.current[slot] = len(self.avals)
         aval = self.program.avals[slot]
         self.avals.append(aval)
@@ -263,20 +301,20 @@ class _Planner:
 
     def _use(self, slot: int) -> BufferKey:
         if slot not in self.current:
-            raise ValueError(self._error_text(slot, "holds no buffer"))
+            raise self._error(f"slot {slot} holds no buffer")
         return self.current[slot]
 
     def _end(self, slot: int) -> BufferKey:
         key = self._use(slot)
         if key in self.kept:
-            raise ValueError(self._error_text(slot, "has left the program as a result"))
+            raise self._error(f"slot {slot} has left the program as a result")
         del self.current[slot]
         return key
 
-    def _error_text(self, slot: int, what: str) -> str:
-        instruction = format_instruction(self.program.instructions[self.position])
+    def _error(self, text: str) -> ValueError:
+        instruction = format_instruction(self.program, self.position)
         where = f"program of actor {self.program.actor}, instruction #{self.position} ({instruction})"
-        return f"{where}: slot {slot} {what}"
+        return ValueError(f"{where}: {text}")
 
 
 def _next_runs(commands: list[Command]) -> dict[int, int | None]:

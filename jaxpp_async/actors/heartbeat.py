@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 import jaxpp_async
 from jaxpp_async.base.descriptors import keep_from_children
 from jaxpp_async.errors import ProtocolError
-from jaxpp_async.protocol.actor_info import Position
+from jaxpp_async.protocol.actor_info import ExitCode, Position
 from jaxpp_async.protocol.clocks import clock_name
 from jaxpp_async.protocol.frames import Identity, Wire
 from jaxpp_async.protocol.messages import Beat
-from jaxpp_async.protocol.parent_watch import LEASE_S, ExitCode
+from jaxpp_async.protocol.parent_watch import LEASE_S
 
 BEAT_S = 0.5
 """The time in seconds between two heartbeats."""
@@ -134,11 +134,7 @@ def _beat(sock: socket.socket, wire: Wire, read: Callable[[], Position | None]) 
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     while True:
-        at = read()
-        position = (
-            (at.step, at.program_id, at.instruction, at.waiting, at.computing) if at is not None else None
-        )
-        sock.sendall(b"".join(wire.encode(Beat(position, clock_name()))))
+        sock.sendall(b"".join(wire.encode(Beat(read(), clock_name()))))
         deadline = time.monotonic() + BEAT_S
         while (left_s := deadline - time.monotonic()) > 0:
             if poller.poll(left_s * 1000):

@@ -193,7 +193,7 @@ class HostValues:
             if not small:
                 sending = self.transport.send(data, CONTROLLER, make_tag(epoch, HOST_CHANNEL, sequence))
                 self._spawn(f"fetch {sequence}", _until_sent(sending, data))
-        return Fetched(message.request, tuple(replies))
+        return Fetched(tuple(replies))
 
     def _join_owned(self, array_id: ArrayId, shards: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
         """Join the parts of an array that this process sends to the controller into one flat uint8 array.

@@ -1,4 +1,4 @@
-"""Prepare a program before its first step: parse, plan and compile it, and allocate its receive buffers.
+"""Prepare a program before its first step: plan and compile it, and allocate its receive buffers.
 
 A `LoadedProgram` contains everything about a program that does not change from step to step: executables,
 layouts, and the messages of its transfers. A `LoadedProgram` also learns from measured times which tasks are
@@ -30,7 +30,6 @@ from jaxpp_async.layout.array_parts import (
     plan_relays,
     plan_sends,
 )
-from jaxpp_async.program.actor_program import parse_program
 from jaxpp_async.program.instructions import Run
 from jaxpp_async.protocol.actor_info import ProcessRank
 from jaxpp_async.protocol.messages import Load, Loaded
@@ -277,22 +276,23 @@ async def load_program(
         executables: compiles executables, and keeps them.
         layouts: the distributions of arrays over this process's devices.
         pool: the source of receive buffers.
-        workers: threads for parsing and planning.
+        workers: threads for planning.
         process_rank: the number of this process, and its rank in its actor.
 
     Returns:
         The program, and the reply to the controller.
 
     Raises:
-        ValueError: the program is malformed, or an executable has other arguments or results than the program
-            says.
-        KeyError: the controller has not sent an executable that the program names.
+        ValueError: the program is malformed, names an executable that the message does not list, or an
+            executable has other arguments or results than the program says.
+        KeyError: the controller has never sent an executable that the message lists.
     """
     executables.add_blobs(message.blobs)
-    plan = await asyncio.get_running_loop().run_in_executor(
-        workers, lambda: make_plan(parse_program(message.program))
-    )
+    plan = await asyncio.get_running_loop().run_in_executor(workers, make_plan, message.program)
     runs = [command for command in plan.commands if isinstance(command, Execute)]
+    for run in runs:
+        if run.executable not in message.executables:
+            raise ValueError(f"{plan.text(run.instruction)}: the program came without this executable")
     compile_s = await executables.load((message.executables[run.executable], run.donated) for run in runs)
     loops: set[int] = set()
     calls, places, temp_bytes = {}, {}, dict.fromkeys(message.executables, 0)
@@ -308,7 +308,7 @@ async def load_program(
             loops.add(run.instruction)
         temp_bytes[run.executable] = max(temp_bytes[run.executable], executable.temp_bytes)
     program = LoadedProgram(plan, calls, places, message.names, layouts, pool, loops, process_rank)
-    return program, Loaded(message.request, compile_s, temp_bytes)
+    return program, Loaded(compile_s, temp_bytes)
 
 
 def _check(

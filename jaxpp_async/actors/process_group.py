@@ -20,7 +20,7 @@ import numpy as np
 from jaxpp_async.actors.execution_plan import Execute
 from jaxpp_async.actors.jax_runtime import agree
 from jaxpp_async.actors.loaded_program import LoadedProgram
-from jaxpp_async.actors.setup import ComputeThread, CountedStep, Job
+from jaxpp_async.actors.setup import CountedStep, Job, JobThread
 from jaxpp_async.actors.shards import join_shards
 from jaxpp_async.errors import MeshError
 from jaxpp_async.protocol.messages import Cluster
@@ -94,7 +94,7 @@ async def catch_up(
     dropped: Sequence[DroppedStep],
     task_count: TaskCount,
     cluster: Cluster,
-    compute: ComputeThread,
+    compute: JobThread,
     workers: ThreadPoolExecutor,
 ) -> None:
     """Run the tasks that other processes of the actor have begun and this process has not, with zeros as
@@ -130,7 +130,7 @@ async def catch_up(
     task_count.go_on(most)
 
 
-async def _wait_idle(compute: ComputeThread, expected_s: float) -> None:
+async def _wait_idle(compute: JobThread, expected_s: float) -> None:
     """Wait until the compute thread has finished its jobs.
 
     If the jobs do not finish within `END_S` seconds, but were expected to take at least half of that time,

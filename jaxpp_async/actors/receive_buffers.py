@@ -212,9 +212,8 @@ def _copied(buffer: ReceiveBuffer) -> jax.Array:
     shards = layout.views(buffer.memory)
     if layout.is_whole:
         return place(shards[0], layout)
-    if (
-        layout.aval.unreduced or not layout.is_on_one_process
-    ):  # no single host array has the data of all devices
+    if layout.aval.unreduced or not layout.is_on_one_process:
+        # no single host array has the data of all devices
         return join_privately(shards, layout)
     whole = join_on_host(shards, layout)
     return ensure_private(jax.device_put(whole, layout.sharding), [whole])

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxpp_async.actors.array_store import ArrayStore, StoredArray, fill
 from jaxpp_async.actors.host_values import HostCopy, copy_when_available
+from jaxpp_async.actors.server import handles
 from jaxpp_async.actors.shards import Layouts, host_bytes, join_privately
 from jaxpp_async.layout.state_replicas import ReplicaStore, StateReplica
 from jaxpp_async.program.instructions import ProcessId
@@ -77,8 +78,9 @@ class ReplicaRequests:
         loop = asyncio.get_running_loop()
         replica = await loop.run_in_executor(self._workers, _make_replica, found)
         self._replica_store.put(message.generation, self._process_id, replica)
-        return ReplicaTaken(message.request, replica.arrays)
+        return ReplicaTaken(replica.arrays)
 
+    @handles(Rollback)
     def roll_back(self, message: Rollback) -> Coroutine[Any, Any, Done]:
         """Replace all arrays of this process by those of a replica (a copy of the arrays, kept for restarts).
 
@@ -112,7 +114,7 @@ class ReplicaRequests:
             ]
 
         await fill(entries, place_arrays, self._workers)
-        return Done(message.request)
+        return Done()
 
 
 def _make_replica(copies: Mapping[ArrayId, HostCopy]) -> StateReplica:

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jaxpp_async
 from jaxpp_async.base.printable import in_words
 from jaxpp_async.base.spinning import LoopSpin
-from jaxpp_async.errors import MeshError
+from jaxpp_async.errors import MeshError, ProtocolError
+from jaxpp_async.protocol.actor_info import ExitCode
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import Identity, Wire
-from jaxpp_async.protocol.messages import Done, Failed, Log, Message, Request, Shutdown, StepDone
-from jaxpp_async.protocol.parent_watch import LEASE_S, ExitCode
+from jaxpp_async.protocol.messages import Done, Failed, Log, Message, Reply, Request, Shutdown, StepDone
+from jaxpp_async.protocol.parent_watch import LEASE_S
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
 
@@ -39,11 +41,15 @@ class ActorLike(Protocol):
         """The number of the step that is under way, or None. Any thread may read it."""
         ...
 
-    def handle(self, message: Request) -> None:
+    def handle(self, message: Request, number: int) -> None:
         """Start to carry out one request; called in the order in which requests arrive.
 
         This call returns quickly. For a request that fails, this call raises no exception, but sends a reply
         that says so.
+
+        Args:
+            message: the request.
+            number: the number of the request, which goes with its reply.
         """
         ...
 
@@ -52,17 +58,54 @@ class ActorLike(Protocol):
         ...
 
 
-class MakeActor(Protocol):
-    """The type of a function that makes an actor; the constructor of `Actor` is one."""
+class SendMessage(Protocol):
+    """The type of a function that sends a message to the controller.
 
-    def __call__(
-        self,
-        process_id: int,
-        *,
-        make_transport: Callable[[str, Network], Transport],
-        send: Callable[[Message], None],
-        inline: bool = False,
-    ) -> ActorLike: ...
+    Args:
+        message: the message.
+        number: the number of the request that the message answers; None if it answers none.
+    """
+
+    def __call__(self, message: Message, number: int | None = None) -> None: ...
+
+
+Handler: TypeAlias = Callable[[Any], Reply | Coroutine[Any, Any, Reply]]
+"""A function that carries out a request. It returns the reply, or a coroutine that does the rest of the work
+and returns the reply.
+"""
+
+H = TypeVar("H", bound=Callable[..., object])
+
+_REQUEST_TYPE = "_request_type"
+"""The name of the attribute of a method that `handles` sets."""
+
+
+def handles(kind: type[Request]) -> Callable[[H], H]:
+    """Declare that a method is the `Handler` of all requests of one type.
+
+    Args:
+        kind: the type of the requests.
+
+    Raises:
+        TypeError: the type's rules demand an order with steps, and the method is an `async def`, which begins
+            only after later requests may have been handled.
+    """
+
+    def declare(method: H) -> H:
+        if kind.rules.ordered and inspect.iscoroutinefunction(method):
+            what = f"{method.__qualname__} is an `async def`, but {kind.__name__} is ordered with steps"
+            raise TypeError(f"{what}: do that part in a function that returns a coroutine for the rest")
+        setattr(method, _REQUEST_TYPE, kind)
+        return method
+
+    return declare
+
+
+def handlers_of(component: object) -> dict[type[Request], Handler]:
+    """Return the methods of an object that `handles` declares, by the type of their requests."""
+    methods = inspect.getmembers_static(type(component), inspect.isfunction)
+    declared = {name: getattr(method, _REQUEST_TYPE, None) for name, method in methods}
+    return {kind: getattr(component, name) for name, kind in declared.items() if kind is not None}
 
 
 def load_actor_class(name: str) -> Callable[..., ActorLike]:
@@ -76,7 +119,7 @@ async def serve(
     secret: bytes,
     *,
     connect: Callable[[Connection], Awaitable[None]],
-    make_actor: MakeActor,
+    make_actor: Callable[..., ActorLike],
     make_transport: Callable[[str, Network], Transport],
     max_frame_bytes: int,
     lost_s: float = LEASE_S,
@@ -89,7 +132,8 @@ async def serve(
             both are reported in the handshake.
         secret: the 32 bytes that all processes of the mesh share.
         connect: opens a socket to the controller for the connection.
-        make_actor: makes the actor; called after the handshake.
+        make_actor: makes the actor from the process's number, `make_transport` and `send`, as `actor.Actor`
+            does; called after the handshake.
         make_transport: makes the transport of a given name on a given network.
         max_frame_bytes: the length of the longest frame that the connection accepts.
         lost_s: how long the controller may fail to acknowledge bytes before the connection fails, in seconds.
@@ -114,16 +158,16 @@ async def serve(
     try:
         await connect(connection)
         await connection.opened
-        actor = make_actor(identity.process_id, make_transport=make_transport, send=dispatcher.reply)
+        actor = make_actor(identity.process_id, make_transport=make_transport, send=dispatcher.send)
         try:
             dispatcher.open(actor, spins=spins)
-            shutdown = await dispatcher.closed
+            shut_down_by = await dispatcher.closed
         finally:
             dispatcher.close(None)
             await _close_actor(actor)
-        if shutdown is None:
+        if shut_down_by is None:
             return ExitCode.CONNECTION_LOST
-        connection.send(Done(shutdown.request))
+        connection.send(Done(), shut_down_by)
         return ExitCode.OK
     finally:
         connection.close()
@@ -141,15 +185,15 @@ class _RequestDispatcher:
 
     Attributes:
         connection: carries the replies to the controller.
-        closed: a future that is done when no more requests follow. Its result is the request to shut down, or
-            None if the connection has ended.
+        closed: a future that is done when no more requests follow. Its result is the number of the request to
+            shut down, or None if the connection has ended.
     """
 
     connection: Connection
 
     def __init__(self) -> None:
-        self.closed: asyncio.Future[Shutdown | None] = asyncio.get_running_loop().create_future()
-        self._early: list[Any] = []
+        self.closed: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._early: list[tuple[Any, int]] = []
         self._actor: ActorLike | None = None
         self._loop_spin: LoopSpin | None = None
 
@@ -165,52 +209,58 @@ class _RequestDispatcher:
         if spins:
             self._loop_spin = LoopSpin(asyncio.get_running_loop(), lambda: actor.current_step is None)
         early, self._early = self._early, []
-        for message in early:
-            self.dispatch(message)
+        for message, number in early:
+            self.dispatch(message, number)
 
-    def dispatch(self, message: Any) -> None:
+    def dispatch(self, message: Any, number: int | None) -> None:
         """Pass a request to the actor, or keep it until there is an actor. A `Shutdown` ends the dispatching
-        instead."""
+        instead.
+
+        Raises:
+            ProtocolError: the request has no number, so it could not be answered.
+        """
+        if number is None:
+            raise ProtocolError(f"the controller sent {type(message).__name__} without a number")
         if self._loop_spin is not None:
             self._loop_spin.end()
         if self._actor is None:
-            self._early.append(message)
+            self._early.append((message, number))
         elif isinstance(message, Shutdown):
-            self.close(message)
+            self.close(number)
         elif not self.closed.done():
             try:
-                self._actor.handle(message)
+                self._actor.handle(message, number)
             except Exception as error:  # a bug in the actor, which the controller must be told
-                self.reply(failed_reply(message.request, error))
+                self.send(failed_reply(error), number)
 
-    def reply(self, message: Message) -> None:
-        """Send a reply to the controller. If the reply cannot be encoded, send a `Failed` reply instead.
+    def send(self, message: Message, number: int | None = None) -> None:
+        """Send a message to the controller (see `SendMessage`). If a reply cannot be encoded, send a `Failed`
+        reply instead.
 
         If `open` was called with `spins`, the event loop keeps looking for messages for a moment after the
         reply to a step, since the next step may be requested soon.
         """
         try:
-            self.connection.send(message)
-        except (
-            MeshError
-        ) as error:  # the reply cannot be encoded: the controller, which waits for it, must learn of that
+            self.connection.send(message, number)
+        except MeshError as error:
+            # it cannot be encoded: the controller, which waits for it, must learn that
             _LOG.exception("a message cannot be sent")
             if not isinstance(message, Log):
-                request, step = getattr(message, "request", None), getattr(message, "step", None)
-                self.connection.send(failed_reply(request, error, step=step))
+                self.connection.send(failed_reply(error, step=getattr(message, "step", None)), number)
         if self._loop_spin is not None and type(message) is StepDone:
             self._loop_spin.begin()
 
-    def close(self, last: Shutdown | None) -> None:
+    def close(self, shut_down_by: int | None) -> None:
         """Pass no more requests to the actor, and set the result of `closed`.
 
         Args:
-            last: the request to shut down, which becomes the result; None if the connection has ended.
+            shut_down_by: the number of the request to shut down, which becomes the result; None if the
+                connection has ended.
         """
         if self._loop_spin is not None:
             self._loop_spin.end()
         if not self.closed.done():
-            self.closed.set_result(last)
+            self.closed.set_result(shut_down_by)
 
 
 async def _close_actor(actor: ActorLike) -> None:
@@ -221,17 +271,14 @@ async def _close_actor(actor: ActorLike) -> None:
         _LOG.exception("the actor did not close cleanly")
 
 
-def failed_reply(
-    request: int | None, error: BaseException, *, step: int | None = None, instruction: str | None = None
-) -> Failed:
+def failed_reply(error: BaseException, *, step: int | None = None, instruction: str | None = None) -> Failed:
     """Return the reply that reports an exception to the controller, as names and text only, so that nothing
     has to be unpickled.
 
     Args:
-        request: the number of the request that failed; None if it is not known.
         error: the exception.
         step: the number of the step that failed; None if the request was not a step.
         instruction: the text of the instruction that failed; None if no instruction failed.
     """
     words = in_words(error)
-    return Failed(request, words.exception_type, words.message, words.printed, step, instruction)
+    return Failed(words.exception_type, words.message, words.printed, step, instruction)

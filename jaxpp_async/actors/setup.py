@@ -2,7 +2,8 @@
 objects that use them.
 
 `make_resources` does this once in the life of a process, and returns the objects as `ActorResources`. The
-objects that steps use are in its `StepResources`. `ComputeThread` is the thread that runs long tasks.
+objects that steps use are in its `StepResources`. `JobThread` is a thread that runs long tasks, or
+waits for devices.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
+
+from msgspec import structs
 
 from jaxpp_async.actors.array_store import ArrayStore
 from jaxpp_async.actors.checkpoint_requests import CheckpointRequests
@@ -136,16 +139,19 @@ async def make_resources(
         transports.programs.check_device_memory()
     layouts = Layouts(devices)
     shared = inline and len(devices.devices) > 1
-    name = f"jaxpp-actor-{process_rank.process}"
+
+    def start_thread(work: str) -> JobThread:
+        return JobThread(f"jaxpp-actor-{process_rank.process}-{work}", loop)
+
     step_resources = StepResources(
         transport=transports.programs,
-        compute=ComputeThread(f"{name}-compute", loop),
+        compute=start_thread("compute"),
         pool=ReceivePool(layouts, on_devices=cuda is not None),
         layouts=layouts,
         device_lock=INLINE_DEVICES if shared else None,
         note_progress=note_progress,
         may_begin=may_begin,
-        device_work=None if cuda is None else DeviceWork(cuda, name, loop),
+        device_work=None if cuda is None else DeviceWork(cuda, start_thread("runs"), start_thread("copies")),
     )
     resources = ActorResources(
         executables=Executables(devices, workers),
@@ -160,8 +166,8 @@ async def make_resources(
     hardware = plain_hardware(devices) if cuda is None else cuda.hardware()
     if (ordered := transports.ordered) is not None:
         shares = ranks_may_share(ordered.version, os.environ)
-        hardware = replace(hardware, nccl=ordered.version, nccl_shares=shares)
-    return resources, Ready(message.request, transports.host.address, names, package_versions(), hardware)
+        hardware = structs.replace(hardware, nccl=ordered.version, nccl_shares=shares)
+    return resources, Ready(transports.host.address, names, package_versions(), hardware)
 
 
 class CountedStep(Protocol):
@@ -190,7 +196,7 @@ class StepResources:
     """
 
     transport: Transport
-    compute: ComputeThread
+    compute: JobThread
     pool: ReceivePool
     layouts: Layouts
     device_lock: threading.Lock | None = None
@@ -199,12 +205,12 @@ class StepResources:
     may_begin: Callable[[CountedStep], bool] | None = None
 
 
-Job = Callable[[], Callable[[], None] | None]
-"""A function that runs on the compute thread and returns the function to call on the event loop afterwards,
-or None. A job must not raise an exception."""
+Job = Callable[[], Callable[[], object] | None]
+"""A function that runs on a `JobThread` and returns the function to call on the event loop afterwards, or
+None. A job must not raise an exception."""
 
 
-class ComputeThread:
+class JobThread:
     """A thread that runs jobs one after the other. If a job returns a function, the event loop then calls
     that function.
 

@@ -1,31 +1,25 @@
 """Run the steps that the controller requests of an actor one after the other, and answer each request once.
 
-A request may arrive twice, since the controller repeats requests whose replies may have been lost in a
-restart. The step then runs once, and both requests get the same reply. After a failed step no other step runs
-until the controller has aborted the mesh and begun the next epoch (the epoch counts the mesh's aborts).
+A step never arrives twice within an epoch (the epoch counts the mesh's aborts). The frames of a connection
+are numbered, and the controller sends a step again only in a restart, which begins a new epoch. After a
+failed step no other step runs until the controller has aborted the mesh and begun the next epoch.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.process_group import DroppedStep
-from jaxpp_async.actors.server import failed_reply
+from jaxpp_async.actors.server import SendMessage, failed_reply
 from jaxpp_async.actors.step_run import StepEnd, StepFailure, StepRun
 from jaxpp_async.errors import ProtocolError, StepAbortedError
 from jaxpp_async.program.instructions import ActorId
 from jaxpp_async.protocol import messages as m
-
-REPLIES_KEPT = 16
-"""The number of latest steps whose replies are kept, to answer a request that arrives twice."""
-
-StepKey = tuple[int, int]
-"""The key of a step: the mesh's epoch (which counts aborts) and the number of the step."""
 
 
 class StepQueue:
@@ -54,7 +48,7 @@ class StepQueue:
         prepare: Callable[[m.Step, StepEnd], StepRun],
         on_turn: Callable[[StepRun], None],
         complete: Callable[[StepRun], m.StepDone],
-        send: Callable[[m.Message], None],
+        send: SendMessage,
     ):
         self.actor_id, self._programs = actor_id, programs
         self._prepare, self._on_turn, self._complete, self._send = prepare, on_turn, complete, send
@@ -64,33 +58,25 @@ class StepQueue:
         self._broken: str | None = None  # the reason why no step runs until the next epoch, if there is one
         self._failed: StepRun | None = None
         self._refused: list[LoadedProgram] = []  # the programs of steps refused since then
-        self._requests: dict[StepKey, list[int]] = {}  # the request numbers of steps that have no reply yet
-        self._replies: OrderedDict[StepKey, m.StepDone | m.Failed] = OrderedDict()
 
-    def request(self, message: m.Step) -> None:
-        """Run a step after those that were requested before it. A second request for the same step gets the
-        same reply.
+    def request(self, message: m.Step, number: int) -> None:
+        """Run a step after those that were requested before it.
+
+        Args:
+            message: the request.
+            number: the number of the request, which goes with its reply.
 
         Raises:
-            ProtocolError: the step belongs to another epoch, or it has run already and its reply is no longer
-                kept.
+            ProtocolError: the step belongs to another epoch, or does not come after the epoch's last step.
             StepAbortedError: an earlier step has failed.
         """
-        key = (message.epoch, message.step)
-        if key in self._replies:
-            self._send(replace(self._replies[key], request=message.request))
-            return
-        if key in self._requests:
-            self._requests[key].append(message.request)
-            return
         if message.epoch != self.epoch or message.step <= self._last_step or self._broken is not None:
             self._refuse(message)
         self._last_step = message.step
-        self._requests[key] = [message.request]
         try:
-            run = self._prepare(message, self._on_end)
+            run = self._prepare(message, partial(self._on_end, number))
         except Exception as error:  # the step cannot start, which is reported as its failure
-            self._reply(message, failed_reply(message.request, error, step=message.step))
+            self._send(failed_reply(error, step=message.step), number)
             return
         self._waiting.append(run)
         self._start_next()
@@ -102,7 +88,7 @@ class StepQueue:
             raise ProtocolError(f"{what} is of epoch {message.epoch}, the actor is in {self.epoch}", **where)
         if message.step <= self._last_step:
             last = m.step_text(self._last_step)
-            raise ProtocolError(f"{what} comes after {last} and its reply is no longer kept", **where)
+            raise ProtocolError(f"{what} was requested after {last} in the same epoch", **where)
         if message.program_id in self._programs:
             self._refused.append(self._programs[message.program_id])
         raise StepAbortedError(f"not started: {self._broken}", **where)
@@ -117,7 +103,7 @@ class StepQueue:
                 continue
             run.start()
 
-    def _on_end(self, run: StepRun, failure: StepFailure | None) -> None:
+    def _on_end(self, number: int, run: StepRun, failure: StepFailure | None) -> None:
         message = run.message
         if failure is None:
             reply = self._complete(run)
@@ -127,9 +113,7 @@ class StepQueue:
             if self._broken is None:
                 self._broken = f"{m.step_text(message.step)} failed on actor {self.actor_id}"
                 self._failed = run
-            reply = failed_reply(
-                message.request, failure.error, step=message.step, instruction=failure.instruction
-            )
+            reply = failed_reply(failure.error, step=message.step, instruction=failure.instruction)
         if run is self.current:
             self.current = None
         if self._waiting:
@@ -138,17 +122,7 @@ class StepQueue:
             # scheduled before the reply is sent, because after the reply an actor without a step makes its
             # event loop look for messages.
             asyncio.get_running_loop().call_soon(self._start_next)
-        self._reply(message, reply)
-
-    def _reply(self, message: m.Step, reply: m.StepDone | m.Failed) -> None:
-        key = (message.epoch, message.step)
-        try:
-            for request in self._requests.pop(key, ()):
-                self._send(reply if request == reply.request else replace(reply, request=request))
-        finally:  # done after sending, so that the controller gets the reply sooner
-            self._replies[key] = reply
-            if len(self._replies) > REPLIES_KEPT:
-                self._replies.popitem(last=False)
+        self._send(reply, number)
 
     def arrays_to_free(self) -> set[m.ArrayId]:
         """Return the ids of the arrays that will be freed when the steps under way and in the queue end."""
@@ -184,7 +158,6 @@ class StepQueue:
 
     def close(self) -> None:
         """Drop every step that is under way or in the queue, without sending replies."""
-        self._requests.clear()
         self._waiting.clear()
         if self.current is not None:
             self.current.ended = True

@@ -8,5 +8,4 @@ private_folder    makes folders to which only their owner can write
 descriptors       counts file descriptors, and keeps them from child processes
 printable         makes text safe to print, to write to files and to send
 spinning          keeps a process awake for a short time while a message is expected
-frozen            makes dataclasses that are cheap to create
 """

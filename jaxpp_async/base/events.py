@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias
@@ -69,15 +69,8 @@ class Event:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the event as plain data that `json.dumps` accepts."""
-        return {
-            "kind": self.kind,
-            "actor": self.actor,
-            "step": self.step,
-            "text": self.text,
-            "time_s": self.time_s,
-            "at": self.at.isoformat(),
-            "details": dict(self.details),
-        }
+        plain = {"at": self.at.isoformat(), "details": dict(self.details)}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | plain
 
 
 class Emit(Protocol):

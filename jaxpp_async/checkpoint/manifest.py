@@ -18,16 +18,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import ml_dtypes
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from jaxpp_async.base.printable import printable
 from jaxpp_async.errors import CheckpointError
 
 FORMAT = "jaxpp-async checkpoint"
 VERSION = 1
+T = TypeVar("T")
+
 ROOT = "."
 """The path of a tree that is itself a leaf."""
 
@@ -37,10 +41,15 @@ PlainValue: TypeAlias = bool | int | float | complex | str
 PLAIN_TYPES: tuple[type, ...] = (bool, int, float, complex, str)
 
 _LIMIT = 1 << 63
-_MAX_AXES, _MAX_ITEM_BYTES = 64, 32
-"""The most axes of a numpy array, and the most bytes of one of its elements. The array has fewer than
-`_LIMIT` bytes.
-"""
+_MAX_ITEM_BYTES = 32
+"""The most bytes of one element of a numpy array. The array has fewer than `_LIMIT` bytes."""
+
+Size: TypeAlias = Annotated[int, Meta(ge=0, le=_LIMIT - 1)]
+Sizes: TypeAlias = Annotated[tuple[Size, ...], Meta(max_length=64)]
+"""One size or position for each axis of an array; numpy allows 64 axes."""
+
+Text: TypeAlias = Annotated[str, Meta(pattern=r"^[^\ud800-\udfff]*$")]
+"""A string that UTF-8 can encode; a string from JSON may contain lone surrogates, which it cannot."""
 
 _OF_ML_DTYPES = [t for t in vars(ml_dtypes).values() if isinstance(t, type) and issubclass(t, np.generic)]
 _DTYPES = frozenset(
@@ -55,8 +64,11 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 """The pattern of a file's name in a manifest, so that no manifest names a file outside of its folder."""
 
 
-@dataclass(frozen=True, slots=True)
-class File:
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The base class of descriptions that a manifest stores as JSON objects, by the names of their fields."""
+
+
+class File(_Entry, frozen=True):
     """The description of one file of arrays in a checkpoint.
 
     Args:
@@ -65,12 +77,11 @@ class File:
             looks for the file.
     """
 
-    size_bytes: int
-    written_by: str
+    size_bytes: Size
+    written_by: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(_Entry, frozen=True):
     """The description of one piece of an array.
 
     If an array is sharded over several processes, each of these processes writes its own pieces.
@@ -84,14 +95,13 @@ class Piece:
     """
 
     file: str
-    name: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    sha256: str
+    name: Text
+    start: Sizes
+    shape: Sizes
+    sha256: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Array:
+class Array(_Entry, frozen=True):
     """The description of one stored array, which is either whole in one file or in several pieces.
 
     Args:
@@ -106,9 +116,9 @@ class Array:
 
     file: str
     dtype: str
-    shape: tuple[int, ...]
-    sha256: str
-    key_impl: str | None = None
+    shape: Sizes
+    sha256: Text
+    key_impl: Text | None = None
     pieces: tuple[Piece, ...] = ()
 
 
@@ -142,10 +152,8 @@ def to_text(manifest: Manifest) -> str:
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "files": {
-            n: {"size_bytes": f.size_bytes, "written_by": f.written_by} for n, f in manifest.files.items()
-        },
-        "arrays": {path: _array_fields(array) for path, array in manifest.arrays.items()},
+        "files": msgspec.to_builtins(manifest.files),
+        "arrays": msgspec.to_builtins(manifest.arrays),
         "values": {path: _value_fields(value) for path, value in manifest.values.items()},
     }
     return (
@@ -174,9 +182,13 @@ def parse(text: str) -> Manifest:
     try:
         if content.pop("sha256", None) != _checksum(content):
             raise CheckpointError("is corrupt: its checksum is not the one that it states")
-        files = {name: _file(name, fields) for name, fields in content["files"].items()}
-        arrays = {path: _array(fields, files) for path, fields in content["arrays"].items()}
+        files = {name: _read(File, name, fields) for name, fields in content["files"].items()}
+        arrays = {path: _read(Array, path, fields) for path, fields in content["arrays"].items()}
         values = {path: _value(fields) for path, fields in content["values"].items()}
+        if wrong := [name for name in files if not _FILE_NAME.fullmatch(name)]:
+            raise ValueError(f"{wrong[0][:80]!r} is no name of a file in this folder")
+        for array in arrays.values():
+            _check_array(array, files)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         # The checksum is right, so another program than this package must have written the text.
         raise CheckpointError(f"has a field that cannot be read: {printable(str(error))}") from None
@@ -213,41 +225,50 @@ def _short(value: Any, at_most: int = 80) -> str:
     return f"a {type(value).__name__}"
 
 
-def _file(name: str, fields: Mapping[str, Any]) -> File:
-    file = File(**fields)
-    if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is no name of a file in this folder")
-    if type(file.size_bytes) is not int or not 0 <= file.size_bytes < _LIMIT or not _is_text(file.written_by):
-        raise ValueError(f"{name}: these fields describe no file")
-    return file
+def _read(kind: type[T], name: str, fields: Any) -> T:
+    """Return the description of a file or an array from its JSON fields.
+
+    Args:
+        kind: the type of the description.
+        name: the name of the file or the path of the array, for the error message.
+        fields: the JSON object.
+
+    Raises:
+        ValueError: a field is missing, unknown, or of a wrong type.
+    """
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{name[:80]!r}: {error}") from None
 
 
-def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
-    shape = fields["shape"]
-    if (
-        type(shape) is not list
-        or len(shape) > _MAX_AXES
-        or not all(type(n) is int and 0 <= n < _LIMIT for n in shape)
-    ):
-        raise ValueError(f"an array's shape is {_short(shape)}, or has an axis that is none")
+def _check_array(array: Array, files: Mapping[str, File]) -> None:
+    """Check that the fields of an array's description agree with each other and with the files.
+
+    Raises:
+        ValueError: there can be no such array, or its pieces do not make up the array.
+    """
+    shape = list(array.shape)
+    if array.dtype not in _DTYPES:
+        raise ValueError(f"{_short(array.dtype)} is no dtype of a stored array")
     if math.prod(max(n, 1) for n in shape) > _LIMIT // _MAX_ITEM_BYTES:
         raise ValueError(f"no array can be as large as {shape!r:.80}")
-    pieces = tuple(_piece(piece, shape, files) for piece in fields.get("pieces", ()))
-    array = Array(**{**fields, "shape": tuple(shape), "pieces": pieces})
-    if pieces and sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
-        raise ValueError(
-            f"pieces of {sum(math.prod(p.shape) for p in pieces)} elements are no array {shape!r:.80}"
-        )
-    if not _are_grid_cells(pieces):  # as many elements as the array, none twice: together they are all of it
+    if missing := [file for file in (array.file, *(p.file for p in array.pieces)) if file not in files]:
+        raise ValueError(f"{_short(missing[0])} is none of its files")
+    for piece in array.pieces:
+        if not len(piece.start) == len(piece.shape) == len(shape) or any(
+            first + size > most for first, size, most in zip(piece.start, piece.shape, shape, strict=True)
+        ):
+            raise ValueError(
+                f"a piece {list(piece.shape)!r:.80} at {list(piece.start)!r:.80} lies outside of an array "
+                f"{shape!r:.80}"
+            )
+    num_elements = sum(math.prod(piece.shape) for piece in array.pieces)
+    if array.pieces and num_elements != math.prod(shape):
+        raise ValueError(f"pieces of {num_elements} elements are no array {shape!r:.80}")
+    # If the pieces have as many elements as the array, and none twice, then together they are all of it.
+    if not _are_grid_cells(array.pieces):
         raise ValueError(f"pieces of an array {shape!r:.80} overlap, or are no grid")
-    if array.file not in files:
-        raise ValueError(f"{_short(array.file)} is none of its files")
-    has_impl = array.key_impl is None or _is_text(array.key_impl)
-    if not _is_text(array.sha256) or not has_impl or array.dtype not in _DTYPES:
-        raise ValueError(
-            f"an array of dtype {_short(array.dtype)} is none, or another of its fields is wrong"
-        )
-    return array
 
 
 def _are_grid_cells(pieces: Sequence[Piece]) -> bool:
@@ -260,54 +281,6 @@ def _are_grid_cells(pieces: Sequence[Piece]) -> bool:
         if any(end > start for (_, end), (start, _) in pairwise(spans)):
             return False
     return True
-
-
-def _piece(fields: Mapping[str, Any], whole: list[int], files: Mapping[str, File]) -> Piece:
-    start, shape = fields["start"], fields["shape"]
-    for numbers in (start, shape):
-        if (
-            type(numbers) is not list
-            or len(numbers) != len(whole)
-            or not all(type(n) is int for n in numbers)
-        ):
-            raise ValueError(f"{_short(numbers)} is no place in an array {whole!r:.80}")
-    if not all(
-        0 <= first <= first + size <= most for first, size, most in zip(start, shape, whole, strict=True)
-    ):
-        raise ValueError(f"a piece {shape!r:.80} at {start!r:.80} lies outside of an array {whole!r:.80}")
-    piece = Piece(**{**fields, "start": tuple(start), "shape": tuple(shape)})
-    if piece.file not in files or not _is_text(piece.name) or not _is_text(piece.sha256):
-        raise ValueError(f"these fields describe no piece of an array {whole!r:.80}")
-    return piece
-
-
-def _is_text(value: Any) -> bool:
-    """Return whether a value is a string that UTF-8 can encode.
-
-    A string from JSON may contain lone surrogates, which UTF-8 cannot encode.
-    """
-    return type(value) is str and printable(value) == value
-
-
-def _array_fields(array: Array) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "file": array.file,
-        "dtype": array.dtype,
-        "shape": list(array.shape),
-        "sha256": array.sha256,
-    }
-    if array.pieces:
-        fields["pieces"] = [
-            {
-                "file": p.file,
-                "name": p.name,
-                "start": list(p.start),
-                "shape": list(p.shape),
-                "sha256": p.sha256,
-            }
-            for p in array.pieces
-        ]
-    return fields | ({"key_impl": array.key_impl} if array.key_impl is not None else {})
 
 
 def _value_fields(value: PlainValue) -> dict[str, Any]:

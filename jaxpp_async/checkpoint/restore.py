@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from jaxpp_async.checkpoint.trees import RestoreTarget
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.errors import ActorError, CheckpointError, RemoteError
 from jaxpp_async.program.instructions import ProcessId
-from jaxpp_async.protocol.messages import Done, FilePart, FilePiece, ReadFile
+from jaxpp_async.protocol.messages import FilePart, FilePiece, ReadFile
 from jaxpp_async.protocol.task_group import all_of
 from jaxpp_async.session.host_transfers import RemoteValues
 from jaxpp_async.session.remote_array import DELETED, RemoteArray
@@ -175,8 +174,8 @@ class _Reading:
             files: for each file name, the arrays to read from it.
         """
         for name, parts in files.items():
-            make = partial(ReadFile, path=self._encoded(name), parts=tuple(parts))
-            await self._controller.request_log.send(process, make, Done)
+            message = ReadFile(self._encoded(name), tuple(parts))
+            await self._controller.requests.send(process, message)
 
     def _encoded(self, file: str) -> bytes:
         """Return the full path of a checkpoint's file, encoded as bytes for messages to actors."""

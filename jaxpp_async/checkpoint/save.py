@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from jaxpp_async.base.events import Emit, EventLog
@@ -33,11 +32,12 @@ from jaxpp_async.base.printable import shown
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint.trees import Leaves, to_save
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.requests import PendingRequest
 from jaxpp_async.errors import ActorError, CheckpointError
 from jaxpp_async.layout.array_parts import Part
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, Aval, ProcessId
 from jaxpp_async.protocol.actor_info import ProcessRank
-from jaxpp_async.protocol.messages import ArrayId, BeginSnapshot, CheckFiles, Done, Sweep, WriteFile, Written
+from jaxpp_async.protocol.messages import ArrayId, BeginSnapshot, CheckFiles, Sweep, WriteFile, Written
 from jaxpp_async.protocol.task_group import OwnedTasks, all_of
 from jaxpp_async.session.remote_array import Owner
 from jaxpp_async.storage import checkpoint_folder, tensor_files
@@ -217,11 +217,10 @@ class Saver:
         plan = make_save_plan(leaves, self._controller())
         controller, save_id = self._controller(), checkpoint_folder.new_save_id()
         controller.before_save()
-        makes = {
-            process: partial(BeginSnapshot, folder=os.fsencode(folder), array_ids=ids)
-            for process, ids in plan.snapshots.items()
+        messages = {
+            process: BeginSnapshot(os.fsencode(folder), ids) for process, ids in plan.snapshots.items()
         }
-        snapshots = controller.request_log.send_each(makes, Done, awaited=awaited)
+        snapshots = controller.requests.send_each(messages, awaited=awaited)
         saving = self._current = Saving(folder, plan.size_bytes, is_awaited=awaited)
         job = _Job(
             controller,
@@ -246,7 +245,7 @@ class _Job:
     To commit is to put the manifest, which describes the checkpoint, in the folder.
 
     Attributes:
-        snapshots: for each process that writes files, a future that is done when the process has made its
+        snapshots: for each process that writes files, a request that is done when the process has made its
             snapshot of the arrays.
         made_folders: the folders that this save made, outermost first.
         replaced_manifest: the bytes of the manifest that was in the folder when the save began; None if the
@@ -264,7 +263,7 @@ class _Job:
     save_id: str
     leaves: Leaves
     plan: SavePlan
-    snapshots: Mapping[ProcessId, asyncio.Future[Any]]
+    snapshots: Mapping[ProcessId, PendingRequest]
     on_progress: OnProgress | None
     after_commit: AfterCommit | None
     on_event: Emit
@@ -347,19 +346,18 @@ class _Job:
             files: for each file, the arrays or parts to write to it.
         """
         await self.snapshots[process]
-        request_log = self.controller.request_log
+        requests = self.controller.requests
         for index, entries in enumerate(files):
             file = checkpoint_folder.file_name(self.save_id, process, index)
             paths = list(dict.fromkeys(entry.path for entry in entries))
-            make = partial(
-                WriteFile,
-                folder=os.fsencode(self.folder),
-                file=file,
-                arrays=tuple((entry.array_id, entry.name, entry.number) for entry in entries),
-                metadata=self._metadata(paths),
+            message = WriteFile(
+                os.fsencode(self.folder),
+                file,
+                tuple((entry.array_id, entry.name, entry.number) for entry in entries),
+                self._metadata(paths),
             )
-            written: Written = await request_log.send(process, make, Written, awaited=self.saving.is_awaited)
-            info = request_log.info(process)
+            written: Written = await requests.send(process, message, awaited=self.saving.is_awaited)
+            info = requests.info(process)
             process_rank = ProcessRank(info.process, info.size)
             self.files[file] = m.File(written.size_bytes, f"{process_rank} on host {info.host}")
             for entry, digest in zip(entries, written.sha256, strict=True):
@@ -373,8 +371,8 @@ class _Job:
         """
         names = [checkpoint_folder.file_name(self.save_id, process, index) for index in range(len(files))]
         sizes = tuple((name, self.files[name].size_bytes) for name in names)
-        make = partial(CheckFiles, folder=os.fsencode(self.folder), files=sizes)
-        await self.controller.request_log.send(process, make, Done, awaited=self.saving.is_awaited)
+        message = CheckFiles(os.fsencode(self.folder), sizes)
+        await self.controller.requests.send(process, message, awaited=self.saving.is_awaited)
 
     def _add_array(self, file: str, entry: SavedArray, digest: str) -> None:
         """Record for the manifest that an array, or one part of an array, has been written to a file.
@@ -646,9 +644,9 @@ class FileRemovals:
         controller = self._controller()
         if controller.is_closed:
             return
-        make = partial(Sweep, folder=os.fsencode(folder), files=files, remove_folder=remove_folder)
-        makes = dict.fromkeys(controller.processes.everyone, make)
-        sweeps = list(controller.request_log.send_each(makes, Done, awaited=False).values())
+        message = Sweep(os.fsencode(folder), files, remove_folder)
+        messages = dict.fromkeys(controller.processes.everyone, message)
+        sweeps = [sweep.future for sweep in controller.requests.send_each(messages, awaited=False).values()]
         for sweep in sweeps:
             self._under_way.setdefault(folder, set()).add(sweep)
             sweep.add_done_callback(lambda sweep: self._ended(folder, sweep))

@@ -298,13 +298,13 @@ class Explainer:
     def _list_readers(self, value: ValueId, actor: ActorId) -> str:
         readers = self.readers.get((value, actor), [])
         tasks = list(dict.fromkeys(task_kind(n.label) for n in readers if n.task is not None))
-        found = [f"for {_join_names(tasks)}"] if tasks else []
+        found = [f"for {join_names(tasks)}"] if tasks else []
         if any(n.task is None for n in readers):
             ops = dict.fromkeys(self._users.get((self.placed.value_ids[value], actor), []))
-            found.append(f"for {_join_names(ops)} there")
+            found.append(f"for {join_names(ops)} there")
         names = [self.traced.result_name(k) for k in self.results.get((value, actor), [])]
         if names:
-            found.append(f"as {_join_names(names)}, which lives there")
+            found.append(f"as {join_names(names)}, which lives there")
         return "; ".join(found)
 
     # ---- parts of the step
@@ -354,15 +354,15 @@ class Explainer:
         phases = dict.fromkeys(self.phase(n) for n in readers if n.task is None)
         through = self._used_through(value, actor) if any(p.startswith("before") for p in phases) else []
         if through:
-            phases = [f"{p} for {_join_names(through)}" if p.startswith("before") else p for p in phases]
+            phases = [f"{p} for {join_names(through)}" if p.startswith("before") else p for p in phases]
         users = [*tasks, *phases]
         if users:
-            return f"used by {_join_names(users)}" if tasks else f"used {_join_names(users)}"
+            return f"used by {join_names(users)}" if tasks else f"used {join_names(users)}"
         passed = [self.traced.result_name(k) for k in self.results.get((value, actor), [])]
         if passed:
-            return f"passed on as {_join_names(passed)}"
+            return f"passed on as {join_names(passed)}"
         if continued := [self.traced.result_name(k) for k in self._continued.get(value, [])]:
-            return f"replaced by {_join_names(continued)}, which is made there"
+            return f"replaced by {join_names(continued)}, which is made there"
         return f"nobody uses it on actor {actor}"
 
     def _why_unused(self, value: ValueId) -> str:
@@ -371,9 +371,9 @@ class Explainer:
             self.traced.result_name(k) for k, v in self.placed.placement.handed_back.items() if v == argument
         ]
         if back:
-            return f"not used: stays where it is, and is handed back as {_join_names(back)}"
+            return f"not used: stays where it is, and is handed back as {join_names(back)}"
         if continued := [self.traced.result_name(k) for k in self._continued.get(value, [])]:
-            return f"not used: stays where it is; {_join_names(continued)} replaces it"
+            return f"not used: stays where it is; {join_names(continued)} replaces it"
         return "not used: stays where it is"
 
     def _used_through(self, value: ValueId, actor: ActorId) -> list[str]:
@@ -421,6 +421,7 @@ def _file_name(line: str) -> str:
     return os.path.basename(line)
 
 
-def _join_names(names: Iterable[str], most: int = 4) -> str:
+def join_names(names: Iterable[str], most: int = 4) -> str:
+    """Join names for a message; if there are more than `most`, the last ones are counted."""
     shown = list(names)
     return ", ".join(shown if len(shown) <= most else [*shown[: most - 1], f"{len(shown) - most + 1} more"])

@@ -24,7 +24,7 @@ import numpy as np
 from jaxpp_async.compiler.export import Emitted, Target, emit
 from jaxpp_async.compiler.ir import Lit, Recipe, Ref, Types, ValueType, literal_type
 from jaxpp_async.jax_bridge import jax_config, private_api, tracebacks
-from jaxpp_async.program.instructions import SpecEntry
+from jaxpp_async.program.instructions import Aval, SpecEntry
 
 Specs = Mapping[int, tuple[SpecEntry, ...]]
 
@@ -322,6 +322,7 @@ _SPECIAL: dict[type, Callable[[_ContentKeys, Any], Hashable]] = {
     private_api.JaxprEqn: _ContentKeys.equation,
     private_api.ClosedJaxpr: _ContentKeys.jaxpr,
     private_api.Jaxpr: _ContentKeys.jaxpr,
+    Aval: _ContentKeys.same,
     np.dtype: _ContentKeys.same,
     enum.Enum: _ContentKeys.same,
     python_types.FunctionType: _ContentKeys.function,

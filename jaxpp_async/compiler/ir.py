@@ -14,14 +14,15 @@ from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from jaxpp_async.base.frozen import frozen
+from msgspec import structs
+
 from jaxpp_async.program.instructions import ActorId, Aval
 
 Actors: TypeAlias = frozenset[ActorId]
 """The actors that run an operation or hold a value."""
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Lit:
     """A small constant that is an operand of an operation or a result of a body."""
 
@@ -54,11 +55,11 @@ def stacked_type(element: ValueType, length: int) -> ValueType:
     """Return the type of `length` values stacked along a new leading axis that no mesh axis splits."""
     known = element.sharding
     sharding = known and known.update(spec=known.spec.update(partitions=(None, *known.spec.partitions)))
-    aval = replace(element.aval, shape=(length, *element.aval.shape))
+    aval = structs.replace(element.aval, shape=(length, *element.aval.shape))
     return ValueType(aval, element.key_impl, sharding=sharding)
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Op:
     """An operation of a step.
 

@@ -21,10 +21,12 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
+from msgspec import structs
 
 from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType, literal_type
 from jaxpp_async.compiler.primitives import ADDITIONS, LINEAR_IN_STAGE, MOVES_ONLY, SPLITS
 from jaxpp_async.compiler.stage_assignment import StageAssignment, TaskKey
+from jaxpp_async.program.instructions import itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +360,7 @@ class _Commuter:
         assert isinstance(leaf.value, int)
         task, new_type = leaf.place, self.types[op.outputs[0]]
         shape = (new_type if op.name == "reduce_sum" else self.types[leaf.value]).aval.shape
-        made = self.types.new(replace(new_type, aval=replace(new_type.aval, shape=shape)))
+        made = self.types.new(replace(new_type, aval=structs.replace(new_type.aval, shape=shape)))
         inputs = [self.stages.resolve(r) for r in op.inputs]
         inputs[position] = leaf.value
         self.added[task].append(Op(op.name, tuple(inputs), (made,), op.run, op.line, op.transposed))
@@ -439,7 +441,9 @@ class _Commuter:
     def _new_layout_result(self, op: Op, operand: ValueType) -> int:
         """Return the id of a new value for a layout operation's result, with the dtype of `operand`."""
         out = self.types[op.outputs[0]]
-        return self.types.new(replace(out, aval=replace(out.aval, dtype=operand.aval.dtype), weak=False))
+        return self.types.new(
+            replace(out, aval=structs.replace(out.aval, dtype=operand.aval.dtype), weak=False)
+        )
 
 
 def _leaves(expr: _Expr) -> Iterable[_Leaf]:
@@ -475,7 +479,7 @@ def _cast(ref: Ref, dtype: str) -> Ref:
 
 
 def _item_bytes(value_type: ValueType) -> int:
-    return replace(value_type.aval, shape=()).size_bytes
+    return itemsize(value_type.aval.dtype)
 
 
 def _is_real(value_type: ValueType) -> bool:

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 
-from jaxpp_async.base.frozen import frozen
+import msgspec
+from msgspec.structs import replace
+
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import (
     ActorId,
@@ -83,8 +85,7 @@ def lower(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs
 # ---------------------------------------------------------------- transfers
 
 
-@frozen()
-class PlannedTransfer:
+class PlannedTransfer(msgspec.Struct, frozen=True, gc=False):
     """The transfer of one value to an actor that needs it.
 
     The sender is the actor that makes the value or has it as an argument.
@@ -235,15 +236,15 @@ class _ProgramBuilder:
         for i in sorted(self.graph.inputs, key=lambda i: i.arg):
             if self.actor in i.actors:
                 slot = self.define_slot(i.value)
-                self.instructions.append(Input(slot, i.arg, self.avals[i.value], i.donated))
+                self.instructions.append(Input(slot, i.arg, i.donated))
 
     def add_sends(self, transfers: Iterable[PlannedTransfer]) -> None:
         slots = self.slots
         self.instructions += [Send(slots[t.value], t.to_actor, t.tag) for t in transfers]
 
     def add_receives(self, transfers: Iterable[PlannedTransfer]) -> None:
-        avals, define = self.avals, self.define_slot
-        self.instructions += [Recv(define(t.value), t.from_actor, t.tag, avals[t.value]) for t in transfers]
+        define = self.define_slot
+        self.instructions += [Recv(define(t.value), t.from_actor, t.tag) for t in transfers]
 
     def add_run(self, node: Node) -> None:
         slots = self.slots

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
-from jaxpp_async.base.frozen import cached_value
 from jaxpp_async.compiler.ir import Loop, Op, Types, renamed
 from jaxpp_async.compiler.ir_slicing import LightOps
 from jaxpp_async.compiler.loop_commuting import Epilogue, LoopResults, OutputPart, commute_results
@@ -38,7 +38,7 @@ class StageTask:
     ops: tuple[Op, ...]
     adds: tuple[tuple[int, int], ...] = ()
 
-    @cached_value
+    @cached_property
     def made(self) -> frozenset[int]:
         """The ids of the values that the task's operations compute."""
         return frozenset([o for op in self.ops for o in op.outputs if o >= 0])
@@ -97,12 +97,12 @@ class StagedLoop:
         """Return the ids of the values that a task needs from other tasks, in order of first use."""
         return [r for r in self.reads(task) if r not in self._roots]
 
-    @cached_value
+    @cached_property
     def _reads(self) -> dict[StageTask, list[int]]:
         """A cache of the return values of `reads`, by task."""
         return {}
 
-    @cached_value
+    @cached_property
     def _roots(self) -> frozenset[int]:
         return frozenset(self.loop.body.inputs)
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
+from msgspec import structs
 
 from jaxpp_async import schedules
 from jaxpp_async.compiler import lowering, verify
@@ -316,7 +317,7 @@ def _insert_specs(placed: PlacedStep, specs: Mapping[int, Spec]) -> TaskGraph:
     for aval, ir_id in zip(graph.values.avals, placed.value_ids, strict=True):
         if ir_id not in avals:
             avals[ir_id] = sharded(aval, placed.types[ir_id], specs.get(ir_id, ()))
-    return dataclasses.replace(graph, values=graph.values.with_avals([avals[i] for i in placed.value_ids]))
+    return structs.replace(graph, values=graph.values.with_avals([avals[i] for i in placed.value_ids]))
 
 
 def _separate_results(

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
+
 from jaxpp_async.compiler.cond_split import SMALL_BYTES
 from jaxpp_async.compiler.ir import Op, OuterStep, Types, replaced
 from jaxpp_async.compiler.primitives import ASSOCIATIVE, REDUCTIONS
@@ -174,7 +176,7 @@ def _reduce_by_actor(inputs: GroupingInputs, op: Op, stack: Op) -> list[Op]:
     part_type = inputs.types[stack.reads[0]]
 
     def row(length: int) -> int:
-        aval = dataclasses.replace(part_type.aval, shape=(length,))
+        aval = structs.replace(part_type.aval, shape=(length,))
         return inputs.types.new(dataclasses.replace(part_type, aval=aval))
 
     def concatenated(values: Sequence[int]) -> int:

@@ -9,7 +9,6 @@ did not give.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -92,7 +91,7 @@ def sharded(aval: Aval, value_type: ValueType, spec: Spec) -> Aval:
     """
     while spec and spec[-1] is None:  # so that equal shardings compare equal
         spec = spec[:-1]
-    return replace(aval, spec=spec, unreduced=logical_axes.unreduced_axes(value_type.sharding))
+    return Aval(aval.shape, aval.dtype, spec, logical_axes.unreduced_axes(value_type.sharding))
 
 
 def _inferred(

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias, TypeVar
 
-from jaxpp_async.base.frozen import frozen
+import msgspec
+
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.actor_program import ActorProgram, format_instruction
 from jaxpp_async.program.instructions import (
@@ -63,29 +64,25 @@ def _fail_transfer(tag: Tag, message: str) -> NoReturn:
     _fail(f"transfer with tag {tag}: {message}")
 
 
-def verify_programs(programs: Sequence[ActorProgram], *, complete: bool = True) -> None:
+def verify_programs(programs: Sequence[ActorProgram]) -> None:
     """Check all programs of a step, each by itself and all of them together.
 
     Args:
         programs: one program per actor.
-        complete: whether to check also that every buffer is deleted, donated or returned by the end; see
-            `verify_program`.
 
     Raises:
         InternalError: a program is invalid, or the programs do not fit together.
         ScheduleError: the programs deadlock; the message says which actor waits for which.
     """
-    verify_alone(programs, complete=complete)
+    verify_alone(programs)
     verify_together(programs)
 
 
-def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> None:
+def verify_alone(programs: Sequence[ActorProgram]) -> None:
     """Check each program of a step by itself; see `verify_program`.
 
     Args:
         programs: one program per actor.
-        complete: whether to check also that every buffer is deleted, donated or returned by the end; see
-            `verify_program`.
 
     Raises:
         InternalError: a program is invalid; the message names the actor and the instruction.
@@ -93,7 +90,7 @@ def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> 
     for actor, p in enumerate(programs):
         if p.actor != actor:
             _fail(f"program {actor} is actor {p.actor}'s")
-        verify_program(p, complete=complete)
+        verify_program(p)
 
 
 def verify_together(programs: Sequence[ActorProgram]) -> None:
@@ -251,25 +248,23 @@ class AssignedIds:
 # ---------------------------------------------------------------- one program
 
 
-def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
+def verify_program(program: ActorProgram) -> None:
     """Check one actor's program by itself.
 
     The rules are: each buffer slot is assigned once; a buffer is read only after it was made and before it is
     deleted, donated or returned; only buffers that belong to the program are donated or deleted; all `Run`
-    instructions of an executable donate the same positions.
+    instructions of an executable donate the same positions; by the end every buffer is deleted, donated or
+    returned, except for arguments that the caller keeps.
 
     Args:
-        program: the program of one actor.
-        complete: whether to check also that every buffer is deleted, donated or returned by the end, except
-            for arguments that the caller keeps. This must be False for programs to which
-            `lowering.delete_buffers` was not applied yet.
+        program: the program of one actor, with its deletions.
 
     Raises:
         InternalError: the program is invalid; the message names the actor and the instruction.
     """
     check = _ProgramCheck(program)
     check.run()
-    if complete and (left := check.live - check.kept):
+    if left := check.live - check.kept:
         check.fail(f"b{min(left)} is still held at the end")
     if not all(0 <= b < len(program.avals) for b in program.uncounted):
         check.fail(f"uncounted slots {sorted(program.uncounted)} of {len(program.avals)}")
@@ -324,16 +319,14 @@ class _ProgramCheck:
             self.step(index)
 
     def fail(self, message: str) -> NoReturn:
-        text = f" {format_instruction(self.instruction)!r}" if self.instruction else ""
+        text = f" {format_instruction(self.program, self.index)!r}" if self.instruction else ""
         _fail(f"actor {self.program.actor}, instruction {self.index}{text}: {message}")
 
-    def define(self, buffer: BufferId, aval: Aval | None = None) -> None:
+    def define(self, buffer: BufferId) -> None:
         if not 0 <= buffer < len(self.program.avals):
             self.fail(f"b{buffer} is out of range, the program has {len(self.program.avals)} slots")
         if buffer in self.made:
             self.fail(f"b{buffer} is assigned twice")
-        if aval is not None and aval is not (known := self.program.avals[buffer]) and aval != known:
-            self.fail(f"b{buffer} is declared {known}")
         self.made.add(buffer)
         self.live.add(buffer)
 
@@ -353,7 +346,7 @@ class _ProgramCheck:
         return "is read before it is made"
 
     def check_input(self, i: Input) -> None:
-        self.define(i.buffer, i.aval)
+        self.define(i.buffer)
         if i.arg in self.args:
             self.fail(f"argument {i.arg} is bound twice")
         self.args.add(i.arg)
@@ -361,7 +354,7 @@ class _ProgramCheck:
             self.kept.add(i.buffer)
 
     def check_recv(self, i: Recv) -> None:
-        self.define(i.buffer, i.aval)
+        self.define(i.buffer)
         self.received.add(i.buffer)
 
     def check_send(self, i: Send) -> None:
@@ -431,8 +424,7 @@ _CHECKS = {
 # ---------------------------------------------------------------- programs together
 
 
-@frozen()
-class _TransferEnd:
+class _TransferEnd(msgspec.Struct, frozen=True, gc=False):
     """One end of a transfer: the actor that sends or receives, its peer, and the aval of the array."""
 
     actor: ActorId
@@ -467,7 +459,7 @@ def verify_transfers(programs: Sequence[ActorProgram]) -> None:
                 _record_end(sends, i.tag, _TransferEnd(p.actor, i.to_actor, p.avals[i.buffer]), "sends")
                 sent_on[p.actor, i.to_actor].append(i.tag)
             elif isinstance(i, Recv):
-                _record_end(recvs, i.tag, _TransferEnd(p.actor, i.from_actor, i.aval), "receives")
+                _record_end(recvs, i.tag, _TransferEnd(p.actor, i.from_actor, p.avals[i.buffer]), "receives")
                 received_on[i.from_actor, p.actor].append(i.tag)
     for tag in sends.keys() ^ recvs.keys():
         end, verb = (sends[tag], "sends") if tag in sends else (recvs[tag], "receives")
@@ -562,6 +554,7 @@ class _DeadlockSimulation:
     """
 
     def __init__(self, programs: Sequence[ActorProgram], rendezvous: bool):
+        self.programs = {p.actor: p for p in programs}
         self.streams = {p.actor: p.instructions for p in programs}
         self.rendezvous = rendezvous
         self.counter = dict.fromkeys(self.streams, 0)
@@ -629,8 +622,11 @@ class _DeadlockSimulation:
         """Return the unfinished actors, each with the transfer for which it waits, sorted by actor."""
         found: dict[ActorId, BlockedActor] = {}
         for actor, buffer in self.blocked.items():
-            recv, at = self.pending[actor][buffer], self.streams[actor][self.counter[actor]]
-            found[actor] = BlockedActor(actor, format_instruction(at), recv.tag, recv.from_actor)
+            recv, at = (
+                self.pending[actor][buffer],
+                format_instruction(self.programs[actor], self.counter[actor]),
+            )
+            found[actor] = BlockedActor(actor, at, recv.tag, recv.from_actor)
         end = "the end of the step"
         for actor, pending in self.pending.items():
             for recv in pending.values():

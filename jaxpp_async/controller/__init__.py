@@ -4,16 +4,19 @@ Modules in reading order:
 
     controller: carries out the operations of a mesh (load, run, put, fetch, close) with the modules below.
     options: defines every option of this package, with its default.
-    requests: sends requests, receives their replies, and remembers the requests that a restart repeats.
-    failure_policy: decides which error describes a failure, and which of several failures caused the others.
-    recovery: carries out restarts, which replace lost actors and repeat requests.
-    state_replicas: copies the actors' arrays to other actors' memory, and restores arrays from the copies.
+    submitted_step: follows each step from its call to its end, and makes its statistics and timeline.
+    requests: sends requests to actors, and passes each reply to the caller that waits for it.
+    failure_policy: decides which of several observed failures caused the others (pure functions of time).
+    recovery: decides about restarts, which replace lost actors and make requests again (pure).
+    request_history: remembers requests, and decides which of them a restart makes again (pure).
+    state_replicas: decides when the actors' arrays are copied, and where the copies are kept (pure).
+    recovery_driver: carries out what these three decide.
     actor_group: starts, connects, aborts, replaces and ends the actors' processes.
     startup: starts a process, and waits until it is connected and has started JAX.
     device_checks: checks that the processes of a mesh can work together with their devices and libraries.
     deploy: loads programs onto actors, and makes the NCCL links that the programs need.
     host_values: moves numpy arrays between the controller and its actors.
-    health_monitor: judges heartbeats and reports every half second, and estimates the actors' clocks.
+    health_monitor: observes deaths, lost connections, silences and steps that stand still.
     failure_detector: decides which processes are silent (pure functions of heartbeats and time).
     stall_detector: decides which actors cannot continue a step, and why (pure functions of reports).
     listener: accepts the control connections that actors open.

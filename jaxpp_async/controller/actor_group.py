@@ -12,7 +12,6 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jaxpp_async
 from jaxpp_async.base.descriptors import check_descriptors
@@ -20,31 +19,16 @@ from jaxpp_async.controller.device_checks import ProcessDevices, check_agreement
 from jaxpp_async.controller.host_values import HostTransfers
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import ActorLink, PendingRequest
+from jaxpp_async.controller.requests import ActorLink, PendingRequest, Requests
 from jaxpp_async.controller.startup import Startup
 from jaxpp_async.errors import TransferError
 from jaxpp_async.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.launch.hosts import address_towards, addresses_of_hosts
 from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
+from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.actor_info import ActorInfo, Topology, merge_processes
 from jaxpp_async.protocol.frames import SECRET_BYTES
-from jaxpp_async.protocol.messages import (
-    Abort,
-    Admit,
-    Cluster,
-    Connect,
-    Connected,
-    Done,
-    Hardware,
-    Report,
-    Reported,
-    Request,
-    Reserve,
-    ResetTransport,
-    Shutdown,
-    TransportReset,
-)
 from jaxpp_async.protocol.task_group import all_of, run_bounded
 from jaxpp_async.transport.base import Transport, hosts_of
 from jaxpp_async.transport.network import Network, is_loopback, leave_machine
@@ -73,7 +57,7 @@ class ActorGroup:
         options: the options of the mesh's controller.
         links: a dictionary that this object fills with the `ActorLink` of each process (the controller's
             handle and connection), by process number. A replaced process gets a new link.
-        number: a function that returns a new request number.
+        requests: sends requests to the processes.
         on_progress: called with a line of text at each stage of the start.
         on_transfer_error: called with the error of a transfer between an actor and the controller.
         on_routes: called for each connected process with its `ActorInfo` and, for each of its peers, the
@@ -81,8 +65,8 @@ class ActorGroup:
 
     Attributes:
         processes, links: the arguments of the same names.
-        epoch: the current epoch, a number that grows with every abort of the whole mesh. Tags and steps carry
-            it, so that messages from before an abort are recognized and ignored.
+        epoch: the current epoch, a number that grows with every restart (see `Recovery.epoch`). Tags and
+            steps carry it, so that messages from before a restart are recognized and ignored.
         listener: accepts the control connections that actors open.
         hardware: the devices of each process, as the process reported them.
         scattering: how arrays are split over the processes of one actor.
@@ -94,25 +78,27 @@ class ActorGroup:
         processes: Topology,
         options: ControllerOptions,
         links: dict[ProcessId, ActorLink],
+        requests: Requests,
         *,
-        number: Callable[[], int],
         on_progress: Callable[[str], None],
         on_transfer_error: Callable[[TransferError], None],
         on_routes: Callable[[ActorInfo, Mapping[ProcessId, tuple[str, ...]]], None],
     ):
         self.processes, self.links, self.epoch = processes, links, 0
         self._launcher, self._options = launcher, options
-        self._number, self._on_progress = number, on_progress
+        self._requests, self._on_progress = requests, on_progress
         self._on_transfer_error, self._on_routes = on_transfer_error, on_routes
         self._secret = secrets.token_bytes(SECRET_BYTES)
         version, longest = jaxpp_async.__version__, options.max_frame_bytes
         self.listener = ControlListener(self._secret, version=version, max_frame_bytes=longest)
         timeout_s = options.launch_timeout_s
-        self._startup = Startup(launcher, self.listener, timeout_s=timeout_s, on_progress=on_progress)
+        self._startup = Startup(
+            launcher, self.listener, requests, timeout_s=timeout_s, on_progress=on_progress
+        )
         self._address: tuple[str, int] | None = None
         self._host_transfers: HostTransfers | None = None
         self._incarnations: dict[ProcessId, int] = {}
-        self.hardware: dict[ProcessId, Hardware] = {}
+        self.hardware: dict[ProcessId, m.Hardware] = {}
         self.scattering = Scattering(options.actors.spmd_mesh, processes.per_actor)
 
     @property
@@ -256,7 +242,7 @@ class ActorGroup:
         link = self.links[process] = await self._startup.start(spec)
         return link
 
-    async def _clusters(self, links: Sequence[ActorLink]) -> list[Cluster | None]:
+    async def _clusters(self, links: Sequence[ActorLink]) -> list[m.Cluster | None]:
         """Return, for each process of one actor, the data with which it joins the others in JAX's distributed
         runtime.
 
@@ -265,14 +251,14 @@ class ActorGroup:
         """
         if len(links) == 1:
             return [None]
-        port = await self._startup.reserve(links[0], Reserve(self._number()))
+        port = await self._startup.reserve(links[0], m.Reserve())
         addresses = addresses_of_hosts([link.connection.ends for link in links])
         coordinator = f"{addresses[0]}:{port}"
-        return [Cluster(coordinator, tuple(addresses), rank) for rank in range(len(links))]
+        return [m.Cluster(coordinator, tuple(addresses), rank) for rank in range(len(links))]
 
-    async def _configure(self, link: ActorLink, cluster: Cluster | None) -> None:
+    async def _configure(self, link: ActorLink, cluster: m.Cluster | None) -> None:
         message = self._options.actors.message(
-            self._number(), self.transport_kind, self.epoch, cluster, self._host_address(link)
+            self.transport_kind, self.epoch, cluster, self._host_address(link)
         )
         self.hardware[link.info.process] = (await self._startup.configure(link, message)).hardware
 
@@ -306,12 +292,12 @@ class ActorGroup:
         await self._admit(addresses)
         for process in sorted(self.links):
             await self.host_transfers.transport.connect(process, addresses[process])
-        connects: dict[ProcessId, Request] = {}
+        connects: dict[ProcessId, m.Request] = {}
         for process in sorted(self.links):
             peers = {CONTROLLER, *self.processes.peers_of(process)}
             known = {peer: address for peer, address in addresses.items() if peer in peers}
-            connects[process] = Connect(self._number(), self.epoch, known)
-        found = await self.ask_each(connects, Connected, "connect")
+            connects[process] = m.Connect(self.epoch, known)
+        found: dict[ProcessId, m.Connected] = await self._requests.call_each(connects, "connect")
         for process, connected in sorted(found.items()):
             self._on_routes(self.links[process].info, connected.routes)
 
@@ -328,7 +314,7 @@ class ActorGroup:
             return
         everyone = tuple(addresses.values())
         self.host_transfers.transport.admit(everyone)
-        await self.ask_each({p: Admit(self._number(), everyone) for p in sorted(self.links)}, Done, "admit")
+        await self._requests.call_each(dict.fromkeys(sorted(self.links), m.Admit(everyone)), "admit")
 
     def _make_transport(self) -> Transport:
         kind = kind_of(self.transport_kind).host_transport or self.transport_kind
@@ -356,14 +342,15 @@ class ActorGroup:
 
     # ------------------------------------------------------------ going on after a failure
 
-    def begin_epoch(self) -> None:
-        """Begin a new epoch, so that messages from earlier epochs are ignored.
+    def enter_epoch(self, epoch: int) -> None:
+        """Enter another epoch, so that messages from earlier epochs are ignored.
 
-        An epoch is the time between two aborts of the whole mesh; messages carry its number.
+        Args:
+            epoch: the number of the epoch, which counts restarts.
         """
-        self.epoch += 1
+        self.epoch = epoch
         if self._host_transfers is not None:
-            self._host_transfers.epoch = self.epoch
+            self._host_transfers.epoch = epoch
 
     def abort(self, process: ProcessId, cause: str) -> PendingRequest:
         """Tell a process to drop all its work and to enter the current epoch, which counts aborts of the
@@ -376,14 +363,14 @@ class ActorGroup:
         Returns:
             The request, which can be awaited.
         """
-        return self.links[process].ask(Abort(self._number(), self.epoch, cause), Done)
+        return self._requests.send(process, m.Abort(self.epoch, cause))
 
-    def request_report(self, process: ProcessId) -> asyncio.Future[Reported]:
+    def request_report(self, process: ProcessId) -> asyncio.Future[m.Reported]:
         """Ask a process for its position in its program and for its open transfers; return the future reply.
 
         If a restart (the replacement of lost actors) begins before the reply, the request is not sent again.
         """
-        return self.links[process].ask(Report(self._number()), Reported).future
+        return self._requests.send(process, m.Report(), awaited=False).future
 
     async def reset_transport(self, process: ProcessId) -> None:
         """Have a process replace its end of the data plane (the transport for arrays), and record the new
@@ -394,31 +381,13 @@ class ActorGroup:
         Raises:
             RemoteError: the process could not make a new end.
         """
-        link = self.links[process]
-        reset: TransportReset = await link.call(ResetTransport(self._number()), TransportReset)
-        link.address = reset.address
+        reset: m.TransportReset = await self._requests.call(process, m.ResetTransport())
+        self.links[process].address = reset.address
 
     async def reset_host_transport(self) -> None:
         """Replace the controller's end of the data plane (the transport for arrays) by a new one."""
         await self.host_transfers.transport.aclose()
         self.host_transfers.transport = self._make_transport()
-
-    async def ask_each(
-        self, requests: Mapping[ProcessId, Request], expected: type, what: str
-    ) -> dict[ProcessId, Any]:
-        """Send one request to each given process, and return their replies by process once all have arrived.
-
-        The first failure is raised. If a restart (the replacement of lost actors) begins, the requests are
-        not sent again.
-
-        Args:
-            requests: the request for each process.
-            expected: the type of every reply.
-            what: a phrase that names the asyncio tasks, for debugging.
-        """
-        return await all_of(
-            {p: self.links[p].call(request, expected) for p, request in requests.items()}, what
-        )
 
     async def remove(self, actor: ActorId) -> None:
         """Kill all processes of one actor, close their control connections, and wait until the processes have
@@ -467,7 +436,7 @@ class ActorGroup:
             if link is None or link.handle is not handle or not link.connection.is_open:
                 handle.kill()  # it cannot be asked: it is being started or replaced
             else:
-                link.connection.send(Shutdown(self._number()))
+                self._requests.send(process, m.Shutdown(), awaited=False)
         return await wait_all_dead(handles, SHUTDOWN_S / (2 if self.processes.per_actor > 1 else 1))
 
     def kill(self) -> None:

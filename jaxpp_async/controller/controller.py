@@ -2,10 +2,10 @@
 the mesh.
 
 `Controller` takes programs and numpy arrays, and returns step statistics and numpy arrays. Requests are sent
-through the `RequestLog`; the `ActorGroup` owns the processes. After a failure, the `FailurePolicy` decides
-which error describes the failure. If restarts are allowed (`max_restarts`) and may help, `Recovery` then
-replaces the lost actors. Otherwise the failure ends the mesh: every pending request fails, and the other
-actors are told to abort. Everything runs on one event loop; only `free` may be called from other threads.
+through `Requests`; the `ActorGroup` owns the processes. The `HealthMonitor` observes what goes wrong, the
+`FailurePolicy` decides which failure to act on, and `Recovery` decides whether a restart replaces the lost
+actors. If it does not, the failure ends the mesh: every pending request fails, and the other actors are told
+to abort. Everything runs on one event loop; only `free` may be called from other threads.
 """
 
 from __future__ import annotations
@@ -25,19 +25,15 @@ from jaxpp_async.base.spinning import LoopSpin, has_spare_core
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.deploy import Deployment, LinkSetup, LoadedPrograms
 from jaxpp_async.controller.error_messages import abandoned
-from jaxpp_async.controller.failure_policy import FailurePolicy
+from jaxpp_async.controller.failure_policy import Failure, FailurePolicy, Observation, TransferFailed
+from jaxpp_async.controller.health_monitor import HealthMonitor
 from jaxpp_async.controller.host_values import HostValue, Sending
 from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.recovery import Recovery
-from jaxpp_async.controller.requests import (
-    ActorLink,
-    FreeList,
-    PendingRequest,
-    RequestLog,
-    SentRequest,
-    StepHandle,
-)
+from jaxpp_async.controller.recovery import FailureFound, MeshStarted, Recovery, ReplicaWanted, StepSent
+from jaxpp_async.controller.recovery_driver import RecoveryDriver
+from jaxpp_async.controller.requests import ActorLink, FreeList, PendingRequest, Requests, SentRequest
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -50,20 +46,9 @@ from jaxpp_async.launch import Launcher
 from jaxpp_async.layout.array_parts import Gathering, Scattering
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId
+from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.actor_info import ActorInfo, Topology
 from jaxpp_async.protocol.clocks import OWN_CLOCK, Clock
-from jaxpp_async.protocol.messages import (
-    ArrayId,
-    Done,
-    Inspect,
-    Inspected,
-    Loaded,
-    RunKind,
-    Step,
-    Store,
-    step_id,
-    step_number,
-)
 from jaxpp_async.protocol.task_group import OwnedTasks, all_of, wait_uninterrupted
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -77,8 +62,7 @@ class Controller:
     Attributes:
         cause: the failure that ended the mesh, or None.
         ended: a future that is done as soon as the mesh has failed or its closing has begun.
-        request_log: the log through which all requests are sent. Code outside this package may also use it to
-            send a request directly.
+        requests: sends all requests. Code outside this package may also use it to send a request directly.
         mesh_events: publishes what happens to the mesh as events that the user can read.
     """
 
@@ -95,58 +79,61 @@ class Controller:
         self.cause: ActorError | None = None
         self.mesh_events = MeshEvents(events)
         self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._is_started = self._cause_raised = False
+        self._cause_raised = False
         self._arrays = itertools.count()
         self._num_steps = self._num_ahead = 0
         self._programs, self._frees = LoadedPrograms(processes, options), FreeList()
-        self._under_way: dict[int, StepHandle] = {}
+        self._under_way: dict[int, SubmittedStep] = {}
         self._loop_spin: LoopSpin | None = None
         self._tasks = OwnedTasks()
         self._closing: asyncio.Task[None] | None = None
         links: dict[ProcessId, ActorLink] = {}
-        self.request_log = RequestLog(links, self._check_usable, options)
+        self._recovery = Recovery(
+            processes, max_restarts=options.max_restarts, replica_every=options.backup_every
+        )
+        self.requests = Requests(links, self._recovery, self._check_usable, options.max_frame_bytes)
         self._actor_group = ActorGroup(
             launcher,
             processes,
             options,
             links,
-            number=self.request_log.number,
+            self.requests,
             on_progress=self._report_progress,
-            on_transfer_error=self._suspect,
+            on_transfer_error=self._on_transfer_error,
             on_routes=self.mesh_events.connected,
         )
-        self._failure_policy = FailurePolicy(
+        self._failure_policy = FailurePolicy()
+        self._grace_timer: asyncio.TimerHandle | None = None
+        self._health_monitor = HealthMonitor(
             self._actor_group,
+            self._recovery,
             self._programs,
             self._under_way,
-            self._on_failure,
-            lambda: self._is_recovering,
             self.mesh_events,
             options,
+            self._observe,
         )
-        self._linking = LinkSetup(self._actor_group, self.request_log, self._programs)
+        self._clock_of: Callable[[ProcessId], Clock] = self._health_monitor.clocks.clock_of
+        self._linking = LinkSetup(self._actor_group, self.requests, self._programs)
         self._deployment = Deployment(
             self._actor_group,
-            self.request_log,
+            self.requests,
             self._programs,
             self._linking,
-            paused=self._failure_policy.health_monitor.paused,
+            paused=self._health_monitor.paused,
             on_progress=self._report_progress,
         )
-        self._recovery = (
-            Recovery(
-                self._actor_group,
-                self.request_log,
-                self._programs,
-                self._linking,
-                self._failure_policy,
-                options,
-                end=self._end,
-                on_restarted=self._on_restarted,
-                on_replica_error=self._suspect,
-            )
-            if options.restarts
-            else None
+        self._recovery_driver = RecoveryDriver(
+            self._recovery,
+            self._actor_group,
+            self.requests,
+            self._programs,
+            self._linking,
+            self._health_monitor,
+            options,
+            suspect=self._on_transfer_error,
+            on_restarted=self._on_restarted,
+            end=self._end,
         )
 
     # ------------------------------------------------------------ start
@@ -185,14 +172,16 @@ class Controller:
         try:
             await actor_group.start()
             for link in actor_group.links.values():
-                self._failure_policy.watch(link)
+                self._health_monitor.watch(link)
             await actor_group.connect()
+            if not actor_group.has_processes:
+                self._clock_of = lambda process: OWN_CLOCK
             # Spin only if that takes no core away from an actor.
             if actor_group.has_processes and has_spare_core(
                 link.info.host for link in actor_group.links.values()
             ):
                 self._loop_spin = LoopSpin(self._loop, lambda: len(self._under_way) > 0)
-            self._is_started = True
+            self._recovery_driver.handle(MeshStarted())
         except BaseException as error:
             # This includes cancellations: whatever ended the launch, no process may be left behind.
             if isinstance(error, ActorError):
@@ -229,18 +218,9 @@ class Controller:
         """Whether the mesh has failed, has been closed, or is being closed."""
         return self.cause is not None or self._closing is not None
 
-    def clock(self, actor: ActorId) -> Clock:
-        """Return an estimate of how an actor's clock differs from this process's clock.
-
-        If the actor has several processes, the result is for the clock of its first process.
-        """
-        if not self._actor_group.has_processes:
-            return OWN_CLOCK
-        return self._failure_policy.clocks.clock_of(self._actor_group.processes.process(actor, 0))
-
     # ------------------------------------------------------------ programs and steps
 
-    def new_array_id(self) -> ArrayId:
+    def new_array_id(self) -> m.ArrayId:
         """Return an id that no array of this mesh has had before."""
         return next(self._arrays)
 
@@ -255,7 +235,7 @@ class Controller:
         executables: Mapping[ActorId, Mapping[int, str]],
         blobs: Mapping[str, bytes],
         names: Mapping[int, str] = {},
-    ) -> dict[ActorId, Loaded]:
+    ) -> dict[ActorId, m.Loaded]:
         """Compile one program on every actor that runs a part of it.
 
         Loading has no time limit. If an actor dies and is not replaced, loading fails.
@@ -280,53 +260,55 @@ class Controller:
 
     def start_step(
         self,
-        program_id: int,
-        inputs: Mapping[ActorId, dict[int, ArrayId]],
-        outputs: Mapping[ActorId, dict[int, ArrayId]],
+        step: SubmittedStep,
+        inputs: Mapping[ActorId, dict[int, m.ArrayId]],
+        outputs: Mapping[ActorId, dict[int, m.ArrayId]],
         *,
         puts: Mapping[ActorId, Sequence[HostValue]] | None = None,
-        frees_before: Mapping[ActorId, Sequence[ArrayId]] = {},
-        frees_after: Mapping[ActorId, Sequence[ArrayId]] | None = None,
-        kind: RunKind = "step",
-    ) -> StepHandle:
-        """Start a step of a loaded program, and return a handle that can be awaited for its statistics.
+        frees_before: Mapping[ActorId, Sequence[m.ArrayId]] = {},
+        frees_after: Mapping[ActorId, Sequence[m.ArrayId]] | None = None,
+    ) -> SubmittedStep:
+        """Send a step of a loaded program to its actors, and return the step.
 
         This sends one control message to each process that takes part. Steps run in the order in which this
         method is called.
 
         Args:
-            program_id: the program to run.
+            step: the step. Only steps of the kind `"step"` count in `num_steps`.
             inputs: for each actor a dictionary. Its keys are the numbers of the step arguments that the actor
                 reads; its values are the array ids of these arguments. The controller keeps `inputs` and
                 `outputs`, so the caller must not change them any more.
             outputs: for each actor a dictionary. Its keys are the numbers of the results that the actor
                 makes; its values are the new array ids of these results.
             puts: host values (numpy arrays of this process) to send to each actor ahead of the step. The
-                arrays must not change until the handle's `wait_sent` has returned.
+                arrays must not change until the step's `wait_sent` has returned.
             frees_before: arrays to free on each actor before the step begins. If the step cannot be sent,
                 they are not freed.
             frees_after: arrays to free on each actor when the step has finished.
-            kind: the kind of the step. Only steps of the kind `"step"` count in `num_steps`.
 
         Raises:
             MeshClosedError: the mesh is closed or has failed.
             MeshError: a message cannot be encoded; nothing of the step was sent.
         """
         self._check_usable()
+        program_id = step.program_id
         processes_by_actor = self._programs.processes_by_actor(program_id)
-        step = step_id(self._num_steps, kind, self._num_ahead)
-        handle = StepHandle(step, program_id, [p for _, processes in processes_by_actor for p in processes])
-        frees, number, epoch = self._frees.take(), self.request_log.number, self._actor_group.epoch
+        step.assign(
+            m.step_id(self._num_steps, step.kind, self._num_ahead),
+            [process for _, processes in processes_by_actor for process in processes],
+            self._programs.parts(program_id),
+            self._clock_of,
+        )
+        frees, epoch = self._frees.take(), self._actor_group.epoch
         posts: list[SentRequest] = []
         freed = dict(frees)
         for actor, processes in processes_by_actor:
             values = puts.get(actor) if puts else None
             small, large = self._actor_group.host_transfers.prepare(actor, values) if values else ((), {})
             before = frees.pop(actor, ())
-            message = Step(
-                number(),
+            message = m.Step(
                 epoch,
-                step,
+                step.id,
                 program_id,
                 inputs.get(actor) or {},
                 outputs.get(actor) or {},
@@ -335,33 +317,32 @@ class Controller:
                 tuple(frees_after.get(actor, ())) if frees_after else (),
             )
             for process in processes:
-                posts.append(
-                    self._with_values(process, message, handle, large.get(process, ()), handle.sends)
-                )
+                posts.append(self._with_values(process, message, step, large.get(process, ()), step.sends))
         try:
-            self.request_log.post(*posts)
+            self.requests.post(*posts)
         except MeshError:  # a message cannot be encoded: nothing was sent
             self._frees.give_back(freed)
             raise
-        if kind == "step":
+        if step.kind == "step":
             self._num_steps, self._num_ahead = self._num_steps + 1, 0
         else:
             self._num_ahead += 1
-        self._under_way[step] = handle
-        handle.when_done(partial(self._under_way.pop, step, None))
+        step.is_sent = True
+        self._under_way[step.id] = step
+        step.when_done(partial(self._under_way.pop, step.id, None))
         if frees:
             self._frees.give_back(frees)  # those of actors that have no part in this step
         if frees_before:
             running = dict(processes_by_actor)
             self._frees.give_back({a: ids for a, ids in frees_before.items() if a not in running})
-        if self._recovery is not None:
-            self._recovery.replication.note_step()
+        if self._recovery.is_enabled:
+            self._recovery_driver.handle(StepSent())
         if self._loop_spin is not None:
-            handle.when_done(self._loop_spin.end)
+            step.when_done(self._loop_spin.end)
             self._loop_spin.begin()
         if not processes_by_actor:
-            handle.finish()
-        return handle
+            step.finish()
+        return step
 
     # ------------------------------------------------------------ values
 
@@ -379,17 +360,19 @@ class Controller:
         for actor in sorted(set(values) | set(frees)):
             small, large = self._actor_group.host_transfers.prepare(actor, values.get(actor, ()))
             for process in self.processes.processes_of(actor):
-                calls[process] = PendingRequest(Done)
-                message = Store(self.request_log.number(), small, frees.get(actor, ()))
+                calls[process] = PendingRequest()
+                message = m.Store(small, frees.get(actor, ()))
                 posts.append(self._with_values(process, message, calls[process], large.get(process, ()), []))
         try:
-            self.request_log.post(*posts)
+            self.requests.post(*posts)
         except MeshError:  # one of them cannot be encoded: nothing was sent
             self._frees.give_back(frees)
             raise
-        await all_of({process: self._reply_of(process, call) for process, call in calls.items()}, "put")
+        await all_of(
+            {process: self.requests.reply_to(process, call) for process, call in calls.items()}, "put"
+        )
 
-    async def fetch(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
+    async def fetch(self, wanted: Sequence[tuple[ActorId, m.ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
         """Copy arrays from actors to the controller, and return them whole, in the order asked for.
 
         Args:
@@ -406,7 +389,7 @@ class Controller:
         fetches = {process: self._fetch_from(process, asked) for process, asked in gathering.requests.items()}
         return gathering.arrays(await all_of(fetches, "fetch"))
 
-    def free(self, actor: ActorId, array_id: ArrayId) -> None:
+    def free(self, actor: ActorId, array_id: m.ArrayId) -> None:
         """Free an array of an actor. The array's id is sent along with the next step or other request that
         frees arrays.
 
@@ -424,16 +407,15 @@ class Controller:
         self._check_usable()
         self._send_frees()
         replies = {
-            process: self.request_log.send(process, Inspect, Inspected)
-            for process in sorted(self._actor_group.links)
+            process: self.requests.send(process, m.Inspect()) for process in sorted(self._actor_group.links)
         }
         return {process: (await reply).numbers for process, reply in replies.items()}
 
     def _with_values(
         self,
         process: ProcessId,
-        message: Step | Store,
-        reply_handler: PendingRequest | StepHandle,
+        message: m.Step | m.Store,
+        waiter: PendingRequest | SubmittedStep,
         large: Sequence[Sending],
         sends: list[asyncio.Future[None]],
     ) -> SentRequest:
@@ -443,24 +425,24 @@ class Controller:
         Args:
             process: the process to send to.
             message: the request.
-            reply_handler: receives the reply.
+            waiter: receives the reply.
             large: the sequence number and bytes of each large host value (numpy array), which is sent over
                 the data plane.
             sends: a list to which one future per transfer is added each time that the request is sent.
         """
         if not large:
-            return SentRequest(process, message, reply_handler)
+            return SentRequest(process, message, waiter)
         size_bytes = sum(data.nbytes for _, data in large)
         return SentRequest(
             process,
             message,
-            reply_handler,
+            waiter,
             lambda: sends.extend(self._actor_group.host_transfers.send(process, large)),
             size_bytes,
         )
 
     def _fetch_from(
-        self, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]
+        self, process: ProcessId, wanted: Sequence[tuple[m.ArrayId, Aval]]
     ) -> Coroutine[Any, Any, list[np.ndarray[Any, Any]]]:
         """Send a request for arrays of one process immediately, and return a coroutine that returns the
         arrays.
@@ -468,19 +450,15 @@ class Controller:
         The request is sent before this method returns. Therefore a step that is started later cannot donate
         the arrays before they have been read.
         """
-        message, fetch = self._actor_group.host_transfers.fetch(self.request_log.number(), process, wanted)
-        self.request_log.post(SentRequest(process, message, fetch, fetch.start))
-        return self._reply_of(process, fetch)
-
-    async def _reply_of(self, process: ProcessId, request: PendingRequest) -> Any:
-        await self.request_log.drain(process)
-        return await request
+        message, fetch = self._actor_group.host_transfers.fetch(process, wanted)
+        self.requests.post(SentRequest(process, message, fetch, fetch.start))
+        return self.requests.reply_to(process, fetch)
 
     def _send_frees(self) -> None:
         for actor, array_ids in self._frees.take().items():
             for process in self.processes.processes_of(actor):
-                message = Store(self.request_log.number(), (), array_ids)
-                self.request_log.post(SentRequest(process, message, PendingRequest(Done, awaited=False)))
+                message = m.Store((), array_ids)
+                self.requests.send(process, message, awaited=False)
 
     # ------------------------------------------------------------ saves
 
@@ -494,8 +472,8 @@ class Controller:
         Raises:
             MeshClosedError: the mesh is closed or has failed.
         """
-        if self._recovery is not None:
-            await self._recovery.replication.secure()
+        if self._recovery.is_enabled:
+            await self._recovery_driver.secure()
         self._check_usable()
 
     def before_save(self) -> None:
@@ -505,40 +483,51 @@ class Controller:
 
         Without `max_restarts` there are no replicas, and this does nothing.
         """
-        if self._recovery is not None:
-            self._recovery.replication.take_if_due()
+        self._recovery_driver.handle(ReplicaWanted(if_due=True))
 
     # ------------------------------------------------------------ failures
 
-    @property
-    def _is_recovering(self) -> bool:
-        return self._recovery is not None and self._recovery.is_under_way
-
-    def _suspect(self, error: ActorError) -> None:
+    def _observe(self, seen: Observation) -> None:
+        """Let the failure policy judge an observation, and act on the failure that it reports, if any."""
         if not self.is_closed:
-            self._failure_policy.suspect(error)
+            self._act_on(self._failure_policy.observe(seen, self._loop.time()))
 
-    def _on_restarted(self, actors: list[ActorId], steps: int) -> None:
+    def _on_transfer_error(self, error: TransferError) -> None:
+        self._observe(TransferFailed(error))
+
+    def _end_grace(self, now_s: float) -> None:
+        if not self.is_closed:
+            self._act_on(self._failure_policy.judge(now_s))
+
+    def _drop_suspicion(self) -> None:
         self._failure_policy.drop_suspicion()
+        self._set_grace_timer()
+
+    def _set_grace_timer(self) -> None:
+        if self._grace_timer is not None:
+            self._grace_timer.cancel()
+        due_s = self._failure_policy.due_s
+        if due_s is not None:
+            self._grace_timer = self._loop.call_at(due_s, self._end_grace, due_s)
+
+    def _on_restarted(self, actors: Sequence[ActorId], steps: int) -> None:
+        self._drop_suspicion()
         self.mesh_events.restarted([self._actor_group.info(actor) for actor in actors], steps)
 
-    def _on_failure(self, error: ActorError, dead: ProcessId | None) -> None:
-        """Begin a restart because of a failure that the failure policy reports. If a restart is not allowed
-        or cannot help, end the mesh.
+    def _act_on(self, failure: Failure | None) -> None:
+        """Let the recovery decide about a failure that the failure policy reports: it begins a restart, or
+        ends the mesh.
 
         Args:
-            error: the failure.
-            dead: the process that died, or None.
+            failure: the failure; None: the policy reports none, and may suspect one.
         """
-        if self.is_closed:
+        self._set_grace_timer()
+        if failure is None:
             return
-        self.mesh_events.failed(error)
-        if self._is_started and self._recovery is not None and self._recovery.can_recover_from(error):
-            self._recovery.begin(error)
-        else:
-            self._end(error, dead)
+        self.mesh_events.failed(failure.error)
+        self._recovery_driver.handle(FailureFound(failure.error, failure.dead))
 
-    def _end(self, error: ActorError, dead: ProcessId | None = None) -> None:
+    def _end(self, error: ActorError, dead: ProcessId | None) -> None:
         """End the mesh because of `error`. If the mesh has already ended, do nothing, so that the first cause
         is kept.
 
@@ -550,12 +539,12 @@ class Controller:
             return
         self.cause = error
         self.ended.set_result(None)
-        self._failure_policy.drop_suspicion()
+        self._drop_suspicion()
         _LOG.debug("the mesh failed: %s", error)
         lost = self.processes.actor_of(dead) if dead is not None else None
         for actor in self._actor_group.actors:
             self._actor_group.set_state(actor, "failed" if actor in (lost, error.actor) else "closed")
-        if self._recovery is None and isinstance(error, ActorDiedError | ActorUnresponsiveError):
+        if not self._recovery.is_enabled and isinstance(error, ActorDiedError | ActorUnresponsiveError):
             more = f"see {page('restarts.md')}"
             error.add_note(
                 f"RemoteMesh(max_restarts=n) replaces actors that die or hang, and goes on: {more}"
@@ -563,8 +552,8 @@ class Controller:
         if isinstance(error, ActorUnresponsiveError) and error.actor is not None:
             for process in self.processes.processes_of(error.actor):
                 self._actor_group.handles[process].kill()  # closing would wait for it
-        step = min((s for s in self._under_way if error.step in (None, step_number(s))), default=None)
-        self._cause_raised |= self.request_log.fail_all(error, step)
+        step = min((s for s in self._under_way if error.step in (None, m.step_number(s))), default=None)
+        self._cause_raised |= self.requests.fail_all(error, step)
         self._tasks.start("abort after a failure", self._abort_others(error, dead))
 
     async def _abort_others(self, error: ActorError, dead: ProcessId | None) -> None:
@@ -574,9 +563,9 @@ class Controller:
             error: the failure that ended the mesh.
             dead: the process that died, or None.
         """
-        await self._end_recovery()
+        await self._recovery_driver.aclose()
         actor_group = self._actor_group
-        actor_group.begin_epoch()
+        actor_group.enter_epoch(self._recovery.epoch)
         for process, link in actor_group.links.items():
             if process != dead and link.connection.is_open:
                 link.detach()
@@ -621,9 +610,10 @@ class Controller:
     async def _close(self) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
-        await self._end_recovery()
-        self.request_log.close(MeshClosedError("the mesh was closed while this was under way"))
-        await self._failure_policy.aclose()
+        await self._recovery_driver.aclose()
+        self.requests.close(MeshClosedError("the mesh was closed while this was under way"))
+        self._drop_suspicion()
+        await self._health_monitor.aclose()
         await self._linking.aclose()
         await self._actor_group.shut_down()
         await self._tasks.aclose()
@@ -631,14 +621,11 @@ class Controller:
 
     async def _kill_everything(self) -> None:
         """After a failed launch, kill all actor processes and release everything."""
-        await self._failure_policy.aclose()
+        self._drop_suspicion()
+        await self._health_monitor.aclose()
         await self._actor_group.kill_all()
         await self._tasks.aclose()
         self.mesh_events.closed(self.cause)
-
-    async def _end_recovery(self) -> None:
-        if self._recovery is not None:
-            await self._recovery.aclose()
 
     def _report_progress(self, text: str) -> None:
         _LOG.info("%s", text)

@@ -21,14 +21,14 @@ from typing import NamedTuple, TypeAlias
 
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest
+from jaxpp_async.controller.requests import Requests
 from jaxpp_async.errors import ActorError, MeshError, ProtocolError
 from jaxpp_async.layout import array_parts
 from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.program.actor_program import ActorProgram, format_instruction
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId, Recv, Send, Tag
 from jaxpp_async.protocol.actor_info import Position, ProcessRank, Topology
-from jaxpp_async.protocol.messages import Done, JoinLink, JoinLinks, LinksOffered, Load, Loaded, OfferLinks
+from jaxpp_async.protocol.messages import JoinLink, JoinLinks, LinksOffered, Load, Loaded, OfferLinks
 from jaxpp_async.protocol.task_group import OwnedTasks, all_of
 from jaxpp_async.transport.nccl.order import NcclLink, links_by_maker, rounds
 from jaxpp_async.transport.registry import kind_of
@@ -39,7 +39,7 @@ class Deployment:
 
     Args:
         actor_group: the actors' processes.
-        request_log: sends the requests.
+        requests: sends the requests.
         programs: the record of loaded programs, to which each new program is added.
         linking: makes the NCCL links (communicators) that a program needs.
         paused: returns a context manager, which is open while actors compile; no step counts as stuck during
@@ -50,14 +50,14 @@ class Deployment:
     def __init__(
         self,
         actor_group: ActorGroup,
-        request_log: RequestLog,
+        requests: Requests,
         programs: LoadedPrograms,
         linking: LinkSetup,
         *,
         paused: Callable[[], AbstractContextManager[None]],
         on_progress: Callable[[str], None],
     ):
-        self._actor_group, self._request_log = actor_group, request_log
+        self._actor_group, self._requests = actor_group, requests
         self._programs, self._linking = programs, linking
         self._paused, self._on_progress = paused, on_progress
 
@@ -93,12 +93,9 @@ class Deployment:
     async def _load(self, program_id: int, process: ProcessId) -> Loaded:
         known = self._actor_group.links[process].known_blobs
         actor = self._actor_group.processes.actor_of(process)
-        message = self._programs.load_message(self._request_log.number(), program_id, actor, known)
-        call = PendingRequest(Loaded)
+        message = self._programs.load_message(program_id, actor, known)
         try:
-            self._request_log.post(SentRequest(process, message, call))
-            await self._request_log.drain(process)
-            return await call
+            return await self._requests.call(process, message)
         except (ActorError, MeshError):
             # Nobody knows which of these executables the actor has, so they will be sent again.
             known -= set(message.blobs)
@@ -169,8 +166,7 @@ def _messages(
     for instruction in part.instructions:
         if not isinstance(instruction, Send | Recv):
             continue
-        tag = instruction.tag
-        aval = part.avals[instruction.buffer] if isinstance(instruction, Send) else instruction.aval
+        tag, aval = instruction.tag, part.avals[instruction.buffer]
         held = [piece for piece in scattering.parts(aval) if process_rank.rank in piece.ranks]
         if isinstance(instruction, Send):
             found = array_parts.order_sends(process_rank, held, tag, instruction.to_actor, num_devices)
@@ -198,12 +194,12 @@ class LinkSetup:
 
     Args:
         actor_group: the actors' processes.
-        request_log: gives request numbers, and tells whether a restart is in progress.
+        requests: sends the requests, and tells when no restart is under way.
         programs: the loaded programs, whose transfers determine the links.
     """
 
-    def __init__(self, actor_group: ActorGroup, request_log: RequestLog, programs: LoadedPrograms):
-        self._actor_group, self._request_log, self._programs = actor_group, request_log, programs
+    def __init__(self, actor_group: ActorGroup, requests: Requests, programs: LoadedPrograms):
+        self._actor_group, self._requests, self._programs = actor_group, requests, programs
         self._made: set[NcclLink] = set()
         self._epoch = 0
         self._tasks = OwnedTasks()
@@ -226,7 +222,7 @@ class LinkSetup:
             return
         wanted = links_of(self._programs.parts(program_id), self._actor_group.scattering)
         while not self._has(wanted):
-            await self._request_log.wait_open()
+            await self._requests.wait_open()
             if self._task is None:
                 self._task = self._tasks.start("make links", self._make(wanted), is_awaited=True)
                 self._task.add_done_callback(self._on_ended)
@@ -285,10 +281,8 @@ class LinkSetup:
         epoch, new = self._epoch, sorted(set(links) - self._made)
         ends = sorted({end for link in new for end in (link.sender, link.receiver)})
         makers = links_by_maker(new)
-        offers: dict[ProcessId, LinksOffered] = await self._actor_group.ask_each(
-            {end: OfferLinks(self._request_log.number(), len(makers.get(end, ()))) for end in ends},
-            LinksOffered,
-            "offer links",
+        offers: dict[ProcessId, LinksOffered] = await self._requests.call_each(
+            {end: OfferLinks(len(makers.get(end, ()))) for end in ends}, "offer links"
         )
         ids = {
             link: unique_id
@@ -301,14 +295,14 @@ class LinkSetup:
                 for link in made_at_once
                 for end in (link.sender, link.receiver)
             }
-            await self._actor_group.ask_each(joins, Done, "join links")
+            await self._requests.call_each(joins, "join links")
             if self._actor_group.epoch != epoch:
                 return
             self._made.update(made_at_once)
 
     def _join(self, process: ProcessId, link: NcclLink, unique_id: bytes, offer: LinksOffered) -> JoinLinks:
         addresses = {link.peer_of(process): offer.address}
-        return JoinLinks(self._request_log.number(), addresses, (JoinLink(*link, unique_id),))
+        return JoinLinks(addresses, (JoinLink(*link, unique_id),))
 
 
 # ---------------------------------------------------------------- programs
@@ -324,7 +318,6 @@ class _Program:
     Args:
         processes_by_actor: each actor that runs a part of the program, with its processes.
         parts: the part of each actor.
-        texts: the part of each actor as text, for the `Load` message.
         keys: for each actor a dictionary. Its keys are the indices of the executables that the actor's part
             uses; its values are the content keys of these executables.
         blobs: serialized executables by content key.
@@ -333,7 +326,6 @@ class _Program:
 
     processes_by_actor: ProcessesByActor
     parts: dict[ActorId, ActorProgram]
-    texts: dict[ActorId, str]
     keys: dict[ActorId, dict[int, str]]
     blobs: dict[str, bytes]
     names: dict[int, str]
@@ -376,25 +368,18 @@ class LoadedPrograms:
             names: the names of the step's arguments by argument number, for errors that actors report.
         """
         order = sorted(parts)
-        texts = {actor: str(parts[actor]) for actor in order}
         used = {actor: dict(keys.get(actor, {})) for actor in order}
         processes_by_actor = tuple((actor, tuple(self._processes.processes_of(actor))) for actor in order)
-        # Tests of the control plane load texts that are not `ActorProgram`s.
-        in_order = {a: part for a in order if isinstance(part := parts[a], ActorProgram)}
-        self._programs[program_id] = _Program(
-            processes_by_actor, in_order, texts, used, dict(blobs), dict(names)
-        )
+        in_order = {actor: parts[actor] for actor in order}
+        self._programs[program_id] = _Program(processes_by_actor, in_order, used, dict(blobs), dict(names))
 
     def note_loaded(self, program_id: int) -> None:
         """Note that all actors have loaded a program.
 
-        If lost actors are not replaced, this drops the program's texts and executables, which are no longer
-        needed.
+        If lost actors are not replaced, this drops the program's executables, which are no longer needed.
         """
         if not self._for_successors:
-            program = self._programs[program_id]
-            program.texts.clear()
-            program.blobs.clear()
+            self._programs[program_id].blobs.clear()
 
     def remove(self, program_id: int) -> None:
         """Remove a program that could not be loaded from this record."""
@@ -404,11 +389,10 @@ class LoadedPrograms:
         """Return the ids of all programs in which an actor takes part, in ascending order."""
         return tuple(i for i, program in sorted(self._programs.items()) if actor in program.keys)
 
-    def load_message(self, request: int, program_id: int, actor: ActorId, known: set[str]) -> Load:
+    def load_message(self, program_id: int, actor: ActorId, known: set[str]) -> Load:
         """Return the message that has a process load its actor's part of a program.
 
         Args:
-            request: the request number of the message.
             program_id: the program.
             actor: the actor that the process belongs to.
             known: content keys of the executables that the process has been sent before, which the message
@@ -419,7 +403,7 @@ class LoadedPrograms:
         new = set(keys.values()) - known
         known |= new
         blobs = {key: program.blobs[key] for key in sorted(new)}
-        return Load(request, program_id, program.texts[actor], keys, blobs, program.names)
+        return Load(program_id, program.parts[actor], keys, blobs, program.names)
 
     def processes_by_actor(self, program_id: int) -> ProcessesByActor:
         """Return the actors that run a part of a program, in ascending order, each with its processes."""
@@ -454,5 +438,5 @@ class LoadedPrograms:
         part = self.part(at.program_id, actor)
         if part is None or not 0 <= at.instruction < len(part.instructions):
             return None
-        text = format_instruction(part.instructions[at.instruction])
+        text = format_instruction(part, at.instruction)
         return f"{text} (waiting for data)" if at.waiting else text

@@ -13,6 +13,7 @@ from importlib import metadata
 from itertools import pairwise
 
 from jaxpp_async.base.install_hints import SAME_VERSIONS, pip_install
+from jaxpp_async.base.printable import listed
 from jaxpp_async.controller.error_messages import location
 from jaxpp_async.errors import HandshakeError, MeshError
 from jaxpp_async.protocol.actor_info import ActorInfo
@@ -111,7 +112,7 @@ def _cuda_conflict(members: Sequence[ProcessDevices]) -> str | None:
     by_cuda = _grouped((member.cuda.partition(".")[0], member.who) for member in members if member.cuda)
     if len(by_cuda) < 2:
         return None
-    said = "; ".join(f"CUDA {major}: {_names(who)}" for major, who in by_cuda.items())
+    said = "; ".join(f"CUDA {major}: {listed(who, 4)}" for major, who in by_cuda.items())
     return (
         f"JAX is for different CUDAs ({said}); install the same extra on all hosts, "
         f"{pip_install('cuda13')} or {pip_install('cuda12')}"
@@ -126,7 +127,7 @@ def _nccl_conflict(members: Sequence[ProcessDevices]) -> str | None:
     by_nccl = _grouped((member.nccl, member.who) for member in members if member.nccl)
     if len(by_nccl) < 2:
         return None
-    said = "; ".join(f"NCCL {version}: {_names(who)}" for version, who in by_nccl.items())
+    said = "; ".join(f"NCCL {version}: {listed(who, 4)}" for version, who in by_nccl.items())
     return (
         f"programs transfer over NCCL, of which there are different versions ({said}); install "
         "the same version (nvidia-nccl-cu13 or -cu12) on all hosts"
@@ -142,7 +143,7 @@ def _gpu_twice_in_actor(members: Sequence[ProcessDevices]) -> str | None:
     for (gpu, actor), who in by_gpu.items():
         if len(who) > 1:
             return (
-                f"{_names(who)} have GPU {gpu}, but actor {actor} wants a GPU for each device; "
+                f"{listed(who, 4)} have GPU {gpu}, but actor {actor} wants a GPU for each device; "
                 "make spmd_mesh smaller, name more GPUs with devices=, or give it more hosts"
             )
     return None
@@ -160,7 +161,7 @@ def _gpu_of_neighbours(members: Sequence[ProcessDevices]) -> str | None:
         for one, other in pairwise(sorted(sharing, key=lambda member: member.actor)):
             if other.actor - one.actor == 1 and not (one.nccl_shares and other.nccl_shares):
                 return (
-                    f"{_names([one.who, other.who])} share GPU {gpu}, and {ONE_GPU} where they send to "
+                    f"{listed([one.who, other.who], 4)} share GPU {gpu}, and {ONE_GPU} where they send to "
                     f"each other over NCCL {one.nccl}, which refuses that; give each actor a GPU of its own "
                     "(devices=), leave transport= out for UCX, or, with NCCL 2.30 or later, "
                     f"try env={{'{MULTI_RANK}': '1'}}"
@@ -176,7 +177,7 @@ def _memory_conflict(members: Sequence[ProcessDevices]) -> str | None:
             each = ", ".join(f"{member.memory_fraction:.3g}" for member in sharing)
             part = f"env={{'XLA_PYTHON_CLIENT_MEM_FRACTION': '{0.9 / len(sharing):.2f}'}}"
             return (
-                f"{_names([member.who for member in sharing])} share GPU {gpu}, and set aside {each} of "
+                f"{listed([member.who for member in sharing], 4)} share GPU {gpu}, and set aside {each} of "
                 f"its memory, {total:.3g} together; give each its part, such as {part}, "
                 "or each actor a GPU: devices="
             )
@@ -188,9 +189,3 @@ def _grouped(pairs: Iterable[tuple]) -> Mapping:
     for key, value in pairs:
         found.setdefault(key, []).append(value)
     return found
-
-
-def _names(who: Sequence[str]) -> str:
-    """Return the first four names as text; if there are more, the text also says how many."""
-    shown = ", ".join(who[:4])
-    return shown if len(who) <= 4 else f"{shown} and {len(who) - 4} more"

@@ -20,9 +20,8 @@ from jaxpp_async.errors import (
     RemoteError,
     TransferError,
 )
-from jaxpp_async.protocol.actor_info import ActorInfo, ProcessRank
+from jaxpp_async.protocol.actor_info import ActorInfo, ExitCode, ProcessRank
 from jaxpp_async.protocol.messages import Failed, StepId, step_number, step_text
-from jaxpp_async.protocol.parent_watch import EXIT_REASONS
 
 if TYPE_CHECKING:
     from jaxpp_async.launch.process_supervisor import Death
@@ -42,6 +41,18 @@ _OF_A_STEP: dict[str, type[ActorError]] = {
 """The errors of an actor that fail a step without any user code being involved, by qualified name. The user
 gets an error of the same class.
 """
+
+_EXIT_REASONS: dict[int, str] = {
+    ExitCode.CRASH: "it raised outside any request",
+    ExitCode.CONFIG: "its configuration on stdin was unusable",
+    ExitCode.CONTROLLER_GONE: "its stdin reached end of file: the controller was gone",
+    ExitCode.LEASE_EXPIRED: "the driver, this process, was silent for longer than lease_s: it, or the "
+    "host agent on the actor's host, was stopped, or a native call held Python's GIL",
+    ExitCode.REFUSED: "the handshake with the controller failed",
+    ExitCode.CONNECTION_LOST: "its control connection broke",
+    ExitCode.HOST_LOST: "unknown how: the connection to its host ended",
+}
+"""The meanings of the exit codes with which an actor process reports a failure."""
 
 _OUT_OF_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED|\bMemoryError\b|std::bad_alloc|[Cc]annot allocate memory|[Oo]ut of memory"
@@ -220,7 +231,7 @@ def describe_end(returncode: int, tail: Sequence[str] = ()) -> str:
         if name == "SIGKILL":  # the kernel sends this when memory runs out
             hint = " (possibly out of memory)"
         return f"was killed by {name}{hint}"
-    reason = EXIT_REASONS.get(returncode)
+    reason = _EXIT_REASONS.get(returncode)
     return f"exited with code {returncode}" + (f" ({reason})" if reason else hint)
 
 

@@ -1,203 +1,244 @@
-"""Decide which error describes an actor's failure, and which of several failures caused the others.
+"""Decide which of several observed failures caused the others, and is the failure to act on.
 
 When an actor dies, the controller often notices three failures, in any order: the death, a lost connection
-and a failed transfer. Therefore a failure that looks like a consequence of another failure is reported only
-if no cause is noticed within `GRACE_S` seconds. The module `controller` decides what to do about a reported
-error.
+and a failed transfer. Therefore a failure that may be a consequence of another failure is only suspected. The
+policy reports a suspected failure if no cause is observed within `GRACE_S` seconds.
+
+Everything here is pure. `health_monitor`, and whoever else notices a failure, makes the observations;
+`controller` passes them on with the time, and decides what to do about a reported failure.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from jaxpp_async.controller.actor_group import ActorGroup
-from jaxpp_async.controller.deploy import LoadedPrograms
 from jaxpp_async.controller.error_messages import (
     died_error,
     follows_first_process,
     is_consequence,
     lost_error,
     remote_error,
+    silent_error,
+    stuck_error,
 )
-from jaxpp_async.controller.health_monitor import ClockWatch, HealthMonitor
-from jaxpp_async.controller.mesh_events import MeshEvents
-from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import ActorLink, StepHandle
-from jaxpp_async.errors import ActorError, ProtocolError
-from jaxpp_async.program.instructions import ProcessId
-from jaxpp_async.protocol.frames import Identity
-from jaxpp_async.protocol.messages import Beat
-from jaxpp_async.protocol.task_group import OwnedTasks
+from jaxpp_async.controller.stall_detector import StallDiagnosis
+from jaxpp_async.errors import ActorError, ProtocolError, TransferError
+from jaxpp_async.program.instructions import ActorId, ProcessId
+from jaxpp_async.protocol.actor_info import ActorInfo
+from jaxpp_async.protocol.messages import Failed, StepId
+
+if TYPE_CHECKING:
+    from jaxpp_async.launch.process_supervisor import Death
 
 GRACE_S = 1.0
-"""The seconds for which the report of a failure that looks like a consequence is delayed, so that its cause
-can be noticed.
+"""The seconds for which the report of a failure that may be a consequence is delayed, so that its cause can
+be noticed.
 """
 
 
-class FailurePolicy:
-    """A filter for the failures of one mesh's actors, which reports causes and drops their consequences.
+# ---------------------------------------------------------------- observations
 
-    A failure that looks like a consequence of another failure is reported only if no other failure is noticed
-    within `GRACE_S` seconds.
+
+@dataclass(frozen=True, slots=True)
+class ProcessDied:
+    """The observation that a process has ended.
 
     Args:
-        actor_group: the actors' processes.
-        programs: the loaded programs, which give the text of the instruction at which an actor died.
-        under_way: the steps that have not ended, by step id.
-        on_failure: called for each failure that counts as a cause, with the error and with the process that
-            died (None if no process died).
-        is_recovering: returns whether actors are being replaced.
-        mesh_events: gets the events that users read.
-        options: the deadlines of the mesh.
-
-    Attributes:
-        health_monitor: detects silent actors and steps that make no progress.
-        clocks: estimates of the actors' clocks.
+        info: the process.
+        death: how the process ended, with the end of its output.
+        step: the id of the step that the process was running, or None.
+        instruction: the text of the instruction that the process was at in that step, or None if unknown.
     """
 
-    def __init__(
-        self,
-        actor_group: ActorGroup,
-        programs: LoadedPrograms,
-        under_way: dict[int, StepHandle],
-        on_failure: Callable[[ActorError, ProcessId | None], None],
-        is_recovering: Callable[[], bool],
-        mesh_events: MeshEvents,
-        options: ControllerOptions,
-    ):
-        self._actor_group, self._programs, self._under_way = actor_group, programs, under_way
-        self._on_failure, self._mesh_events = on_failure, mesh_events
-        self._suspicion: asyncio.TimerHandle | None = None
-        self._tasks = OwnedTasks()
-        links = actor_group.links
-        self.health_monitor = HealthMonitor(
-            program_of=programs.part,
-            under_way=under_way,
-            info=lambda process: links[process].info,
-            ask=actor_group.request_report,
-            read_progress=lambda process: links[process].handle.progress(),
-            fail=self.report,
-            is_busy=is_recovering,
-            on_verdict=lambda verdict: mesh_events.judged(links[verdict.process].info, verdict),
-            options=options,
-        )
-        self.clocks = ClockWatch(actor_group.request_report)
-        actor_group.listener.on_beat = self._on_beat
+    info: ActorInfo
+    death: Death
+    step: StepId | None = None
+    instruction: str | None = None
 
-    def watch(self, link: ActorLink) -> None:
-        """Start to watch a process, and report its death, the loss of its connection and the failures that it
-        sends.
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    """The observation that the control connection of a process has closed.
+
+    Args:
+        info: the process.
+        error: the error that closed the connection, or None.
+        output_tail: the last lines of the process's output.
+        step: the id of the step that the process was running, or None.
+    """
+
+    info: ActorInfo
+    error: Exception | None = None
+    output_tail: tuple[str, ...] = ()
+    step: StepId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReported:
+    """The observation that a process has reported a failure that concerns the whole mesh.
+
+    Args:
+        info: the process.
+        failed: the failure that the process reported.
+    """
+
+    info: ActorInfo
+    failed: Failed
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSilent:
+    """The observation that the heartbeats of a process have stopped for so long that it is given up.
+
+    Args:
+        info: the process.
+        silence_s: the number of seconds for which no heartbeat has arrived.
+        step: the id of the step that the process was running, or None.
+        at: the text of the process's last known position in its program, or None.
+    """
+
+    info: ActorInfo
+    silence_s: float
+    step: StepId | None = None
+    at: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepStuck:
+    """The observation that a step makes no progress.
+
+    Args:
+        diagnosis: the reason that was found.
+        still_s: the number of seconds for which the step has made no progress.
+        actors: the description of each actor that has not finished the step, by actor id.
+    """
+
+    diagnosis: StallDiagnosis
+    still_s: float
+    actors: Mapping[ActorId, ActorInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """The observation that a transfer failed that the controller made, or asked actors to make for it."""
+
+    error: TransferError
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolBroken:
+    """The observation that a process has sent a message that the protocol does not allow."""
+
+    error: ProtocolError
+
+
+Observation: TypeAlias = (
+    ProcessDied | ConnectionLost | FailureReported | ActorSilent | StepStuck | TransferFailed | ProtocolBroken
+)
+
+
+# ---------------------------------------------------------------- decisions
+
+
+class _Rule(NamedTuple):
+    """The judgement of one kind of observation.
+
+    Args:
+        may_follow: returns whether an observation may be a consequence of another failure.
+        error: returns the error that describes an observation to the user.
+    """
+
+    may_follow: Callable[[Any], bool]
+    error: Callable[[Any], ActorError]
+
+
+def _always(_: Observation) -> bool:
+    return True
+
+
+def _never(_: Observation) -> bool:
+    return False
+
+
+_RULES: Mapping[type[Observation], _Rule] = {
+    ProcessDied: _Rule(
+        lambda seen: follows_first_process(seen.info, seen.death),
+        lambda seen: died_error(seen.info, seen.death, seen.step, seen.instruction),
+    ),
+    ConnectionLost: _Rule(
+        _always, lambda seen: lost_error(seen.info, seen.error, seen.output_tail, seen.step)
+    ),
+    FailureReported: _Rule(
+        lambda seen: is_consequence(seen.failed, of_several=seen.info.size > 1),
+        lambda seen: remote_error(seen.info, seen.failed, ends_mesh=True),
+    ),
+    ActorSilent: _Rule(_never, lambda seen: silent_error(seen.info, seen.silence_s, seen.step, seen.at)),
+    StepStuck: _Rule(_never, lambda seen: stuck_error(seen.diagnosis, seen.still_s, seen.actors)),
+    TransferFailed: _Rule(_always, lambda seen: seen.error),
+    ProtocolBroken: _Rule(_never, lambda seen: seen.error),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failure to act on.
+
+    Args:
+        error: the error that describes the failure to the user.
+        dead: the process that died, or None if the failure is no death.
+    """
+
+    error: ActorError
+    dead: ProcessId | None = None
+
+
+class FailurePolicy:
+    """A filter for the observed failures of one mesh, which reports causes and drops their consequences.
+
+    At most one failure is suspected at a time. While one is, further failures that may be consequences are
+    dropped. All times are in seconds of one clock, which the caller chooses.
+
+    Attributes:
+        due_s: the time at which the suspected failure is to be reported (see `judge`), or None if no failure
+            is suspected.
+    """
+
+    def __init__(self) -> None:
+        self.due_s: float | None = None
+        self._suspected: Failure | None = None
+
+    def observe(self, seen: Observation, now_s: float) -> Failure | None:
+        """Judge an observation at the time `now_s`.
+
+        Returns:
+            The failure, if it is a cause. Any suspected failure is then dropped. None, if the failure may be
+            a consequence: it is suspected now, or is dropped because another failure is suspected.
         """
-        link.connection.on_message = partial(self._on_message, link)
-        link.connection.on_closed = partial(self._on_connection_lost, link)
-        self._mesh_events.started(link.info)
-        process = link.info.process
-        self._tasks.start(f"watch {link.info}", self._watch_death(link))
-        self.clocks.begin(process)
-        if self._actor_group.has_processes:
-            self.health_monitor.watch(process)
-        if not link.connection.is_open:
-            self._on_connection_lost(link, None)
+        may_follow, error = _RULES[type(seen)]
+        is_suspect = may_follow(seen)
+        if is_suspect and self._suspected is not None:
+            return None
+        failure = Failure(error(seen), seen.info.process if isinstance(seen, ProcessDied) else None)
+        if is_suspect:
+            self._suspected, self.due_s = failure, now_s + GRACE_S
+            return None
+        self.drop_suspicion()
+        return failure
 
-    def unwatch(self, process: ProcessId) -> None:
-        """Stop expecting heartbeats of a process that is dead or will be killed."""
-        self.health_monitor.unwatch(process)
-
-    def suspect(self, error: ActorError) -> None:
-        """Report `error` in `GRACE_S` seconds as the cause of the failure, unless another error is reported
-        before.
-
-        While one error waits to be reported in this way, further errors that are passed to this method are
-        ignored.
-        """
-        if self._suspicion is None:
-            self._suspicion = asyncio.get_running_loop().call_later(GRACE_S, self.report, error)
-
-    def report(self, error: ActorError, dead: ProcessId | None = None) -> None:
-        """Report `error` as the cause of the failure, and drop a suspected error (see `suspect`).
+    def judge(self, now_s: float) -> Failure | None:
+        """Return the suspected failure, if no cause was observed within `GRACE_S` seconds; None otherwise.
 
         Args:
-            error: the failure.
-            dead: the process that died, or None.
+            now_s: the time. The caller has to call this at the time `due_s`.
         """
+        if self.due_s is None or now_s < self.due_s:
+            return None
+        failure = self._suspected
         self.drop_suspicion()
-        self._on_failure(error, dead)
+        return failure
 
     def drop_suspicion(self) -> None:
-        """Drop the suspected error (see `suspect`), if any, because a failure that explains it has been
-        handled.
-        """
-        if self._suspicion is not None:
-            self._suspicion.cancel()
-            self._suspicion = None
-
-    async def aclose(self) -> None:
-        """Stop watching all processes."""
-        self.drop_suspicion()
-        await self.health_monitor.aclose()
-        await self._tasks.aclose()
-
-    # ------------------------------------------------------------ heartbeats and failures
-
-    def _on_beat(self, identity: Identity, beat: Beat) -> None:
-        self.health_monitor.record_heartbeat(identity, beat)
-        self.clocks.record_heartbeat(identity, beat)
-
-    def _is_current(self, link: ActorLink) -> bool:
-        """Return whether a process is expected to run. This is False if the process was replaced or told to
-        end.
-        """
-        return self._actor_group.links.get(link.info.process) is link and not link.is_detached
-
-    def _on_message(self, link: ActorLink, message: Any) -> None:
-        try:
-            failed = link.handle_reply(message)
-        except ProtocolError as error:
-            self.report(error)
-            return
-        if failed is not None:
-            error = remote_error(link.info, failed, ends_mesh=True)
-            of_several = self._actor_group.processes.per_actor > 1
-            self.suspect(error) if is_consequence(failed, of_several=of_several) else self.report(error)
-
-    async def _watch_death(self, link: ActorLink) -> None:
-        death = await link.handle.wait_dead()
-        if self._is_current(link):
-            process = link.info.process
-            self.unwatch(process)
-            step = self._step_of(process)
-            error = died_error(link.info, death, step, self._instruction_of(link, step))
-            self.suspect(error) if follows_first_process(link.info, death) else self.report(error, process)
-
-    def _on_connection_lost(self, link: ActorLink, error: Exception | None) -> None:
-        """Report a lost control connection as a failure, unless another failure is noticed within `GRACE_S`
-        seconds.
-
-        For example, if the process died, the error about its death tells more than the lost connection.
-
-        Args:
-            link: the link of the process.
-            error: the error with which the connection ended, or None.
-        """
-        if self._is_current(link):
-            step = self._step_of(link.info.process)
-            self.suspect(lost_error(link.info, error, link.handle.output_tail(), step))
-
-    def _step_of(self, process: ProcessId) -> int | None:
-        """Return the id of the oldest step that a process has not finished, or None if the process has
-        finished all steps.
-        """
-        return next((s for s, h in self._under_way.items() if h.waits_for(process)), None)
-
-    def _instruction_of(self, link: ActorLink, step: int | None) -> str | None:
-        """Return the text of the instruction at which a process died in `step`, or None if that is not known.
-
-        The process's position in its program is read with `ActorHandle.progress`, which also works after the
-        death.
-        """
-        at = link.handle.progress()
-        return self._programs.instruction_at(link.info.id, at) if at is not None and at.step == step else None
+        """Drop the suspected failure, if any, because a failure that explains it has been handled."""
+        self._suspected = self.due_s = None

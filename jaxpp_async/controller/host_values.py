@@ -12,10 +12,11 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec import structs
 
 from jaxpp_async.controller.error_messages import location
 from jaxpp_async.controller.options import ControllerOptions
@@ -40,8 +41,8 @@ Transfer: TypeAlias = "asyncio.Future[None]"
 class HostValue:
     """A numpy array of the controller that an actor is to store under the id `array_id`.
 
-    If the array is sent with a step, it must not change until the `wait_sent` method of the step's
-    `StepHandle` has returned.
+    If the array is sent with a step, it must not change until `SubmittedStep.wait_sent` of that step has
+    returned.
     """
 
     array_id: ArrayId
@@ -155,7 +156,7 @@ class HostTransfers:
             if data is not None:
                 pieces = how.pieces(value.array_id, value.aval, value.value)
                 sequence = self._next_sequence(how.process(actor, 0), len(pieces))
-                put = replace(put, sequence=sequence)
+                put = structs.replace(put, sequence=sequence)
                 for rank, number, piece in pieces:
                     sendings.setdefault(how.process(actor, rank), []).append((sequence + number, piece))
             puts.append(put)
@@ -178,13 +179,10 @@ class HostTransfers:
         self.expect(process, sends, sum(data.nbytes for _, data in sendings))
         return sends
 
-    def fetch(
-        self, request: int, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]
-    ) -> tuple[Fetch, PendingFetch]:
+    def fetch(self, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]) -> tuple[Fetch, PendingFetch]:
         """Make a request for arrays of a process, and a handler that waits for the reply and for the arrays.
 
         Args:
-            request: the request number.
             process: the process that has the arrays.
             wanted: the id and aval of each array.
 
@@ -193,7 +191,7 @@ class HostTransfers:
             time that the request has been sent.
         """
         sequences = tuple(self._next_sequence(process) for _ in wanted)
-        message = Fetch(request, tuple(array_id for array_id, _ in wanted), sequences)
+        message = Fetch(tuple(array_id for array_id, _ in wanted), sequences)
         return message, PendingFetch(self, process, [aval for _, aval in wanted], sequences)
 
     def receive(
@@ -297,7 +295,7 @@ class PendingFetch(PendingRequest):
     def __init__(
         self, transfers: HostTransfers, process: ProcessId, avals: Sequence[Aval], sequences: Sequence[int]
     ):
-        super().__init__(Fetched)
+        super().__init__()
         self._transfers, self._process, self._avals, self._sequences = transfers, process, avals, sequences
         self._arriving: dict[int, tuple[np.ndarray[Any, Any], Transfer]] = {}
         self._reply: Fetched | None = None
@@ -318,10 +316,9 @@ class PendingFetch(PendingRequest):
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:
         """Record the reply, which contains the small arrays. Large arrays arrive in separate transfers."""
-        if not isinstance(reply, Fetched) or len(reply.arrays) != len(self._avals):
-            self.fail(
-                ProtocolError(f"{link.info} answered a fetch of {len(self._avals)} arrays with another reply")
-            )
+        if len(reply.arrays) != len(self._avals):
+            text = f"{link.info} answered a fetch of {len(self._avals)} arrays with {len(reply.arrays)}"
+            self.fail(ProtocolError(text))
             return
         self._reply = reply
         size_bytes = sum(memory.nbytes for memory, _ in self._arriving.values())

@@ -201,7 +201,7 @@ class ControlListener:
         if self._beating.get(process_id) is connection:
             del self._beating[process_id]
 
-    def _on_message(self, connection: Connection, message: Any) -> None:
+    def _on_message(self, connection: Connection, message: Any, number: int | None) -> None:
         """Pass a heartbeat to `on_beat`. Close a control connection that sends a message too early.
 
         A control connection may send messages only after it has been given to the caller of `expect`. From

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxpp_async.base.events import EventLog
 from jaxpp_async.base.install_hints import page
-from jaxpp_async.controller.error_messages import location
-from jaxpp_async.controller.failure_detector import Recovered, Suspect
+from jaxpp_async.controller.error_messages import describe_silence, location
 from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError
 from jaxpp_async.program.instructions import ProcessId
 from jaxpp_async.protocol.actor_info import ActorInfo
@@ -81,14 +80,27 @@ class MeshEvents:
         _LOG.warning("%s", text)
         self._emit("waiting", text, step=step_number(ahead), name=name)
 
-    def judged(self, info: ActorInfo, verdict: Suspect | Recovered) -> None:
-        """Report that a silent process has become suspect, or that it sends heartbeats again."""
-        silence_s = verdict.silence_s
-        if isinstance(verdict, Suspect):
-            kind, text = "suspect", f"{info} has not been heard of for {silence_s:.1f} s"
-        else:
-            kind, text = "recovered", f"{info} is heard again, after {silence_s:.1f} s"
-        self._emit(kind, text, **location(info), silence_s=silence_s)
+    def suspect(self, info: ActorInfo, silence_s: float, at: str | None, dead_s: float) -> None:
+        """Warn the user that a process has been silent for some time.
+
+        Args:
+            info: the process.
+            silence_s: the seconds since its last heartbeat.
+            at: the text of the process's last known position in its program, or None.
+            dead_s: the seconds of silence after which the process is given up.
+        """
+        said = describe_silence(info, silence_s, at)
+        _LOG.warning("%s; it is given up after %g s", said, dead_s, extra=_log_fields(info))
+        text = f"{info} has not been heard of for {silence_s:.1f} s"
+        self._emit("suspect", text, **location(info), silence_s=silence_s)
+
+    def recovered(self, info: ActorInfo, silence_s: float) -> None:
+        """Report that a process that was suspect sends heartbeats again, after a silence of `silence_s`
+        seconds.
+        """
+        text = f"{info} is heard again, after {silence_s:.1f} s"
+        _LOG.warning("%s", text, extra=_log_fields(info))
+        self._emit("recovered", text, **location(info), silence_s=silence_s)
 
     def failed(self, error: ActorError) -> None:
         """Report that an actor has died or does not respond; do nothing for other failures."""
@@ -120,6 +132,11 @@ class MeshEvents:
         self._emit(
             "closed", f"the mesh is closed{why}", error=None if cause is None else type(cause).__name__
         )
+
+
+def _log_fields(info: ActorInfo) -> dict[str, object]:
+    """Return the extra fields of a log record about an actor: its id and host."""
+    return {"actor": info.id, "host": info.host}
 
 
 # ---------------------------------------------------------------- routes

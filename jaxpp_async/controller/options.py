@@ -51,33 +51,19 @@ class ActorConfig:
         """The number of devices of one actor: the size of its SPMD mesh."""
         return math.prod(size for _, size in self.spmd_mesh)
 
-    def message(
-        self, request: int, transport: str, epoch: int, cluster: Cluster | None, address: str | None
-    ) -> Configure:
+    def message(self, transport: str, epoch: int, cluster: Cluster | None, address: str | None) -> Configure:
         """Return the request that carries this configuration to one process.
 
         Args:
-            request: the request number.
             transport: the name of the transport between actors.
             epoch: the epoch in which the process begins, a number that counts aborts of the whole mesh.
             cluster: how the process joins the other processes of its actor; None if it is the only one.
             address: the address at which other processes can connect to the process's host; None if not
                 known.
         """
-        return Configure(
-            request=request,
-            spmd_mesh=self.spmd_mesh,
-            axis_types=self.axis_types,
-            platform=self.platform,
-            jax_config=dict(self.jax_config),
-            cache_dir=self.cache_dir,
-            setup=self.setup,
-            setup_folder=self.setup_folder,
-            transport=transport,
-            epoch=epoch,
-            cluster=cluster,
-            address=address,
-        )
+        own = {"transport": transport, "epoch": epoch, "cluster": cluster, "address": address}
+        shared = {name: getattr(self, name) for name in Configure.__struct_fields__ if name not in own}
+        return Configure(**shared, **own)
 
 
 @dataclass(frozen=True, slots=True)

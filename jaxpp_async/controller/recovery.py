@@ -1,31 +1,32 @@
-"""Recover from the loss of actors, or of connections between actors, by a restart.
+"""Decide how a mesh recovers from the loss of actors, or of connections between actors.
 
-In a restart the lost actors are replaced, all actors return to the last complete replica (copy) of their
-arrays, and the requests that were made since that replica are sent again.
+In a restart the lost actors are replaced, all actors return to the last whole replica (a copy of all arrays),
+and the requests that were made since that replica are made again. Actors that were not lost keep their
+processes and their compiled programs. A caller that awaits a step only waits longer, and gets the same arrays
+as without a failure, since the same programs run on the same values in the same order.
 
-Actors that were not lost keep their processes and their compiled programs. A caller that awaits a step only
-waits longer, and gets the same arrays as without a failure, since the same programs run on the same values in
-the same order. After a failure of user code there is no restart. `failure_policy` decides which error
-describes a failure. `requests` remembers the requests and `state_replicas` keeps the replicas that a restart
-needs.
+A failure may follow during a restart. Then another attempt begins from the start, and replaces the actors of
+both failures. Each attempt has a number, the epoch, so that late messages of an earlier one are recognized.
+
+`Recovery` is a pure state machine: `handle` takes an event and the time, and returns commands. Two tables at
+the end of this module are its whole course: `COURSE` says what each state of a restart begins with and which
+state follows, and `REACTIONS` says what is done about each event in each state. `request_history` decides
+which requests are made again, and `state_replicas` which replica is whole. `recovery_driver` carries the
+commands out and reports their outcomes as events.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, TypeAlias
 
-from jaxpp_async.controller.actor_group import ActorGroup
-from jaxpp_async.controller.deploy import LinkSetup, LoadedPrograms
-from jaxpp_async.controller.error_messages import abandoned, location
-from jaxpp_async.controller.failure_policy import GRACE_S, FailurePolicy
-from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import RequestLog
-from jaxpp_async.controller.state_replicas import StateReplication
+from jaxpp_async.base.printable import first_line
+from jaxpp_async.controller.error_messages import abandoned
+from jaxpp_async.controller.request_history import RememberedRequest, RequestHistory
+from jaxpp_async.controller.state_replicas import MovePart, ReplicaCommand, StateReplicas
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -40,11 +41,8 @@ from jaxpp_async.errors import (
     StateLostError,
     TransferError,
 )
-from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
-from jaxpp_async.protocol.messages import Loaded
-from jaxpp_async.protocol.task_group import OwnedTasks, all_of, awake_timeout
-
-_LOG = logging.getLogger("jaxpp_async")
+from jaxpp_async.program.instructions import ActorId, ProcessId
+from jaxpp_async.protocol.actor_info import Topology
 
 WINDOW_S = 600.0
 """The length in seconds of the time window within which at most `max_restarts` restarts are allowed."""
@@ -54,272 +52,619 @@ FREE_STARTS = 2
 have been blocked.
 """
 
-MAX_PAUSE_S = 30.0
-"""The most seconds between a start of an actor that failed and the next attempt."""
+GRACE_S, MAX_PAUSE_S = 1.0, 30.0
+"""The seconds between a failed transfer in a restart and the next attempt, and the most seconds between a
+failed start of an actor and the next attempt.
+"""
 
-ABORT_S, CONNECT_S = 10.0, 30.0
-"""The most seconds that a living actor may take to drop its work and to make a new end of the data plane, and
-the most seconds that all actors may take to connect these ends."""
+STORY_LINES = 60
+"""The number of latest lines of a restart's story that are kept."""
+
+
+class State(Enum):
+    """The states of the machine: the mesh starts, runs steps, is in one phase of a restart, or has ended."""
+
+    STARTING = "starting"  # the actors start for the first time
+    RUNNING = "running"  # requests are sent at once
+    STOPPING = "stopping"  # work that is still under way is cancelled
+    REAPING = "reaping"  # all processes of lost actors are ended
+    RENEWING = "renewing"  # successors start, and the living processes make new transports
+    CONNECTING = "connecting"  # all transports are connected
+    LOADING = "loading"  # successors load their predecessors' programs
+    LINKING = "linking"  # NCCL links are made again
+    RESTORING = "restoring"  # successors get their own parts of the replica
+    HANDING_OVER = "handing over"  # successors get the parts that their predecessors kept for others
+    ROLLING_BACK = "rolling back"  # all processes replace their arrays by those of the replica
+    PAUSING = "pausing"  # an attempt has failed, and the next one has not begun
+    ENDED = "ended"  # the mesh is closed or has failed
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class MeshStarted:
+    """All actors have started and are connected."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureFound:
+    """The failure policy has found a cause: an actor died or fell silent, a step is stuck, a transfer failed.
+
+    Args:
+        error: the failure.
+        dead: the process that died, or None.
+    """
+
+    error: ActorError
+    dead: ProcessId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedOut:
+    """A command was carried out: actors were reaped, a successor is up, transports are renewed, and so on.
+
+    Args:
+        epoch: the epoch in which the command was given.
+        command: the command.
+        result: the command's result, if it has one.
+    """
+
+    epoch: int
+    command: Command
+    result: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class NotCarriedOut:
+    """A command failed.
+
+    Args:
+        epoch: the epoch in which the command was given.
+        command: the command.
+        error: the failure.
+    """
+
+    epoch: int
+    command: Command
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class StepSent:
+    """A step was sent to the actors, so that a replica may be due."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaWanted:
+    """A replica is wanted, although it may not be due.
+
+    Args:
+        if_due: whether the replica is wanted only if enough steps or bytes were sent since the last one.
+    """
+
+    if_due: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """The time that `WakeUp` named has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshClosed:
+    """The mesh is being closed, or has failed for a reason that no restart undoes."""
+
+
+Event: TypeAlias = (
+    MeshStarted
+    | FailureFound
+    | CarriedOut
+    | NotCarriedOut
+    | StepSent
+    | ReplicaWanted
+    | TimePassed
+    | MeshClosed
+)
+
+
+# ---------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class HoldBack:
+    """A command to hold back all requests and to ignore the replies to earlier ones, because a restart
+    begins.
+
+    Args:
+        error: the failure.
+        lost: the actors to replace.
+    """
+
+    error: ActorError
+    lost: frozenset[ActorId]
+
+
+@dataclass(frozen=True, slots=True)
+class StopWork:
+    """A command to cancel all work that is under way for earlier commands, for replicas and for new NCCL
+    links, and to wait until it has stopped.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Reap:
+    """A command to end all processes of a lost actor, and to wait until they have ended."""
+
+    actor: ActorId
+
+
+@dataclass(frozen=True, slots=True)
+class StartSuccessor:
+    """A command to start new processes for a lost actor."""
+
+    actor: ActorId
+
+
+@dataclass(frozen=True, slots=True)
+class RenewTransport:
+    """A command to have a living process drop its work, enter the present epoch and make a new, unconnected
+    end of the data plane (the transport for arrays).
+
+    Args:
+        process: the process; None for the controller's own end.
+        cause: a text that says what happened, for the errors of the steps that the process drops.
+    """
+
+    process: ProcessId | None
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectAll:
+    """A command to check the devices of all actors, and to connect all ends of the data plane."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPrograms:
+    """A command to load all programs of its actor into a new process."""
+
+    process: ProcessId
+
+
+@dataclass(frozen=True, slots=True)
+class MakeLinks:
+    """A command to make the NCCL links of all programs again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RollBack:
+    """A command to have all processes replace their arrays by those of a replica.
+
+    Args:
+        generation: the number of the replica; None to drop all arrays.
+        size_bytes: the size of the replica in bytes.
+    """
+
+    generation: int | None
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A command to make requests again, and to send new requests from now on.
+
+    Args:
+        epoch: the epoch in which the requests run.
+        requests: the requests, in their order.
+        replaced: the actors that were replaced.
+        took_s: how long the restart took, in seconds.
+    """
+
+    epoch: int
+    requests: tuple[RememberedRequest, ...]
+    replaced: tuple[ActorId, ...]
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """A command to report `TimePassed` after some seconds.
+
+    Args:
+        after_s: the seconds.
+    """
+
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpReplica:
+    """A command to report that no replica could be made; the one before it stays valid. If a transfer failed,
+    the failure policy has to judge that.
+
+    Args:
+        error: the reason.
+    """
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class EndMesh:
+    """A command to end the mesh with an error, which every caller gets.
+
+    Args:
+        error: the error.
+        dead: the process that died, or None.
+    """
+
+    error: ActorError
+    dead: ProcessId | None = None
+
+
+RestartCommand: TypeAlias = (
+    StopWork | Reap | StartSuccessor | RenewTransport | ConnectAll | LoadPrograms | MakeLinks | RollBack
+)
+Command: TypeAlias = RestartCommand | ReplicaCommand | HoldBack | Resume | WakeUp | GiveUpReplica | EndMesh
+
+
+# ---------------------------------------------------------------- the machine
+
+
+class Meaning(Enum):
+    """The meanings of events: each event has one of them, which depends on the machine when it arrives."""
+
+    STARTED = "the mesh has started"
+    LOSS = "a failure that a restart can undo"
+    ECHO = "a consequence of what the restart undoes already"
+    FINAL = "a failure that no restart can undo"
+    PART = "a command was carried out, others of its state are open"
+    ALL = "the last command of its state was carried out"
+    FAULT = "a command failed, and another attempt may succeed"
+    RETRY = "the pause before another attempt is over"
+    REPLICA = "a replica is due, or goes on, or failed"
+    CLOSE = "the mesh is closed"
+    NOTHING = "an outcome from an earlier epoch, or a replica that is not due"
 
 
 class Recovery:
-    """The component that carries out the restarts of one mesh, each of which replaces lost actors.
+    """The state machine that decides about the restarts of one mesh.
 
     Args:
-        actor_group: the actors' processes.
-        request_log: remembers the requests that a restart sends again.
-        programs: the programs that replaced actors have to load again.
-        linking: makes the NCCL links between actors again.
-        failure_policy: watches the processes that are started.
-        options: the number of allowed restarts, and the number of steps between replicas (copies of the
-            actors' arrays).
-        end: called with an error to end the mesh.
-        on_restarted: called when a restart has succeeded, with the replaced actors, and with the number of
-            steps that had already finished and are run again.
-        on_replica_error: called with an error if a replica cannot be transferred between actors.
+        topology: the numbering of the mesh's processes.
+        max_restarts: how many restarts are allowed within `WINDOW_S` seconds; with 0, every failure ends the
+            mesh, and no request is remembered.
+        replica_every: the number of steps from one replica of the state to the next.
 
     Attributes:
-        replication: makes the replicas.
+        state: what the mesh does.
+        epoch: the number of restarts so far, counting each attempt. Tags of transfers and steps contain it,
+            so that messages from before a restart are recognized and ignored.
+        is_enabled: whether restarts are allowed at all.
+        history: the requests that a restart may have to make again.
+        replicas: the replicas of the state.
     """
 
-    def __init__(
-        self,
-        actor_group: ActorGroup,
-        request_log: RequestLog,
-        programs: LoadedPrograms,
-        linking: LinkSetup,
-        failure_policy: FailurePolicy,
-        options: ControllerOptions,
-        *,
-        end: Callable[[ActorError], None],
-        on_restarted: Callable[[list[ActorId], int], None],
-        on_replica_error: Callable[[TransferError], None],
-    ):
-        self._actor_group, self._request_log, self._programs = actor_group, request_log, programs
-        self._linking, self._failure_policy = linking, failure_policy
-        self.replication = StateReplication(actor_group, request_log, options, on_replica_error)
-        self._budget, self._end, self._on_restarted = Budget(options.max_restarts), end, on_restarted
-        self._tasks = OwnedTasks()
-        self._task: asyncio.Task[None] | None = None
+    def __init__(self, topology: Topology, *, max_restarts: int, replica_every: int):
+        self._topology = topology
+        self.state, self.epoch = State.STARTING, 0
+        self.history = RequestHistory()
+        self.replicas = StateReplicas(topology, self.history, replica_every)
+        self.is_enabled = max_restarts > 0
+        self._budget = Budget(max_restarts)
         self._lost: set[ActorId] = set()
-        # Until the restart has begun a new epoch, a failed transfer is a consequence of the failure that it
-        # recovers from.
-        self._is_new_epoch = False
-        self._replaced: set[ActorId] = set()
+        self._up: set[ActorId] = set()  # the lost actors whose successors have started in this attempt
+        self._open: set[Command] = set()
+        self._cause: ActorError | None = None
         self._failed_starts = 0
+        self._now = self._began_s = 0.0  # the time of the last event, and of the first of this restart
+        self._story: deque[str] = deque(maxlen=STORY_LINES)
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether a restart is in progress. Until its end, new requests are remembered but not sent."""
-        return self._task is not None
+    def is_running(self) -> bool:
+        """Whether requests are sent at once; if not, they are remembered until the restart ends."""
+        return self.state in (State.STARTING, State.RUNNING)
 
-    def can_recover_from(self, error: ActorError) -> bool:
-        """Return whether replaced actors may succeed with the requests that were made before `error`.
+    @property
+    def is_restarting(self) -> bool:
+        """Whether a restart is under way."""
+        return self.state not in (State.STARTING, State.RUNNING, State.ENDED)
 
-        This is False in particular for failures of user code, which would fail again.
+    @property
+    def story(self) -> tuple[str, ...]:
+        """The story of the present or last restart: one line for each change of state, with the seconds since
+        its first failure.
         """
-        if isinstance(error, HandshakeError | RestartBudgetExceeded | MeshClosedError | StateLostError):
-            return False
-        if isinstance(error, RemoteError):
-            return error.exception_type.rpartition(".")[2] in ("TransferError", "StepAbortedError")
-        if isinstance(error, ProtocolError) and error.instruction is not None:
-            return False  # a transfer with the wrong size would have it again
-        return isinstance(
-            error, ActorDiedError | ActorUnresponsiveError | TransferError | ProtocolError | LaunchError
-        )
+        return tuple(self._story)
 
-    def begin(self, error: ActorError) -> None:
-        """Begin a restart because of `error`.
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take an event, and return the commands that follow, in their order.
 
-        If a restart is already in progress, there are two cases. If `error` only results from a failure that
-        the restart already handles, `error` is ignored. Otherwise the restart starts over.
+        Args:
+            event: what happened.
+            now: the time in seconds.
         """
-        is_known = error.actor in self._lost - self._replaced or (
-            isinstance(error, TransferError | RemoteError) and not self._is_new_epoch
-        )
-        if self.is_under_way and is_known:
-            return
-        # Actors on one host may die together, which counts as one restart.
-        is_an_end = isinstance(error, ActorDiedError | ActorUnresponsiveError)
-        is_same_restart = self.is_under_way and is_an_end and error.actor not in self._replaced
-        self._begin_attempt(error, counts=not is_same_restart)
+        self._now = now
+        meaning = self._meaning(event)
+        before, commands = self.state, REACTIONS[self.state][meaning](self, event)
+        if self.state is not before or meaning is Meaning.LOSS:
+            self._tell(before, event)
+        return commands
 
-    def _begin_attempt(self, error: ActorError, *, counts: bool) -> None:
-        if counts and not self._budget.take(time.monotonic()):
-            first_line = str(error).partition("\n")[0]
+    # ------------------------------------------------------------ what an event means
+
+    def _meaning(self, event: Event) -> Meaning:
+        match event:
+            case MeshStarted():
+                return Meaning.STARTED
+            case MeshClosed():
+                return Meaning.CLOSE
+            case FailureFound(error, _):
+                if self.is_restarting and self._is_echo(error):
+                    return Meaning.ECHO
+                return Meaning.LOSS if self._last_error(event) is None else Meaning.FINAL
+            case TimePassed():
+                if self.state is not State.PAUSING:
+                    return Meaning.NOTHING
+                return Meaning.RETRY if self._last_error(event) is None else Meaning.FINAL
+            case StepSent():
+                self.replicas.count_step()
+                return Meaning.REPLICA if self.is_enabled and self.replicas.is_due else Meaning.NOTHING
+            case ReplicaWanted(if_due):
+                is_wanted = self.is_enabled and (self.replicas.is_due or not if_due)
+                return Meaning.REPLICA if is_wanted else Meaning.NOTHING
+            case CarriedOut(epoch) | NotCarriedOut(epoch) if epoch != self.epoch:
+                return Meaning.NOTHING
+            case CarriedOut(_, command) | NotCarriedOut(_, command) if self.replicas.waits_for(command):
+                return Meaning.REPLICA
+            case CarriedOut(_, command) if command in self._open:
+                return Meaning.PART if len(self._open) > 1 else Meaning.ALL
+            case NotCarriedOut(_, command, error) if command in self._open:
+                return Meaning.FAULT if isinstance(error, ActorError) else Meaning.FINAL
+            case NotCarriedOut(_, HoldBack() | Resume()):
+                return Meaning.FINAL
+            case _:
+                return Meaning.NOTHING
+
+    def _is_echo(self, error: ActorError) -> bool:
+        """Return whether a failure follows from those that the present attempt undoes already.
+
+        That is so for a lost actor whose successor has not started yet. Until the lost actors are reaped, it
+        is also so for failed transfers.
+        """
+        is_transfer = isinstance(error, TransferError | RemoteError)
+        is_known = error.actor in self._lost - self._up
+        is_early = is_transfer and self.state in (State.STOPPING, State.REAPING)
+        return can_be_undone(error) and (is_known or is_early)
+
+    def _counts(self, error: ActorError) -> bool:
+        """Return whether a failure counts as a restart of its own. Actors on one host may die together, which
+        counts as one restart.
+        """
+        is_loss = isinstance(error, ActorDiedError | ActorUnresponsiveError)
+        return not (self.is_restarting and is_loss and error.actor not in self._up)
+
+    @property
+    def _retry_counts(self) -> bool:
+        """Whether the attempt after a pause counts as a restart of its own. After a failed start it does so
+        only if more than `FREE_STARTS` starts have failed in a row.
+        """
+        return not isinstance(self._cause, LaunchError) or self._failed_starts > FREE_STARTS
+
+    def _last_error(self, event: Event) -> ActorError | None:
+        """Return the error with which the mesh has to end because of an event, or None if it can go on."""
+        match event:
+            case FailureFound(error, _):
+                return self._refusal(error, counts=self._counts(error))
+            case TimePassed() if self._cause is not None:
+                return self._refusal(self._cause, counts=self._retry_counts)
+            case NotCarriedOut(_, _, error):
+                cause = self._cause or ActorDiedError("a failure that is undone already")
+                if isinstance(error, MeshError):
+                    # The new processes have other devices or another NCCL, and so would further ones.
+                    return abandoned(cause, f"lost actors could not be replaced: {error}", LaunchError)
+                # This is a bug or a launcher's own error. The mesh must not hang in the middle of a restart.
+                text = f"the restart failed: {error!r}; its cause: {cause}"
+                return abandoned(cause, text, ActorDiedError)
+            case _:
+                return None
+
+    def _refusal(self, error: ActorError, *, counts: bool) -> ActorError | None:
+        """Return the error that tells why no restart undoes a failure, or None if one may.
+
+        Args:
+            error: the failure, which is returned itself if no restart could help.
+            counts: whether the restart counts as one of the allowed ones.
+        """
+        if not self.is_enabled or self.state is State.STARTING or not can_be_undone(error):
+            return error
+        if counts and not self._budget.allows(self._now):
             text = (
                 f"more than {self._budget.limit} restarts within {WINDOW_S / 60:g} minutes (max_restarts): "
-                f"the last failure was: {first_line}; start again from a checkpoint"
+                f"the last failure was: {first_line(error)}; start again from a checkpoint"
             )
             where = {"actor": error.actor, "host": error.host, "pid": error.pid, "step": error.step}
-            self._end(abandoned(error, text, RestartBudgetExceeded, **where))
-            return
-        if error.actor is not None and not isinstance(error, TransferError | RemoteError):
-            self._lost.add(error.actor)
-            for process in self._actor_group.processes.processes_of(error.actor):
-                self._failure_policy.unwatch(process)
-        where = {"actor": error.actor, "host": error.host, "step": error.step}
-        _LOG.warning("restarting because of a failure: %s", error, extra=where)
-        self._request_log.hold_back()
-        # These two send requests that a restart does not repeat. If they sent one now, the abort would fail
-        # it, and that would count as another failure.
-        self.replication.cancel()
-        self._linking.cancel()
-        for actor in self._actor_group.actors:
-            self._actor_group.set_state(actor, "restarting" if actor in self._lost else "waiting")
-        before, self._task = self._task, None
-        if before is not None:
-            before.cancel()
-        self._task = self._tasks.start("restart", self._run(before, error))
-
-    async def aclose(self) -> None:
-        """Cancel a restart that is in progress, and stop making replicas (copies of the actors' arrays, kept
-        for restarts).
-        """
-        self._task = None
-        await self._tasks.aclose()
-        await self.replication.aclose()
-
-    # ------------------------------------------------------------ one attempt
-
-    async def _run(self, before: asyncio.Task[None] | None, cause: ActorError) -> None:
-        """Attempt a restart; if it fails, begin another attempt or end the mesh.
-
-        Args:
-            before: the task of the previous attempt, which has been cancelled and must end first; None for
-                the first attempt.
-            cause: the failure to recover from.
-        """
-        if before is not None:
-            await asyncio.wait([before])
-        await self.replication.aclose()
-        await self._linking.aclose()
-        me = asyncio.current_task()
-        try:
-            await self._attempt(cause)
-        except StateLostError as error:
-            first = str(cause).partition("\n")[0]
-            where = {"actor": error.actor, "host": error.host, "step": cause.step}
-            self._end(abandoned(cause, f"{error}; the last failure was: {first}", StateLostError, **where))
-        except ActorError as error:
-            if isinstance(error, TransferError | RemoteError):
-                # If a death explains the error, its report begins a new attempt and cancels this one.
-                await asyncio.sleep(GRACE_S)
-            if isinstance(error, LaunchError):
-                self._failed_starts += 1
-                # A host may need time to start again.
-                await asyncio.sleep(min(2**self._failed_starts, MAX_PAUSE_S))
-            if self._task is me:
-                counts = not isinstance(error, LaunchError) or self._failed_starts > FREE_STARTS
-                if self.can_recover_from(error):
-                    self._begin_attempt(error, counts=counts)
-                else:
-                    self._end(error)
-        except MeshError as error:
-            # The new processes have other devices or another NCCL, and so would those of a further attempt.
-            self._end(abandoned(cause, f"lost actors could not be replaced: {error}", LaunchError))
-        except Exception as error:
-            # This is a bug or a launcher's own error. The mesh must not hang in the middle of a restart.
-            _LOG.exception("a restart failed")
-            self._end(abandoned(cause, f"the restart failed: {error!r}; its cause: {cause}", ActorDiedError))
-
-    async def _attempt(self, cause: ActorError) -> None:
-        """Replace the lost actors, restore the arrays of all actors, and send again the requests that were
-        made since these arrays were copied.
-
-        Args:
-            cause: the failure to recover from.
-        """
-        start_s = time.monotonic()
-        actor_group, lost = self._actor_group, sorted(self._lost)
-        self._replaced.clear()
-        self._is_new_epoch = False
-        await all_of({actor: actor_group.remove(actor) for actor in lost}, "remove")
-        actor_group.begin_epoch()
-        self._is_new_epoch = True
-        living = [actor for actor in actor_group.actors if actor not in self._lost]
-        await self._prepare(living, lost, str(cause).partition("\n")[0])
-        actor_group.check_devices()
-        await self._connect()
-        await all_of(
-            {process: self._load(process) for process in actor_group.processes.processes_of_all(lost)}, "load"
+            return abandoned(error, text, RestartBudgetExceeded, **where)
+        together = self.replicas.lost_together(self._lost | _lost_by(error))
+        if together is None:
+            return None
+        text = (
+            f"actors {together.owner} and {together.holder} were lost together, and with them both copies "
+            f"of actor {together.owner}'s arrays; start again from a checkpoint (mesh.restore); the last "
+            f"failure was: {first_line(error)}"
         )
-        await self._linking.link_again()
-        await self.replication.roll_back(lost)
+        where = {"actor": together.owner, "host": together.host, "step": error.step}
+        return abandoned(error, text, StateLostError, **where)
+
+    # ------------------------------------------------------------ reactions
+
+    def _run(self, event: Event) -> list[Command]:
+        self.state = State.RUNNING
+        return []
+
+    def _ignore(self, event: Event) -> list[Command]:
+        return []
+
+    def _begin(self, event: Event) -> list[Command]:
+        """Begin an attempt to undo a failure, or begin it anew because of another failure."""
+        assert isinstance(event, FailureFound)
+        return self._attempt(event.error, counts=self._counts(event.error))
+
+    def _retry(self, event: Event) -> list[Command]:
+        """Begin another attempt after the pause."""
+        assert self._cause is not None
+        return self._attempt(self._cause, counts=self._retry_counts)
+
+    def _attempt(self, error: ActorError, *, counts: bool) -> list[Command]:
+        """Begin an attempt, and with it a new epoch.
+
+        Args:
+            error: the failure that it undoes, besides those that are not undone yet.
+            counts: whether the attempt counts as one of the allowed restarts.
+        """
+        if not self.is_restarting:
+            self._story.clear()
+            self._began_s = self._now
+        if counts:
+            self._budget.take(self._now)
+        self._lost |= _lost_by(error)
+        self._cause = error
+        self.epoch += 1
+        self._up.clear()
+        self.replicas.cancel()
+        return [HoldBack(error, frozenset(self._lost)), *self._enter(State.STOPPING)]
+
+    def _wait(self, event: Event) -> list[Command]:
+        """Take note that one command of the present state was carried out."""
+        assert isinstance(event, CarriedOut)
+        self._open.remove(event.command)
+        if isinstance(event.command, StartSuccessor):
+            self._up.add(event.command.actor)
+        return []
+
+    def _advance(self, event: Event) -> list[Command]:
+        """Go on to the next state, since all commands of the present one were carried out."""
+        self._wait(event)
+        return self._enter(COURSE[self.state].then)
+
+    def _enter(self, state: State) -> list[Command]:
+        """Enter a state, or the next one that has something to wait for, and return the commands."""
+        given: list[Command] = []
+        while True:
+            self.state = state
+            commands = COURSE[state].commands(self)
+            given += commands
+            self._open = {command for command in commands if isinstance(command, AWAITED)}
+            if self._open or state is State.RUNNING:
+                return given
+            state = COURSE[state].then
+
+    def _pause(self, event: Event) -> list[Command]:
+        """Wait before the next attempt, so that the cause of the failure can be noticed, or so that a host
+        can start again.
+        """
+        assert isinstance(event, NotCarriedOut) and isinstance(event.error, ActorError)
+        self.state, self._cause = State.PAUSING, event.error
+        self._open.clear()
+        if not isinstance(event.error, LaunchError):
+            return [WakeUp(GRACE_S if isinstance(event.error, TransferError | RemoteError) else 0.0)]
+        self._failed_starts += 1
+        return [WakeUp(min(2.0**self._failed_starts, MAX_PAUSE_S))]
+
+    def _replicate(self, event: Event) -> list[Command]:
+        """Begin to make a replica, go on with it, or give it up."""
+        if isinstance(event, CarriedOut):
+            return [*self.replicas.carried_out(event.command, event.result)]  # type: ignore[arg-type]
+        if not isinstance(event, NotCarriedOut):
+            return [*self.replicas.begin()]
+        self.replicas.cancel()
+        return [GiveUpReplica(event.error)]
+
+    def _end(self, event: Event) -> list[Command]:
+        """End the mesh with the error that tells why no restart helps."""
+        error = self._last_error(event)
+        assert error is not None  # the event means that the mesh ends
+        if self.is_restarting:
+            self._tell(self.state, event, State.ENDED)
+            story = "\n".join(f"  {line}" for line in self._story)
+            error.args = (f"{error}\nThe story of the restart:\n{story}",)
+        self._close(event)
+        return [EndMesh(error, event.dead if isinstance(event, FailureFound) else None)]
+
+    def _close(self, event: Event) -> list[Command]:
+        self.state, self._cause = State.ENDED, None
+        self.epoch += 1  # what processes still send belongs to an earlier epoch
+        self._open.clear()
+        self.replicas.cancel()
+        self.history.clear()
+        return []
+
+    def _tell(self, before: State, event: Event, after: State | None = None) -> None:
+        after = after or self.state
+        line = f"{before.value}: {_describe(event)} -> {after.value}"
+        self._story.append(f"{self._now - self._began_s:6.1f} s  {line}")
+
+    # ------------------------------------------------------------ what some states of a restart begin with
+
+    def _renew(self) -> list[Command]:
+        assert self._cause is not None
+        cause = first_line(self._cause)
+        living = sorted(set(self._topology.everyone).difference(self._new_processes))
+        return [
+            *(StartSuccessor(actor) for actor in sorted(self._lost)),
+            *(RenewTransport(process, cause) for process in (*living, None)),
+        ]
+
+    @property
+    def _new_processes(self) -> list[ProcessId]:
+        return self._topology.processes_of_all(self._lost)
+
+    def _roll_back(self) -> list[Command]:
+        whole = self.replicas.whole
+        return [RollBack(None, 0) if whole is None else RollBack(whole.generation, whole.size_bytes)]
+
+    def _resume(self) -> list[Command]:
+        replaced = tuple(sorted(self._lost))
         self._lost.clear()
-        self._task, self._failed_starts = None, 0
-        for actor in actor_group.actors:
-            actor_group.set_state(actor, "ready")
-        steps = self._request_log.replay(actor_group.epoch)
-        _LOG.warning(
-            "replaced actors %s in %.1f s; %d step%s run again",
-            lost,
-            time.monotonic() - start_s,
-            steps,
-            "s" * (steps != 1),
-        )
-        self._on_restarted(lost, steps)
+        self._up.clear()
+        self._cause, self._failed_starts = None, 0
+        return [Resume(self.epoch, tuple(self.history.take_again()), replaced, self._now - self._began_s)]
 
-    async def _prepare(self, living: list[ActorId], lost: list[ActorId], cause: str) -> None:
-        """Start new processes for the lost actors, and have all other actors make new ends of the data plane
-        (the transport for arrays).
 
-        Args:
-            living: the actors whose processes still run.
-            lost: the actors to replace.
-            cause: the first line of the failure, for the errors of the steps that the living actors drop.
-        """
-        processes = self._actor_group.processes
-        replacing = {processes.process(actor, 0): self._replace(actor) for actor in lost}
-        resetting = {
-            process: self._abort_and_reset(process, cause) for process in processes.processes_of_all(living)
-        }
-        host = self._actor_group.reset_host_transport()
-        await all_of({**replacing, **resetting, CONTROLLER: host}, "prepare")
+def can_be_undone(error: ActorError) -> bool:
+    """Return whether replaced actors may succeed with the requests that were made before a failure.
 
-    async def _abort_and_reset(self, process: ProcessId, cause: str) -> None:
-        """Tell a process that still runs to drop its work and to replace its end of the data plane (the
-        transport for arrays), and wait until this is done.
+    This is False in particular for failures of user code, which would fail again.
+    """
+    if isinstance(error, HandshakeError | RestartBudgetExceeded | MeshClosedError | StateLostError):
+        return False
+    if isinstance(error, RemoteError):
+        return error.exception_type.rpartition(".")[2] in ("TransferError", "StepAbortedError")
+    if isinstance(error, ProtocolError) and error.instruction is not None:
+        return False  # a transfer with the wrong size would have it again
+    return isinstance(
+        error, ActorDiedError | ActorUnresponsiveError | TransferError | ProtocolError | LaunchError
+    )
 
-        Args:
-            process: the process.
-            cause: a text that says what happened, for the errors of the steps that the process drops.
 
-        Raises:
-            ActorUnresponsiveError: the process failed to do this, or did not answer in time.
-        """
-        try:
-            async with awake_timeout(ABORT_S):
-                await self._actor_group.abort(process, cause)
-                await self._actor_group.reset_transport(process)
-        except (TimeoutError, RemoteError) as error:
-            info = self._actor_group.links[process].info
-            why = error or "no answer"
-            what = f"{info} did not drop its work within {ABORT_S:g} s of a failure elsewhere: {why}"
-            raise ActorUnresponsiveError(what, **location(info)) from error
+def _lost_by(error: ActorError) -> set[ActorId]:
+    """Return the actor that has to be replaced because of a failure, as a set; empty if there is none."""
+    is_transfer = isinstance(error, TransferError | RemoteError)
+    return set() if error.actor is None or is_transfer else {error.actor}
 
-    async def _connect(self) -> None:
-        try:
-            async with awake_timeout(CONNECT_S):
-                await self._actor_group.connect()
-        except TimeoutError:
-            raise TransferError(
-                f"the data plane could not be connected anew within {CONNECT_S:g} s"
-            ) from None
 
-    async def _replace(self, actor: ActorId) -> None:
-        for link in await self._actor_group.start_actor(actor):
-            self._failure_policy.watch(link)
-        self._replaced.add(actor)
-
-    async def _load(self, process: ProcessId) -> None:
-        """Load all programs of an actor into a new process of the actor."""
-        link = self._actor_group.links[process]
-        actor = link.info.id
-        for program_id in self._programs.programs_of(actor):
-            number = self._request_log.number()
-            message = self._programs.load_message(number, program_id, actor, link.known_blobs)
-            await link.call(message, Loaded)
+def _describe(event: Event) -> str:
+    """Return an event as text for the story of a restart."""
+    match event:
+        case FailureFound(error, _):
+            return first_line(error)
+        case CarriedOut(_, command):
+            return f"{type(command).__name__} done"
+        case NotCarriedOut(_, command, error):
+            return f"{type(command).__name__} failed: {first_line(error)}"
+        case _:
+            return type(event).__name__
 
 
 @dataclass(slots=True)
@@ -335,15 +680,73 @@ class Budget:
     window_s: float = WINDOW_S
     _times: deque[float] = field(default_factory=deque)
 
-    def take(self, now: float) -> bool:
-        """Count one restart and return True; if the limit is reached, return False instead.
-
-        Args:
-            now: the time in seconds.
-        """
+    def allows(self, now: float) -> bool:
+        """Return whether one more restart is allowed at the time `now`, in seconds."""
         while self._times and now - self._times[0] > self.window_s:
             self._times.popleft()
-        if len(self._times) >= self.limit:
-            return False
+        return len(self._times) < self.limit
+
+    def take(self, now: float) -> None:
+        """Count one restart at the time `now`, in seconds."""
         self._times.append(now)
-        return True
+
+
+# ---------------------------------------------------------------- the tables
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A row of `COURSE`.
+
+    Args:
+        commands: returns the commands with which the state begins.
+        then: the state that follows when all of them that are awaited were carried out.
+    """
+
+    commands: Callable[[Recovery], Sequence[Command]]
+    then: State = State.RUNNING
+
+
+COURSE: Final = {
+    # state, the commands at its begin, and the state when they are carried out
+    State.STOPPING: _Stage(lambda _: [StopWork()], State.REAPING),
+    State.REAPING: _Stage(lambda self: [Reap(actor) for actor in sorted(self._lost)], State.RENEWING),
+    State.RENEWING: _Stage(Recovery._renew, State.CONNECTING),
+    State.CONNECTING: _Stage(lambda _: [ConnectAll()], State.LOADING),
+    State.LOADING: _Stage(lambda self: [LoadPrograms(p) for p in self._new_processes], State.LINKING),
+    State.LINKING: _Stage(lambda _: [MakeLinks()], State.RESTORING),
+    State.RESTORING: _Stage(lambda self: self.replicas.restore(self._lost), State.HANDING_OVER),
+    State.HANDING_OVER: _Stage(lambda self: self.replicas.hand_over(self._lost), State.ROLLING_BACK),
+    State.ROLLING_BACK: _Stage(Recovery._roll_back, State.RUNNING),
+    State.RUNNING: _Stage(Recovery._resume),
+}
+"""The course of a restart."""
+
+AWAITED: Final = (
+    StopWork, Reap, StartSuccessor, RenewTransport, ConnectAll, LoadPrograms, MakeLinks, MovePart, RollBack,
+)  # fmt: skip
+"""The commands whose outcomes the states of `COURSE` wait for."""
+
+_no, _run, _begin, _retry = Recovery._ignore, Recovery._run, Recovery._begin, Recovery._retry
+_wait, _next, _pause = Recovery._wait, Recovery._advance, Recovery._pause
+_copy, _end, _close = Recovery._replicate, Recovery._end, Recovery._close
+
+_REACTIONS: Final = {
+    # state             STARTED LOSS    ECHO FINAL PART   ALL    FAULT   RETRY   REPLICA CLOSE   NOTHING
+    State.STARTING:     (_run,  _no,    _no, _end, _no,   _no,   _no,    _no,    _no,    _close, _no),
+    State.RUNNING:      (_no,   _begin, _no, _end, _no,   _no,   _no,    _no,    _copy,  _close, _no),
+    State.STOPPING:     (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
+    State.REAPING:      (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
+    State.RENEWING:     (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
+    State.CONNECTING:   (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
+    State.LOADING:      (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
+    State.LINKING:      (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
+    State.RESTORING:    (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
+    State.HANDING_OVER: (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
+    State.ROLLING_BACK: (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
+    State.PAUSING:      (_no,   _begin, _no, _end, _no,   _no,   _no,    _retry, _no,    _close, _no),
+    State.ENDED:        (_no,   _no,    _no, _no,  _no,   _no,   _no,    _no,    _no,    _no,    _no),
+}  # fmt: skip
+
+REACTIONS: Final = {state: dict(zip(Meaning, row, strict=True)) for state, row in _REACTIONS.items()}
+"""The reaction to each meaning of an event, in each state."""

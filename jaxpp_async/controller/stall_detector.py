@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from jaxpp_async.program.actor_program import ActorProgram, format_instruction
-from jaxpp_async.program.instructions import CONTROLLER, ActorId, Instruction, Recv, Run, Send
+from jaxpp_async.program.instructions import CONTROLLER, ActorId, Recv, Run, Send
 from jaxpp_async.protocol.actor_info import Position
 from jaxpp_async.protocol.clocks import TICK_S
 from jaxpp_async.protocol.messages import OpenTransfer, Reported, StepId, step_text
@@ -339,7 +339,7 @@ def describe_position(program_of: ProgramOf, actor: ActorId, at: Position) -> st
         return step_text(at.step)
     if at.instruction == len(program.instructions):
         return f"the end of {step_text(at.step)}, with transfers open"
-    text = _short(program.instructions[at.instruction])
+    text = _short(program, at.instruction)
     return f"{text} of {step_text(at.step)}{', waiting for data' if at.waiting else ''}"
 
 
@@ -497,7 +497,7 @@ class _Examination:
         program = self._program_of(reported.program_id, actor)
         if program is None or reported.instruction >= len(program.instructions):
             return f"{step_text(reported.step)}, {reported.at}"
-        at = _short(program.instructions[reported.instruction])
+        at = _short(program, reported.instruction)
         return f"{step_text(reported.step)}, #{reported.instruction} {at}"
 
 
@@ -513,8 +513,9 @@ def _lines(lines: Sequence[str]) -> str:
     return "".join(f"\n  {line}" for line in lines)
 
 
-def _short(instruction: Instruction) -> str:
+def _short(program: ActorProgram, index: int) -> str:
     """Return the text of an instruction: only the task's label for a `Run`, the whole text for any other."""
+    instruction = program.instructions[index]
     if isinstance(instruction, Run) and instruction.label:
         return f"run {instruction.label}"
-    return format_instruction(instruction)
+    return format_instruction(program, index)

@@ -15,22 +15,22 @@ from typing import Any, Final, TypeVar
 from jaxpp_async.controller.device_checks import check_library_versions
 from jaxpp_async.controller.error_messages import describe_end, launch_error, location, remote_error
 from jaxpp_async.controller.listener import ControlListener
-from jaxpp_async.controller.requests import ActorLink
+from jaxpp_async.controller.requests import ActorLink, Requests
 from jaxpp_async.errors import (
     ActorError,
     InstallError,
     JaxppAsyncError,
     LaunchError,
     MeshError,
+    ProtocolError,
     RemoteError,
 )
 from jaxpp_async.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.program.instructions import ProcessId
-from jaxpp_async.protocol.actor_info import ActorInfo, ProcessRank
+from jaxpp_async.protocol.actor_info import ActorInfo, ExitCode, ProcessRank
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import Identity
-from jaxpp_async.protocol.messages import Configure, Ready, Request, Reserve, Reserved
-from jaxpp_async.protocol.parent_watch import ExitCode
+from jaxpp_async.protocol.messages import Configure, Failed, Ready, Request, Reserve, Reserved
 
 _LOG = logging.getLogger("jaxpp_async")
 _LATE_REPORT_S = 0.3
@@ -52,6 +52,7 @@ class Startup:
     Args:
         launcher: starts the processes.
         listener: accepts their control connections.
+        requests: sends requests to the processes.
         timeout_s: the time limit in seconds for each stage of a start.
         on_progress: called with a line of text when a process is ready.
 
@@ -64,11 +65,12 @@ class Startup:
         self,
         launcher: Launcher,
         listener: ControlListener,
+        requests: Requests,
         *,
         timeout_s: float,
         on_progress: Callable[[str], None],
     ):
-        self._launcher, self._listener = launcher, listener
+        self._launcher, self._listener, self._requests = launcher, listener, requests
         self._timeout_s, self._on_progress = timeout_s, on_progress
         self.handles: dict[ProcessId, ActorHandle] = {}
 
@@ -105,9 +107,7 @@ class Startup:
         Raises:
             LaunchError: the process found no port, died or did not answer in time.
         """
-        reserved: Reserved = await self._call(
-            link, message, Reserved, "connected but did not find a free port"
-        )
+        reserved: Reserved = await self._call(link, message, "connected but did not find a free port")
         return reserved.port
 
     async def configure(self, link: ActorLink, message: Configure) -> Ready:
@@ -121,22 +121,19 @@ class Startup:
             InstallError: the process lacks a package.
             MeshError: the process lacks devices.
         """
-        ready: Ready = await self._call(
-            link, message, Ready, "connected but did not start JAX and the transport"
-        )
+        ready: Ready = await self._call(link, message, "connected but did not start JAX and the transport")
         check_library_versions(link.info, ready.versions)
         link.info = replace(link.info, devices=ready.devices, gpus=ready.hardware.gpus, state="ready")
         link.address = ready.address
         self._on_progress(f"{link.info} is ready: {', '.join(ready.devices)}")
         return ready
 
-    async def _call(self, link: ActorLink, message: Request, expected: type, late: str) -> Any:
+    async def _call(self, link: ActorLink, message: Request, late: str) -> Any:
         """Send a request to a process that is still being started, and return its reply.
 
         Args:
             link: the process.
             message: the request.
-            expected: the type of the reply.
             late: a clause that says what the process did not do in time, such as `"connected but did not find
                 a free port"`, for the error about a missed deadline.
 
@@ -146,7 +143,7 @@ class Startup:
         """
         process_rank = ProcessRank(link.info.process, link.info.size)
         task = asyncio.get_running_loop().create_task(
-            link.call(message, expected), name=f"configure {process_rank}"
+            self._requests.call(link.info.process, message), name=f"configure {process_rank}"
         )
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -247,8 +244,7 @@ def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connec
         process_rank.actor, handle.host, handle.pid, (), "starting", process_rank.rank, process_rank.size
     )
     link = ActorLink(info, handle, connection)
-    connection.on_message = lambda message: _on_message(link, message)
-    connection.on_closed = lambda error: _on_closed(link, error)
+    link.listen(_on_failed, _on_closed)
     return link
 
 
@@ -261,15 +257,15 @@ def _has_answer(wanted: asyncio.Future[Any]) -> bool:
     return wanted.done() and not wanted.cancelled() and not isinstance(wanted.exception(), LaunchError)
 
 
-def _on_message(link: ActorLink, message: Any) -> None:
-    failed = link.handle_reply(message)
-    if failed is not None:  # the actor itself failed: all its requests fail with the reason
-        for reply_handler in link.reply_handlers.values():
-            reply_handler.fail(remote_error(link.info, failed))
+def _on_failed(link: ActorLink, failed: Failed | ProtocolError) -> None:
+    if isinstance(failed, ProtocolError):
+        raise failed  # the connection ends with this error
+    for request in link.open.values():  # the actor itself failed, and so do all its requests
+        request.waiter.fail(remote_error(link.info, failed))
 
 
 def _on_closed(link: ActorLink, error: Exception | None) -> None:
     process_rank = ProcessRank(link.info.process, link.info.size)
     what = f"closed its control connection before it was ready: {error}"
-    for reply_handler in link.reply_handlers.values():
-        reply_handler.fail(launch_error(process_rank, what))
+    for request in link.open.values():
+        request.waiter.fail(launch_error(process_rank, what))

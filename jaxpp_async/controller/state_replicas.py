@@ -1,351 +1,396 @@
-"""Make replicas of the state regularly, store each of them twice, and restore the actors' arrays from them.
+"""Decide when replicas of the state are made, which one is whole, and where its parts lie.
 
-A replica of the state is a copy of all actors' arrays in host memory. In a restart, all actors return to the
-last replica. Each process copies its own arrays, which are its part of the replica, and sends the part to
-another actor (the holder), which stores it as well. The replica is complete once each part has been stored
-twice, and all earlier requests have been answered. Only then are the previous replica and the requests from
-before the new one forgotten. `recovery` replaces processes and sends requests again.
+A replica of the state is a copy of all actors' arrays in host memory, to which all actors return in a
+restart. It has one part per process. The process keeps its part, and sends it to a process of another actor
+(the holder), which keeps it too. A replica is whole when each part lies in both places and all requests from
+before the replica have been answered. Only then are the replica before it and the requests from before the
+new one forgotten. The code is pure: it sends nothing and waits for nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
 
-from jaxpp_async.controller.actor_group import ActorGroup
-from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import PendingRequest, RequestLog
-from jaxpp_async.controller.stall_detector import SLOW_BYTES_PER_S
-from jaxpp_async.errors import ActorError, ActorUnresponsiveError, RemoteError, StateLostError, TransferError
-from jaxpp_async.layout.state_replicas import ReplicaStore, choose_holders
+from jaxpp_async.controller.request_history import RequestHistory
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
-from jaxpp_async.protocol.messages import (
-    Done,
-    DropReplicas,
-    ReceiveReplica,
-    ReplicaArray,
-    ReplicaTaken,
-    Request,
-    Rollback,
-    SendReplica,
-    TakeReplica,
-)
-from jaxpp_async.protocol.task_group import OwnedTasks, all_of, awake_timeout
-
-_LOG = logging.getLogger("jaxpp_async")
-
-_SECURE_ATTEMPTS, _SAVE_POLL_S = 10, 0.1
-
-ROLLBACK_S = 30.0
-"""The seconds within which all actors have to restore their arrays; each 50 MB of arrays add a second."""
+from jaxpp_async.protocol.actor_info import Topology
+from jaxpp_async.protocol.messages import ReplicaArray
 
 MAX_REMEMBERED_BYTES = 1 << 30
 """The bytes of host data in remembered requests above which a replica is made before it is due."""
 
 
-class StateReplication:
-    """The component that regularly makes replicas (copies) of all arrays of a mesh's actors, which restarts
-    need.
+# ---------------------------------------------------------------- commands
 
-    Each process copies its arrays to its host memory and to the host memory of another actor. If the mesh has
-    only one actor, the controller stores the second copy. The time limit of the transfers is `progress_s`
-    seconds, and a second more for each 50 MB.
+
+@dataclass(frozen=True, slots=True)
+class CopyState:
+    """A command to have a process copy its arrays to its host memory, as they are after all requests so far.
+
+    Its result is a `StateCopy`.
 
     Args:
-        actor_group: the actors' processes.
-        request_log: the log of requests, which are forgotten once a later replica is complete.
-        options: the number of steps between replicas, and `progress_s`.
-        on_error: called with an error if a replica does not arrive, probably because a connection is broken.
+        process: the process.
+        generation: the number of the replica; each replica has the next number.
     """
 
-    def __init__(
-        self,
-        actor_group: ActorGroup,
-        request_log: RequestLog,
-        options: ControllerOptions,
-        on_error: Callable[[TransferError], None],
-    ):
-        self._actor_group, self._request_log, self._on_error = actor_group, request_log, on_error
-        self._every, self._patience_s = options.backup_every, options.progress_s
-        # The first replica is made after one step, since until then all host values are remembered.
-        self._steps_since = self._every - 1
-        self._generations = itertools.count()
-        self._generation: int | None = None
-        self._contents: Mapping[ProcessId, tuple[ReplicaArray, ...]] = {}
-        self._replica_store = ReplicaStore()
-        self._tasks = OwnedTasks()
-        self._task: asyncio.Task[None] | None = None
+    process: ProcessId
+    generation: int
 
-    def note_step(self) -> None:
-        """Count a step that has been sent; start a replica (copy of the actors' arrays) if one is due."""
-        self._steps_since += 1
-        self.take_if_due()
 
-    def take_if_due(self) -> None:
-        """Start a replica (copy of the actors' arrays) if enough steps or bytes were sent since the last one.
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """The result of `CopyState`: a description of the arrays that a process has copied.
 
-        This must also be called before each save of a checkpoint. Because no replica can start during a save,
-        frequent saves could otherwise prevent all replicas.
+    Args:
+        arrays: the id, aval and shard sizes of each array, in the order in which the arrays are sent.
+        host: the host of the process.
+    """
+
+    arrays: tuple[ReplicaArray, ...]
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class MovePart:
+    """A command to send one part of a replica from process to process.
+
+    Args:
+        generation: the number of the replica.
+        owner: the process whose arrays the part contains.
+        source, to: the process that sends the part and the process that receives and keeps it; one of them
+            may be the controller.
+        arrays: the arrays of the part.
+        total_bytes: the size of all parts that are moved at the same time, which share the links.
+    """
+
+    generation: int
+    owner: ProcessId
+    source: ProcessId
+    to: ProcessId
+    arrays: tuple[ReplicaArray, ...]
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitAnswers:
+    """A command to wait until all requests from before a mark are answered.
+
+    Args:
+        mark: a number from `RequestHistory.new_mark`.
+    """
+
+    mark: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropOthers:
+    """A command to have all processes and the controller delete all parts of replicas but those of one
+    generation. Nothing depends on its end.
+
+    Args:
+        generation: the number of the replica whose parts are kept.
+    """
+
+    generation: int
+
+
+ReplicaCommand = CopyState | MovePart | AwaitAnswers | DropOthers
+
+
+# ---------------------------------------------------------------- replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A replica of the state: a copy of all actors' arrays, and where its parts lie.
+
+    Args:
+        generation: the number of the replica.
+        parts: the arrays of each process, by process.
+        holders: for each process, the other process that keeps its part.
+        hosts: the host of each process, when the replica was made.
+    """
+
+    generation: int
+    parts: Mapping[ProcessId, tuple[ReplicaArray, ...]]
+    holders: Mapping[ProcessId, ProcessId]
+    hosts: Mapping[ProcessId, str]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all parts in bytes."""
+        return sum(map(size_of, self.parts.values()))
+
+    def moves(self, routes: Mapping[ProcessId, tuple[ProcessId, ProcessId]]) -> list[MovePart]:
+        """Return the commands that move parts of this replica at the same time.
+
+        Args:
+            routes: for each process whose part is to be moved, the process that sends it and the process that
+                receives it.
         """
-        is_due = self._steps_since >= self._every or self._request_log.size_bytes > MAX_REMEMBERED_BYTES
-        if is_due and self._task is None and self._request_log.is_open and not self._request_log.has_snapshot:
-            self.take()
+        total_bytes = sum(size_of(self.parts[owner]) for owner in routes)
+        return [
+            MovePart(self.generation, owner, source, to, self.parts[owner], total_bytes)
+            for owner, (source, to) in routes.items()
+        ]
 
-    def take(self) -> asyncio.Task[None]:
-        """Start to make a replica (copy of the actors' arrays, kept for restarts), which contains the effects
-        of all requests made so far.
 
-        Later requests do not wait for the replica.
+def size_of(arrays: Collection[ReplicaArray]) -> int:
+    """Return the size in bytes of one part of a replica, which consists of these arrays."""
+    return sum(shard for array in arrays for shard in array.shard_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LostTogether:
+    """Two actors whose common loss means that one part of the whole replica is lost.
+
+    Args:
+        owner: the actor whose arrays the part contains.
+        holder: the actor that kept the second copy.
+        host: the host of the owner's process.
+    """
+
+    owner: ActorId
+    holder: ActorId
+    host: str
+
+
+class Stage(Enum):
+    """The stages in the making of a replica. Each value says what the replica waits for."""
+
+    IDLE = "no replica is being made"
+    COPYING = "the processes copy their arrays"
+    STORING = "the parts are sent to their holders"
+    SETTLING = "requests from before the replica have no answer yet"
+
+
+@dataclass(slots=True)
+class _Making:
+    """A replica that is being made.
+
+    Args:
+        generation: the number of the replica.
+        mark: the place of the replica in the order of requests.
+        copies: what each process has copied so far, by process.
+        open: the commands that have not been carried out.
+        replica: the replica, once all processes have copied their arrays.
+    """
+
+    generation: int
+    mark: int
+    copies: dict[ProcessId, StateCopy] = field(default_factory=dict)
+    open: set[ReplicaCommand] = field(default_factory=set)
+    replica: Replica | None = None
+
+
+class StateReplicas:
+    """The replicas of one mesh: the whole one, and the one that is being made.
+
+    Args:
+        topology: the numbering of the mesh's processes.
+        history: the requests, which are forgotten when a replica that contains their effects is whole.
+        every: the number of steps from one replica to the next.
+
+    Attributes:
+        whole: the last whole replica, or None.
+        stage: what the replica that is being made waits for.
+    """
+
+    def __init__(self, topology: Topology, history: RequestHistory, every: int):
+        self._topology, self._history, self._every = topology, history, every
+        # The first replica is made after one step, since until then all host values are remembered.
+        self._steps_since = every - 1
+        self._generations = itertools.count()
+        self.whole: Replica | None = None
+        self.stage = Stage.IDLE
+        self._making: _Making | None = None
+
+    def count_step(self) -> None:
+        """Count a step that has been sent."""
+        self._steps_since += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough steps or bytes were sent since the last replica."""
+        return self._steps_since >= self._every or self._history.size_bytes > MAX_REMEMBERED_BYTES
+
+    def begin(self) -> list[ReplicaCommand]:
+        """Begin to make a replica, which contains the effects of all requests made so far.
 
         Returns:
-            A task that ends when the replica is complete or has failed. The task does not raise a failure;
-            the failure is logged or passed to `on_error`.
+            The commands; none if a replica is being made already, or if a request has an effect that no
+            replica contains.
         """
+        if self.stage is not Stage.IDLE or self._history.blocks_replicas:
+            return []
         self._steps_since = 0
-        generation, mark = next(self._generations), self._request_log.new_mark()
-        asked = {
-            process: link.ask(TakeReplica(self._request_log.number(), generation), ReplicaTaken)
-            for process, link in self._actor_group.links.items()
-        }
-        work = self._complete_or_report(generation, mark, asked)
-        task = self._task = self._tasks.start(f"replica {generation} of the state", work)
-        task.add_done_callback(self._on_ended)
-        return task
-
-    async def secure(self) -> None:
-        """Wait until a complete replica contains all arrays that were read from files, so that the files may
-        be deleted.
-
-        A replica is a copy of the actors' arrays, kept for restarts; without one, a restart would read the
-        files again.
-
-        If several attempts fail, this logs a warning and returns.
-        """
-        attempts = 0
-        while self._request_log.needs_files:
-            await self._request_log.wait_open()
-            if self._request_log.has_snapshot:
-                await asyncio.sleep(_SAVE_POLL_S)  # the end of a save has no event to wait for
-            elif attempts < _SECURE_ATTEMPTS:
-                attempts += 1
-                await asyncio.wait([self._task or self.take()])
-            else:
-                _LOG.warning(
-                    "no replica has the restored arrays: keep the files, a restart would read them again"
-                )
-                return
+        self._making = _Making(next(self._generations), self._history.new_mark())
+        return self._enter(Stage.COPYING)
 
     def cancel(self) -> None:
-        """Stop making a replica (copy of the actors' arrays), if that is in progress, so that no more
-        requests are sent.
-        """
-        if self._task is not None:
-            self._task.cancel()
+        """Give up the replica that is being made, if any. The whole one stays."""
+        self.stage, self._making = Stage.IDLE, None
 
-    async def aclose(self) -> None:
-        """Stop making a replica (copy of the actors' arrays), if that is in progress, and wait until it has
-        stopped.
+    def waits_for(self, command: object) -> bool:
+        """Return whether the replica that is being made waits for the outcome of a command."""
+        return self._making is not None and command in self._making.open
 
-        Another replica may be started later.
-        """
-        await self._tasks.aclose()
-
-    async def roll_back(self, lost: Collection[ActorId]) -> None:
-        """Restore the arrays of all actors from the last complete replica (copy of these arrays), in a
-        restart.
-
-        If there is no replica yet, all actors drop their arrays, because the restart then sends again all
-        requests since the start.
+    def carried_out(self, command: ReplicaCommand, result: object) -> list[ReplicaCommand]:
+        """Take note that a command for which `waits_for` is true was carried out.
 
         Args:
-            lost: the actors that have been replaced. Their new processes have neither arrays nor replicas.
+            command: the command.
+            result: its result: a `StateCopy` for `CopyState`.
 
-        Raises:
-            StateLostError: an actor was lost together with the actor that stored the second copy of its
-                arrays.
-            TransferError: a part of the replica does not arrive.
-            ActorUnresponsiveError: actors did not restore their arrays in time.
+        Returns:
+            The commands that follow.
         """
-        generation, everyone = self._generation, sorted(self._actor_group.links)
-        if generation is not None:
-            await self._ask_each(everyone, lambda: DropReplicas(self._request_log.number(), generation))
-            await self._send_to_replaced(generation, lost)
-            # Restore the second copies that the lost actors stored for others. Until that is done, the loss
-            # of one more actor could lose its state.
-            gone = self._actor_group.processes.processes_of_all(lost)
-            orphans = {p: self._contents[p] for p in everyone if self._holder_of(p) in gone}
-            await self._send_to_holders(generation, orphans)
-        size_bytes = sum(n for kept in self._contents.values() for array in kept for n in array.shard_bytes)
-        try:
-            async with awake_timeout(ROLLBACK_S + size_bytes / SLOW_BYTES_PER_S):
-                await self._ask_each(everyone, lambda: Rollback(self._request_log.number(), generation))
-        except TimeoutError:
-            raise ActorUnresponsiveError(
-                "actors did not go back to the last replica of their arrays in time"
-            ) from None
+        making = self._making
+        assert making is not None
+        making.open.remove(command)
+        if isinstance(command, CopyState) and isinstance(result, StateCopy):
+            making.copies[command.process] = result
+        return [] if making.open else self._enter(_COURSE[self.stage].then)
 
-    # ------------------------------------------------------------ making replicas
+    def _enter(self, stage: Stage) -> list[ReplicaCommand]:
+        making = self._making
+        assert making is not None
+        self.stage = stage
+        commands = _COURSE[stage].commands(self, making)
+        making.open = {command for command in commands if not isinstance(command, DropOthers)}
+        return commands
 
-    async def _complete_or_report(
-        self, generation: int, mark: int, asked: Mapping[ProcessId, PendingRequest]
-    ) -> None:
-        try:
-            await self._complete(generation, mark, asked)
-        except TransferError as error:
-            self._on_error(error)
-        except RemoteError as error:  # such as too little memory; the previous replica is still valid
-            _LOG.warning(
-                "no replica of the state could be made, the next is tried in %d steps: %s", self._every, error
-            )
-        except ActorError:  # the mesh has ended, and later calls raise the reason
-            _LOG.debug("replica %d of the state was not finished", generation)
+    def _copy(self, making: _Making) -> list[ReplicaCommand]:
+        return [CopyState(process, making.generation) for process in range(self._topology.count)]
 
-    async def _complete(self, generation: int, mark: int, asked: Mapping[ProcessId, PendingRequest]) -> None:
-        """Wait until a replica of the actors' arrays is complete, then drop the previous replica.
+    def _store(self, making: _Making) -> list[ReplicaCommand]:
+        parts = {process: making.copies[process].arrays for process in sorted(making.copies)}
+        hosts = {process: making.copies[process].host for process in parts}
+        holders = self._choose_holders(hosts)
+        making.replica = Replica(making.generation, parts, holders, hosts)
+        return [*making.replica.moves({owner: (owner, holder) for owner, holder in holders.items()})]
 
-        The requests from before the new replica are forgotten as well.
+    def _settle(self, making: _Making) -> list[ReplicaCommand]:
+        return [AwaitAnswers(making.mark)]
 
-        Args:
-            generation: the number of the replica; each replica has the next number.
-            mark: the number that separates the requests before the replica from later ones; see
-                `RequestLog.new_mark`.
-            asked: for each process, the request that told it to copy its arrays.
-        """
-        kept = {process: (await reply).arrays for process, reply in asked.items()}
-        await self._send_to_holders(generation, kept)
-        for reply_handler in self._request_log.unanswered(mark):
-            answered = asyncio.Event()
-            reply_handler.when_done(answered.set)
-            await answered.wait()
-        self._generation, self._contents = generation, kept
-        self._request_log.forget_before(mark)
-        self._replica_store.keep_only(generation)
-        await self._ask_each(sorted(kept), lambda: DropReplicas(self._request_log.number(), generation))
-        _LOG.debug("replica %d of the state is complete", generation)
+    def _finish(self, making: _Making) -> list[ReplicaCommand]:
+        assert making.replica is not None
+        self.whole, self._making = making.replica, None
+        self._history.forget_before(making.mark)
+        return [DropOthers(making.generation)]
 
-    def _on_ended(self, _: asyncio.Task[None]) -> None:
-        self._task = None
-
-    # ------------------------------------------------------------ moving replicas
-
-    async def _send_to_holders(
-        self, generation: int, arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]]
-    ) -> None:
-        """Send each process's part of a replica to its holder, which is the process that stores a second copy
-        of that part.
-
-        Args:
-            generation: the number of the replica.
-            arrays: the arrays of each process whose part is to be sent.
-        """
-        routes = {process: (process, self._holder_of(process)) for process in arrays}
-        await self._move(generation, arrays, routes)
-
-    async def _send_to_replaced(self, generation: int, lost: Collection[ActorId]) -> None:
-        """Send the lost actors' arrays to the new processes of these actors, from the processes that store
-        second copies of the arrays.
-
-        Args:
-            generation: the number of the replica.
-            lost: the actors that have been replaced.
-
-        Raises:
-            StateLostError: an actor was lost together with the actor that stored the second copy of its
-                arrays.
-        """
-        processes = self._actor_group.processes
-        for process in processes.processes_of_all(lost):
-            holder, actor = self._holder_of(process), processes.actor_of(process)
-            if holder != CONTROLLER and (other := processes.actor_of(holder)) in lost:
-                raise StateLostError(
-                    f"actors {actor} and {other} were lost together, and with them both copies "
-                    f"of actor {actor}'s arrays; start again from a checkpoint (mesh.restore)",
-                    actor=actor,
-                    host=self._actor_group.links[process].info.host,
-                )
-        routes = {
-            process: (self._holder_of(process), process) for process in processes.processes_of_all(lost)
-        }
-        await self._move(generation, self._contents, routes)
-
-    async def _move(
-        self,
-        generation: int,
-        arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]],
-        routes: Mapping[ProcessId, tuple[ProcessId, ProcessId]],
-    ) -> None:
-        """Send parts of a replica from process to process, all at the same time.
-
-        Args:
-            generation: the number of the replica.
-            arrays: the arrays of each process's part.
-            routes: a dictionary. Its keys are the processes whose parts are to be sent; each value is a pair
-                of the process that sends the part and the process that receives it.
-
-        Raises:
-            TransferError: a part does not arrive.
-        """
-        size_bytes = sum(n for of in routes for array in arrays[of] for n in array.shard_bytes)
-        arrived: set[ProcessId] = set()
-
-        async def move(of: ProcessId, source: ProcessId, to: ProcessId) -> None:
-            number, epoch = self._request_log.number, self._actor_group.epoch
-            receive = ReceiveReplica(number(), epoch, generation, of, source, arrays[of])
-            send = SendReplica(number(), epoch, generation, of, to)
-            ends = {to: self._run_one_end(to, receive), source: self._run_one_end(source, send)}
-            await all_of(ends, f"move the replica of process {of}")
-            arrived.add(of)
-
-        try:
-            async with awake_timeout(self._patience_s + size_bytes / SLOW_BYTES_PER_S):
-                await all_of({of: move(of, *route) for of, route in routes.items()}, "move replicas")
-        except TimeoutError:
-            of = next(of for of in routes if of not in arrived)
-            source, to = routes[of]
-            owner, *ends = (self._actor_group.processes.actor_of(process) for process in (of, source, to))
-            link = (
-                "with the controller"
-                if CONTROLLER in (source, to)
-                else f"between actors {ends[0]} and {ends[1]}"
-            )
-            what = f"the replica of actor {owner}'s arrays does not arrive: the link {link} is broken"
-            raise TransferError(
-                f"{what}, or slower than 50 MB/s (progress_timeout_s)", actor=ends[1]
-            ) from None
-
-    async def _run_one_end(self, process: ProcessId, message: ReceiveReplica | SendReplica) -> None:
-        """Have a process send or receive one part of a replica (copy of the actors' arrays), and wait until
-        this is done.
-
-        Args:
-            process: the process that sends or receives: an actor process or the controller.
-            message: the part and the process at the other end.
-        """
-        if process != CONTROLLER:
-            await self._actor_group.links[process].ask(message, Done)
-        elif isinstance(message, ReceiveReplica):
-            await self._replica_store.receive(self._actor_group.host_transfers.transport, message)
-        else:
-            await self._replica_store.send(self._actor_group.host_transfers.transport, message)
-
-    def _holder_of(self, process: ProcessId) -> ProcessId:
-        """Return the process that holds the second copy of a process's arrays.
+    def _choose_holders(self, hosts: Mapping[ProcessId, str]) -> dict[ProcessId, ProcessId]:
+        """Return, for each process, the process that keeps the second copy of its arrays.
 
         This is the process of the same rank in another actor, or the controller if there is only one actor.
-        """
-        processes = self._actor_group.processes
-        if processes.num_actors == 1:
-            return CONTROLLER
-        hosts = [
-            [self._actor_group.links[p].info.host for p in processes.processes_of(actor)]
-            for actor in self._actor_group.actors
-        ]
-        return processes.process(
-            choose_holders(hosts)[processes.actor_of(process)], processes.rank_of(process)
-        )
 
-    async def _ask_each(self, processes: Collection[ProcessId], make: Callable[[], Request]) -> None:
-        for pending in [self._actor_group.links[process].ask(make(), Done) for process in processes]:
-            await pending
+        Args:
+            hosts: the host of each process.
+        """
+        topology, actors = self._topology, range(self._topology.num_actors)
+        if topology.num_actors == 1:
+            return dict.fromkeys(sorted(hosts), CONTROLLER)
+        of_actor = choose_holders([[hosts[p] for p in topology.processes_of(actor)] for actor in actors])
+        return {
+            process: topology.process(of_actor[topology.actor_of(process)], topology.rank_of(process))
+            for process in sorted(hosts)
+        }
+
+    # ------------------------------------------------------------ going back
+
+    def lost_together(self, lost: Collection[ActorId]) -> LostTogether | None:
+        """Return an actor that was lost together with the actor that keeps its part of the whole replica;
+        None if no part is lost.
+
+        Args:
+            lost: the actors that are lost.
+        """
+        topology, whole = self._topology, self.whole
+        if whole is None:
+            return None
+        for process in topology.processes_of_all(lost):
+            holder = whole.holders[process]
+            if holder != CONTROLLER and topology.actor_of(holder) in lost:
+                owner, holding = topology.actor_of(process), topology.actor_of(holder)
+                return LostTogether(owner, holding, whole.hosts[process])
+        return None
+
+    def restore(self, lost: Collection[ActorId]) -> list[ReplicaCommand]:
+        """Return the commands that give the successors of lost actors their own parts of the whole replica.
+
+        Args:
+            lost: the actors that have been replaced, whose processes have neither arrays nor replicas.
+        """
+        if self.whole is None:
+            return []
+        own = {p: (self.whole.holders[p], p) for p in self._topology.processes_of_all(lost)}
+        return [DropOthers(self.whole.generation), *self.whole.moves(own)]
+
+    def hand_over(self, lost: Collection[ActorId]) -> list[ReplicaCommand]:
+        """Return the commands that give the successors of lost actors the parts that these kept for others.
+
+        Until that is done, the loss of one more actor could lose its state. It is done after `restore`, since
+        no two parts may travel from one process to another at the same time: their transfers have equal tags.
+
+        Args:
+            lost: the actors that have been replaced.
+        """
+        if self.whole is None:
+            return []
+        gone = set(self._topology.processes_of_all(lost))
+        return [*self.whole.moves({p: (p, to) for p, to in self.whole.holders.items() if to in gone})]
+
+
+def choose_holders(hosts: Sequence[Sequence[str]]) -> dict[int, int]:
+    """Choose for each actor another actor that keeps the copy of its arrays for restarts.
+
+    Each copy is kept by the actor whose id is a fixed number higher, modulo the number of actors, so each
+    actor keeps one copy. The number is chosen so that as few copies as possible are on the same host as the
+    original, since a host may be lost as a whole.
+
+    Args:
+        hosts: for each actor, in order of id, the host of each of the actor's processes, in order of rank.
+            There must be at least two actors.
+
+    Returns:
+        A dictionary. Its keys are the ids of all actors; its values are the ids of the actors that keep the
+        copies.
+    """
+    count = len(hosts)
+
+    def count_pairs_on_one_host(shift: int) -> int:
+        shifted = zip(hosts, [*hosts[shift:], *hosts[:shift]], strict=True)
+        return sum(one == other for pair in shifted for one, other in zip(*pair, strict=True))
+
+    shift = min(range(1, count), key=count_pairs_on_one_host)
+    return {k: (k + shift) % count for k in range(count)}
+
+
+# ---------------------------------------------------------------- the course of a replica
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A row of the table below.
+
+    Args:
+        commands: returns the commands with which the stage begins.
+        then: the stage that follows when all of them have been carried out.
+    """
+
+    commands: Callable[[StateReplicas, _Making], list[ReplicaCommand]]
+    then: Any
+
+
+_COURSE: Final = {
+    # stage           commands at its begin    the stage when all of them are carried out
+    Stage.COPYING: _Step(StateReplicas._copy, Stage.STORING),
+    Stage.STORING: _Step(StateReplicas._store, Stage.SETTLING),
+    Stage.SETTLING: _Step(StateReplicas._settle, Stage.IDLE),
+    Stage.IDLE: _Step(StateReplicas._finish, None),
+}

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from jaxpp_async.base.gpu_inventory import VISIBLE
 from jaxpp_async.doctor import protocol
 from jaxpp_async.doctor.facts import ClockDifference, Examination, HostReport, LinkReport, RequestedRun
 from jaxpp_async.doctor.gather import CHILD_S
 from jaxpp_async.errors import MeshError
-from jaxpp_async.launch.commands import command_here, command_there
 from jaxpp_async.launch.host_agent_client import HostProgram, ProgramNotStartedError, Reach
 from jaxpp_async.launch.hosts import (
     ANY,
@@ -37,6 +39,7 @@ from jaxpp_async.launch.hosts import (
 )
 from jaxpp_async.launch.login_errors import Explanation, explain_python
 from jaxpp_async.launch.remote import MAX_HANDSHAKES, CommandReach, Timeouts
+from jaxpp_async.launch.run_module import command_here, command_there
 
 HERE = "this machine"
 PROGRAM = "jaxpp_async.doctor.host"
@@ -362,7 +365,7 @@ def _shared_environment(target: _Target, asked: RequestedRun) -> dict[str, str]:
     env = {"UCX_TLS": "tcp,self"} if asked.transport == "tcp" else {}
     if settings.devices is not None:
         env[VISIBLE] = ",".join(settings.devices)
-    return env | environment(replace(settings, devices=None), target.platform)
+    return env | environment(dataclasses.replace(settings, devices=None), target.platform)
 
 
 def _explain_silence(error: HostError) -> Explanation:

@@ -8,8 +8,9 @@ The function `find_process_slots` computes, from this data, how many processes e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
+
+import msgspec
 
 from jaxpp_async.base.gpu_inventory import VISIBLE, Visible, read_visible
 from jaxpp_async.base.install_hints import pip_install
@@ -22,8 +23,7 @@ Plane: TypeAlias = Literal["ucx", "nccl", "tcp"]
 UNLIMITED = -1
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedRun:
+class RequestedRun(msgspec.Struct, frozen=True):
     """The run that the user wants to start, and that the doctor checks.
 
     Args:
@@ -45,8 +45,7 @@ class RequestedRun:
     slots_are_processes: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(msgspec.Struct, frozen=True):
     """The facts about one GPU of a host.
 
     Args:
@@ -69,8 +68,7 @@ class Gpu:
     mig: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Driver:
+class Driver(msgspec.Struct, frozen=True):
     """The facts about the NVIDIA driver of a host.
 
     Args:
@@ -85,16 +83,14 @@ class Driver:
     has_peer_memory: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class UcxResource:
+class UcxResource(msgspec.Struct, frozen=True):
     """A transport of UCX on a device, such as `rc_mlx5` on `mlx5_0:1`."""
 
     transport: str
     device: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ucx:
+class Ucx(msgspec.Struct, frozen=True):
     """The facts about the UCX library that a process on the host loads with the settings of an actor.
 
     Args:
@@ -108,8 +104,7 @@ class Ucx:
     resources: tuple[UcxResource, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class IbPort:
+class IbPort(msgspec.Struct, frozen=True):
     """The facts about one port of an RDMA device.
 
     Args:
@@ -130,8 +125,7 @@ class IbPort:
         return f"{self.device}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class Interface:
+class Interface(msgspec.Struct, frozen=True):
     """The facts about one network interface of a host.
 
     Args:
@@ -145,8 +139,7 @@ class Interface:
     speed_mbits: int
 
 
-@dataclass(frozen=True, slots=True)
-class JaxStart:
+class JaxStart(msgspec.Struct, frozen=True):
     """The result of a successful test start of JAX on the platform that the user asked for.
 
     Args:
@@ -163,8 +156,7 @@ class JaxStart:
     cache_error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class HostFacts:
+class HostFacts(msgspec.Struct, frozen=True):
     """The facts about one host, as one of its processes sees them.
 
     Args:
@@ -203,7 +195,7 @@ class HostFacts:
     interfaces: tuple[Interface, ...] = ()
     jax: JaxStart | None = None
     jax_error: str = ""
-    settings: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = {}
     source: str = "jaxpp-async"
 
     def install(self, extra: str) -> str:
@@ -223,8 +215,7 @@ class HostFacts:
         return read_visible(self.settings.get(VISIBLE), [gpu.uuid for gpu in self.gpus])
 
 
-@dataclass(frozen=True, slots=True)
-class ClockDifference:
+class ClockDifference(msgspec.Struct, frozen=True):
     """The measured difference between a host's wall clock and that of this machine.
 
     Args:
@@ -236,8 +227,7 @@ class ClockDifference:
     error_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class HostReport:
+class HostReport(msgspec.Struct, frozen=True):
     """A report of all that could be found out about one host.
 
     Args:
@@ -262,8 +252,7 @@ class HostReport:
     names_gpus: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LinkReport:
+class LinkReport(msgspec.Struct, frozen=True):
     """A report on the network link between two hosts. The link was measured with the transport that carries
     arrays, from host memory to host memory.
 
@@ -285,8 +274,7 @@ class LinkReport:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Examination:
+class Examination(msgspec.Struct, frozen=True):
     """The facts about a run and its hosts, from which the doctor makes its findings (statements with a
     verdict and a remedy).
 
@@ -315,8 +303,7 @@ class Examination:
 # ---------------------------------------------------------------- processes on each host
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSlots:
+class ProcessSlots(msgspec.Struct, frozen=True):
     """The number of processes that a run would start on each host, and the size of each process.
 
     Args:
@@ -392,8 +379,7 @@ SECTIONS: Final = {
 """The titles of the sections of the doctor's findings, by key, in the order in which they are shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """A statement of the doctor (the command that checks whether a run would work) about a host, a link, or
     all hosts.
 

@@ -19,7 +19,9 @@ import socket
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from jaxpp_async.base import gpu_inventory
 from jaxpp_async.base.install_hints import pip_source
@@ -32,12 +34,11 @@ from jaxpp_async.doctor.facts import (
     Interface,
     JaxStart,
     Ucx,
-    UcxResource,
 )
-from jaxpp_async.launch.commands import command_here, inherited_environment
+from jaxpp_async.launch.run_module import command_here, inherited_environment
 
 PACKAGES = (
-    "jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes", "msgpack", "flatbuffers", "uvloop",
+    "jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes", "msgspec", "flatbuffers", "uvloop",
     "jax-cuda12-plugin", "jax-cuda13-plugin", "ucxx-cu12", "ucxx-cu13", "libucx-cu12", "libucx-cu13",
     "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nccl4py", "nvidia-ml-py",
 )  # fmt: skip
@@ -45,6 +46,8 @@ PACKAGES = (
 
 CHILD_S = 45.0
 """The longest time in seconds that starting JAX or UCX may take. JAX with eight GPUs takes ten seconds."""
+
+T = TypeVar("T")
 
 _SETTINGS = re.compile(r"(UCX|NCCL|XLA|JAX|CUDA|RAPIDS_LIBUCX)_\w+|LD_LIBRARY_PATH")
 _SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
@@ -57,8 +60,8 @@ async def gather(platform: str) -> HostFacts:
         platform: the platform on which JAX is to start, `"cpu"` or `"cuda"`.
     """
     ucx, jax = await asyncio.gather(
-        run_child("jaxpp_async.doctor.probe_programs", "ucx"),
-        run_child("jaxpp_async.doctor.probe_programs", "jax", platform),
+        run_child(Ucx, "jaxpp_async.doctor.probe_programs", "ucx"),
+        run_child(JaxStart, "jaxpp_async.doctor.probe_programs", "jax", platform),
     )
     driver, found_gpus, gpu_error = find_gpus()
     return HostFacts(
@@ -75,13 +78,13 @@ async def gather(platform: str) -> HostFacts:
         driver=driver,
         gpus=found_gpus,
         gpu_error=gpu_error,
-        ucx=_describe_ucx(ucx) if isinstance(ucx, dict) else None,
-        ucx_error="" if isinstance(ucx, dict) else ucx,
+        ucx=ucx if isinstance(ucx, Ucx) else None,
+        ucx_error=ucx if isinstance(ucx, str) else "",
         ib_ports=read_ib_ports(),
         verbs_devices=_count_verbs_devices(),
         interfaces=read_interfaces(),
-        jax=JaxStart(**jax) if isinstance(jax, dict) else None,
-        jax_error="" if isinstance(jax, dict) else jax,
+        jax=jax if isinstance(jax, JaxStart) else None,
+        jax_error=jax if isinstance(jax, str) else "",
         settings=_read_settings(),
     )
 
@@ -100,15 +103,17 @@ def find_packages() -> dict[str, str]:
     return found
 
 
-async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
+async def run_child(kind: type[T], module: str, *arguments: str) -> T | str:
     """Run one of the doctor's short programs, and stop it after `CHILD_S` seconds.
 
     Args:
+        kind: the type of the program's result.
         module: the dotted name of the program's module.
         arguments: the command-line arguments for the program.
 
     Returns:
-        The JSON object in the last line that the program printed, or a sentence that says why there is none.
+        The result, which the program printed as JSON in its last line, or a sentence that says why there is
+        none.
     """
     process = await asyncio.create_subprocess_exec(
         *command_here(module, *arguments),
@@ -126,8 +131,7 @@ async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
             await process.wait()
     lines = output.decode(errors="replace").strip().splitlines()
     with contextlib.suppress(ValueError, IndexError):
-        found = json.loads(lines[-1])
-        return found if isinstance(found, dict) else str(found)
+        return msgspec.convert(json.loads(lines[-1]), kind | str)
     said = errors.decode(errors="replace").strip().splitlines() or lines
     return said[-1][:500] if said else f"ended with code {process.returncode}"
 
@@ -223,11 +227,6 @@ def read_interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, ...
 
 def _count_verbs_devices(root: Path = Path("/dev/infiniband")) -> int:
     return sum(os.access(path, os.R_OK | os.W_OK) for path in root.glob("uverbs*"))
-
-
-def _describe_ucx(values: dict[str, Any]) -> Ucx:
-    resources = tuple(UcxResource(*pair) for pair in values["resources"])
-    return Ucx(values["version"], values["library"], resources)
 
 
 def _read_line(path: Path) -> str:

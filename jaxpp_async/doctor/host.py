@@ -13,7 +13,6 @@ this, which uses the transport of actors, sends from host memory, and does not s
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import sys
 import time
@@ -74,13 +73,13 @@ class ProbeServer:
     async def _open(self, order: protocol.OpenEnd) -> protocol.Record:
         await self.aclose()
         self._end = ProbeEnd(order.peer)
-        return protocol.EndOpened(base64.b64encode(self._end.address).decode())
+        return protocol.EndOpened(self._end.address)
 
     async def _measure(self, order: protocol.Measure) -> protocol.Record:
         if self._end is None:
             return protocol.ProbeFailed("there is no open end of the data plane")
         try:
-            found = await self._end.measure(order.peer, base64.b64decode(order.address), leads=order.leads)
+            found = await self._end.measure(order.peer, order.address, leads=order.leads)
         finally:
             await self.aclose()
         return protocol.Measured(*found)

@@ -13,10 +13,13 @@ import os
 import sys
 from pathlib import Path
 
+import msgspec
+
+from jaxpp_async.doctor.facts import JaxStart, Ucx, UcxResource
 from jaxpp_async.errors import InstallError, MeshError
 
 
-def probe_jax(platform: str) -> dict[str, object] | str:
+def probe_jax(platform: str) -> JaxStart | str:
     """Start JAX on a platform and make the folder of the compilation cache, to test whether an actor could do
     the same.
 
@@ -24,7 +27,7 @@ def probe_jax(platform: str) -> dict[str, object] | str:
         platform: the name of the platform in `JAX_PLATFORMS`.
 
     Returns:
-        A dictionary with the fields of `facts.JaxStart`, or the text of the error if JAX did not start.
+        The result of the start, or the text of the error if JAX did not start.
     """
     os.environ["JAX_PLATFORMS"] = platform
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # another run may need the memory
@@ -42,21 +45,14 @@ def probe_jax(platform: str) -> dict[str, object] | str:
         make_cache(DEFAULT)
     except MeshError as error:
         cache_error = str(error)
-    kind, platform = devices[0].device_kind, devices[0].platform
-    return {
-        "platform": platform,
-        "num_devices": len(devices),
-        "device_kind": kind,
-        "cache_error": cache_error,
-    }
+    return JaxStart(devices[0].platform, len(devices), devices[0].device_kind, cache_error)
 
 
-def probe_ucx() -> dict[str, object] | str:
+def probe_ucx() -> Ucx | str:
     """Start UCX as an actor does, to test whether UCX works on this host.
 
     Returns:
-        A dictionary with UCX's version, the path of the loaded library and its transports; or the text of the
-        error if UCX did not start.
+        The facts about UCX, or the text of the error if UCX did not start.
     """
     from jaxpp_async.transport.ucx.context import open_context, resources  # JAX's probe does not need it
 
@@ -65,7 +61,8 @@ def probe_ucx() -> dict[str, object] | str:
     except (InstallError, MeshError) as error:
         return str(error)
     version = ".".join(map(str, context.ucxx.get_ucx_version()))
-    return {"version": version, "library": _loaded_libucp(), "resources": resources(context.ucp.info)}
+    found = tuple(UcxResource(transport, device) for transport, device in resources(context.ucp.info))
+    return Ucx(version, _loaded_libucp(), found)
 
 
 def _loaded_libucp() -> str:
@@ -79,4 +76,5 @@ def _loaded_libucp() -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(probe_ucx() if sys.argv[1] == "ucx" else probe_jax(sys.argv[2])))
+    result = probe_ucx() if sys.argv[1] == "ucx" else probe_jax(sys.argv[2])
+    print(json.dumps(msgspec.to_builtins(result)))

@@ -7,15 +7,14 @@ The doctor sends orders (requests), and the program answers each of them with a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from jaxpp_async.doctor.facts import HostFacts
 from jaxpp_async.protocol.line_protocol import LineProtocol
+from jaxpp_async.protocol.messages import Message
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare:
+class Prepare(Message):
     """A message that tells the doctor's program on a host to set environment variables, sent before all other
     messages. The answer is `Completed`.
     """
@@ -23,8 +22,7 @@ class Prepare:
     env: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class AskFacts:
+class AskFacts(Message):
     """A message that tells the doctor's program on a host to gather the facts about the host, among them
     whether JAX starts on the given platform. The answer is `Facts`.
     """
@@ -32,15 +30,13 @@ class AskFacts:
     platform: str
 
 
-@dataclass(frozen=True, slots=True)
-class AskClock:
+class AskClock(Message):
     """A message that tells the doctor's program on a host to read the host's wall clock. The answer is
     `ClockIs`.
     """
 
 
-@dataclass(frozen=True, slots=True)
-class CallBack:
+class CallBack(Message):
     """A message that tells the doctor's program on a host to connect to the doctor's machine, as an actor
     would, and to send a token. The answer is `Completed`.
 
@@ -55,8 +51,7 @@ class CallBack:
     token: str
 
 
-@dataclass(frozen=True, slots=True)
-class OpenEnd:
+class OpenEnd(Message):
     """A message that tells the doctor's program on a host to open one end of a link that is to be measured.
     The answer is `EndOpened`.
 
@@ -67,24 +62,22 @@ class OpenEnd:
     peer: int
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
+class Measure(Message):
     """A message that tells the doctor's program on a host to connect its end of a link to the other end, and
     to measure the link. The answer is `Measured`.
 
     Args:
         peer: the number of the other end.
-        address: the address of the other end, as base64.
+        address: the address of the other end.
         leads: whether this end sends and measures; otherwise this end replies. Exactly one end leads.
     """
 
     peer: int
-    address: str
+    address: bytes
     leads: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(Message):
     """The first message of the doctor's program on a host, which shows that Python and this package have
     started there.
     """
@@ -92,29 +85,25 @@ class Started:
     version: str
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Message):
     """The answer to `AskFacts`, with the facts about a host."""
 
     facts: HostFacts
 
 
-@dataclass(frozen=True, slots=True)
-class ClockIs:
+class ClockIs(Message):
     """The answer to `AskClock`, with the wall clock of a host in seconds since 1970."""
 
     wall_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class EndOpened:
-    """The answer to `OpenEnd`, with the address of the opened end of the link, as base64."""
+class EndOpened(Message):
+    """The answer to `OpenEnd`, with the address of the opened end of the link."""
 
-    address: str
+    address: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(Message):
     """The answer to `Measure`, with the measured latency in seconds and the rate in bytes per second. Both
     are 0 if this end of the link did not lead the measurement.
     """
@@ -123,13 +112,11 @@ class Measured:
     bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
+class Completed(Message):
     """The answer to a request that was carried out and has no result."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeFailed:
+class ProbeFailed(Message):
     """The answer to a request that could not be carried out, with the reason in words."""
 
     error: str

@@ -4,11 +4,11 @@ person, or as JSON for a program.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -53,8 +53,8 @@ def as_json(found: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the examination and its findings as a dictionary that `json.dumps` accepts."""
     return {
         "would_work": would_work(findings),
-        "findings": [dataclasses.asdict(finding) for finding in findings],
-        **dataclasses.asdict(found),
+        "findings": msgspec.to_builtins(findings),
+        **msgspec.to_builtins(found),
     }
 
 

@@ -15,7 +15,7 @@ host_agent            is the program on another host that starts and ends the ac
 host_agent_client     talks to a host agent, or to another program on a host
 host_agent_protocol   defines the messages between a launcher and a host agent
 login_errors          explains why a program on a host could not be started
-commands, run_module  run programs of this package so that they import nothing from the working directory
+run_module            runs programs of this package so that they import nothing from the working directory
 """
 
 from importlib import import_module

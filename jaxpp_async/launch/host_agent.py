@@ -24,7 +24,6 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import astuple
 from importlib import metadata
 
 import jaxpp_async
@@ -33,8 +32,9 @@ from jaxpp_async.errors import MeshError
 from jaxpp_async.launch import host_agent_protocol as kp
 from jaxpp_async.launch.process_supervisor import ProcessSupervisor
 from jaxpp_async.launch.spawn import ActorProcess, spawn_actor
+from jaxpp_async.protocol.actor_info import ExitCode
 from jaxpp_async.protocol.line_protocol import SIGN_OF_LIFE
-from jaxpp_async.protocol.parent_watch import ExitCode, Lease, signal_at_parents_death
+from jaxpp_async.protocol.parent_watch import Lease, signal_at_parents_death
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_ORDER_BYTES = 1 << 20
@@ -117,9 +117,8 @@ class HostAgent:
 
     def _on_dead(self, key: str, returncode: int) -> None:
         actor = self._actors.pop(key)
-        at = actor.page.read()
+        position = actor.page.read()
         actor.page.close()
-        position = astuple(at) if at is not None else None
         self.say(kp.ActorEnded(key, ExitCode.LEASE_EXPIRED if self._is_expired else returncode, position))
 
     def _write_records(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from jaxpp_async.launch import host_agent_protocol as kp
@@ -18,9 +17,9 @@ from jaxpp_async.launch.hosts import Host, ProcessPlacement
 from jaxpp_async.launch.login_errors import Explanation
 from jaxpp_async.launch.process_supervisor import TAIL_LINES, Death
 from jaxpp_async.launch.spawn import ActorRequest
-from jaxpp_async.protocol.actor_info import Position
+from jaxpp_async.protocol.actor_info import ExitCode, Position
 from jaxpp_async.protocol.line_protocol import RECORD
-from jaxpp_async.protocol.parent_watch import ExitCode, Lease
+from jaxpp_async.protocol.parent_watch import Lease
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -250,27 +249,6 @@ class HostProgram(Generic[R]):
 # ---------------------------------------------------------------- host agents
 
 
-@dataclass(slots=True)
-class _Actor:
-    """The launcher's record of an actor process that a host agent was told to start.
-
-    Attributes:
-        started: a future whose result is the process id; the future fails with OSError if the process could
-            not be started.
-        dead: a future whose result is a report on how the process ended.
-        forward: a function that is called with each line that the process prints.
-        tail: the last lines that the process printed.
-        position: the process's last position in its program (the instruction that it had reached); None until
-            the process has ended, or if the position is not known.
-    """
-
-    started: asyncio.Future[int]
-    dead: asyncio.Future[Death]
-    forward: Callable[[str], None]
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
-    position: Position | None = None
-
-
 class HostAgentClient(HostProgram[kp.Record]):
     """A client that controls one host agent, the program that starts and ends the actors of its host.
 
@@ -289,7 +267,7 @@ class HostAgentClient(HostProgram[kp.Record]):
         super().__init__(name, kp.read_record, login_mark)
         self._forward = forward
         self.hello: asyncio.Future[kp.AgentHello] = self._loop.create_future()
-        self._actors: dict[str, _Actor] = {}
+        self._actors: dict[str, HostAgentHandle] = {}
 
     async def wait_hello(self, timeout_s: float) -> kp.AgentHello:
         """Wait until the agent has started, and return its greeting.
@@ -316,13 +294,13 @@ class HostAgentClient(HostProgram[kp.Record]):
         Raises:
             OSError: the process could not be started, or the connection to the agent has ended.
         """
-        actor = _Actor(self._loop.create_future(), self._loop.create_future(), forward)
         if self.is_over or self._stream is None:
             raise OSError(f"the connection to {self.name} has ended")
-        self._actors[key] = actor
+        actor = self._actors[key] = HostAgentHandle(self, key, forward)
         self._stream.write(kp.write_order(kp.StartActor(key, request, folder)))
-        pid = await actor.started
-        return HostAgentHandle(self, key, actor, self.hello.result().host, pid)
+        actor.pid = await actor.started
+        actor.host = self.hello.result().host
+        return actor
 
     def signal(self, key: str, signum: int) -> None:
         """Have the agent send a signal to an actor process and to the processes that it started.
@@ -353,66 +331,93 @@ class HostAgentClient(HostProgram[kp.Record]):
             if not self.hello.done():
                 self.hello.set_result(record)
         elif record.key in self._actors:
-            self._deliver(self._actors[record.key], record)
-
-    def _deliver(
-        self, actor: _Actor, record: kp.ActorStarted | kp.StartFailed | kp.OutputLine | kp.ActorEnded
-    ) -> None:
-        if isinstance(record, kp.OutputLine):
-            actor.tail.append(record.text)
-            actor.forward(record.text)
-        elif isinstance(record, kp.ActorEnded):
-            actor.position = record.progress()
-            if not actor.dead.done():
-                actor.dead.set_result(Death(record.returncode, tuple(actor.tail)))
-        elif not actor.started.done():
-            if isinstance(record, kp.ActorStarted):
-                actor.started.set_result(record.pid)
-            else:
-                actor.started.set_exception(OSError(record.error))
+            self._actors[record.key].take(record)
 
     def _take_end(self, end: Death) -> None:
         said = [x for x in end.output_tail if not x.startswith(RECORD) and x.strip() != self._login_mark]
+        expired = end.returncode == ExitCode.LEASE_EXPIRED
+        code = ExitCode.LEASE_EXPIRED if expired else ExitCode.HOST_LOST
         for actor in self._actors.values():
-            if not actor.started.done():
-                actor.started.set_exception(OSError(f"the connection to {self.name} has ended"))
-                actor.started.exception()  # mark it as retrieved; code that awaits it still gets it
-            if not actor.dead.done():
-                last_words = (*actor.tail, f"the connection to {self.name} has ended", *said[-3:])
-                expired = end.returncode == ExitCode.LEASE_EXPIRED
-                code = ExitCode.LEASE_EXPIRED if expired else ExitCode.HOST_LOST
-                actor.dead.set_result(Death(code, last_words))
+            actor.lose(code, f"the connection to {self.name} has ended", said[-3:])
 
 
 class HostAgentHandle:
-    """A handle on an actor process on another host, which a host agent started (see `ActorHandle`)."""
+    """A handle on an actor process on another host, which a host agent was told to start (see `ActorHandle`).
 
-    def __init__(self, link: HostAgentClient, key: str, actor: _Actor, host: str, pid: int):
-        self._link, self._key, self._actor = link, key, actor
-        self.host, self.pid = host, pid
+    Args:
+        agent: the client of the agent.
+        key: the name by which the agent and its client refer to the process.
+        forward: a function that is called with each line that the process prints.
+
+    Attributes:
+        host, pid: the host and the process id; not set until the process has started.
+        started: a future whose result is the process id; the future fails with OSError if the process could
+            not be started.
+        dead: a future whose result is a report on how the process ended.
+    """
+
+    host: str
+    pid: int
+
+    def __init__(self, agent: HostAgentClient, key: str, forward: Callable[[str], None]):
+        self._agent, self._key, self._forward = agent, key, forward
+        loop = asyncio.get_running_loop()
+        self.started: asyncio.Future[int] = loop.create_future()
+        self.dead: asyncio.Future[Death] = loop.create_future()
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._position: Position | None = None
+
+    def take(self, record: kp.ActorStarted | kp.StartFailed | kp.OutputLine | kp.ActorEnded) -> None:
+        """Take in a record (a message of the agent) about this process."""
+        if isinstance(record, kp.OutputLine):
+            self._tail.append(record.text)
+            self._forward(record.text)
+        elif isinstance(record, kp.ActorEnded):
+            self._position = record.position
+            if not self.dead.done():
+                self.dead.set_result(Death(record.returncode, self.output_tail()))
+        elif not self.started.done():
+            if isinstance(record, kp.ActorStarted):
+                self.started.set_result(record.pid)
+            else:
+                self.started.set_exception(OSError(record.error))
+
+    def lose(self, code: ExitCode, what: str, last_words: Sequence[str]) -> None:
+        """Note that nothing more will be heard of the process, because the agent has ended.
+
+        Args:
+            code: the exit status to report if the process was alive.
+            what: text that says what happened.
+            last_words: the last lines of the agent's output.
+        """
+        if not self.started.done():
+            self.started.set_exception(OSError(what))
+            self.started.exception()  # mark it as retrieved; code that awaits it still gets it
+        if not self.dead.done():
+            self.dead.set_result(Death(code, (*self._tail, what, *last_words)))
 
     async def wait_dead(self) -> Death:
         """Wait until the process has died, and return how it died (see `ActorHandle.wait_dead`)."""
-        return await asyncio.shield(self._actor.dead)
+        return await asyncio.shield(self.dead)
 
     def terminate(self) -> None:
         """Have the agent send SIGTERM to the process and to the processes that it started (see
         `ActorHandle.terminate`).
         """
-        self._link.signal(self._key, 15)
+        self._agent.signal(self._key, 15)
 
     def kill(self) -> None:
         """Have the agent send SIGKILL to the process and to the processes that it started (see
         `ActorHandle.kill`).
         """
-        self._link.signal(self._key, 9)
+        self._agent.signal(self._key, 9)
 
     def output_tail(self) -> tuple[str, ...]:
         """Return the last lines that the process printed (see `ActorHandle.output_tail`)."""
-        return tuple(self._actor.tail)
+        return tuple(self._tail)
 
     def progress(self) -> Position | None:
         """Return the process's last position in its program (the instruction that it had reached); None until
         the process has died, or if the position is not known.
         """
-        return self._actor.position
+        return self._position

@@ -8,12 +8,12 @@ The launcher sends orders (requests), and the agent sends records (reports). Eac
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from jaxpp_async.launch.spawn import ActorRequest
 from jaxpp_async.protocol.actor_info import Position
 from jaxpp_async.protocol.line_protocol import LineProtocol
+from jaxpp_async.protocol.messages import Message
 
 TEXT_CHARS = 600
 """The greatest number of characters of an actor's line that one record contains. Even with JSON escapes, a
@@ -21,8 +21,7 @@ record of this size is a line that a pipe transfers as a whole.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class StartActor:
+class StartActor(Message):
     """A message that tells a host agent to start an actor process.
 
     Args:
@@ -32,12 +31,15 @@ class StartActor:
     """
 
     key: str
-    request: ActorRequest = field(repr=False)
+    request: ActorRequest
     folder: str
 
+    def __repr__(self) -> str:
+        # without the request, which may contain secrets
+        return f"StartActor(key={self.key!r}, folder={self.folder!r})"
 
-@dataclass(frozen=True, slots=True)
-class SignalActor:
+
+class SignalActor(Message):
     """A message that tells a host agent to send a signal to an actor process and to all processes that it
     started.
     """
@@ -50,13 +52,11 @@ class SignalActor:
             raise ValueError(f"{self.signum} is no signal")
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(Message):
     """A message that tells a host agent to kill the actors that still run, and then to exit."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentHello:
+class AgentHello(Message):
     """The greeting of a host agent: the first message that the agent sends, once it has started.
 
     Args:
@@ -73,24 +73,21 @@ class AgentHello:
     versions: Mapping[str, str | None]
 
 
-@dataclass(frozen=True, slots=True)
-class ActorStarted:
+class ActorStarted(Message):
     """The message with which a host agent reports that it has started an actor process."""
 
     key: str
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartFailed:
+class StartFailed(Message):
     """The message with which a host agent reports that an actor process could not be started, and why."""
 
     key: str
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class OutputLine:
+class OutputLine(Message):
     """The message with which a host agent passes on a line that an actor printed. A line that is too long for
     one message is sent in several pieces.
     """
@@ -99,26 +96,19 @@ class OutputLine:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ActorEnded:
+class ActorEnded(Message):
     """The message with which a host agent reports that an actor process has ended.
 
     Args:
         key: the name of the process.
         returncode: the exit status of the process, negative for a signal.
-        position: the process's last position in its program (the instruction that it had reached), as the
-            fields of `actor_info.Position`; None if the position is not known.
+        position: the process's last position in its program (the instruction that it had reached); None if
+            the position is not known.
     """
 
     key: str
     returncode: int
-    position: tuple[int, int, int, bool, bool] | None
-
-    def progress(self) -> Position | None:
-        """Return the process's last position in its program (the instruction that it had reached), or None if
-        the position is not known.
-        """
-        return Position(*self.position) if self.position is not None else None
+    position: Position | None
 
 
 Order: TypeAlias = StartActor | SignalActor | Close

@@ -196,9 +196,8 @@ def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: 
     of_each = f" in {per_actor} processes of {num_devices // per_actor} each" if per_actor else ""
     raise MeshError(
         f"{num_actors} actor{'s' * (num_actors != 1)} of {num_devices} devices{of_each} do not fit {there}; "
-        "a slot "
-        "is a device, and a process lies on one host: add hosts, raise slots=, or start fewer or smaller "
-        "actors (spmd_mesh)"
+        "a slot is a device, and a process lies on one host: add hosts, raise slots=, or start fewer or "
+        "smaller actors (spmd_mesh)"
     )
 
 

@@ -19,11 +19,10 @@ from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
 from jaxpp_async.launch.options import LauncherKind
 from jaxpp_async.launch.process_supervisor import Death
 from jaxpp_async.program.instructions import CONTROLLER
-from jaxpp_async.protocol.actor_info import Position
+from jaxpp_async.protocol.actor_info import ExitCode, Position
 from jaxpp_async.protocol.connection import attach_socket
 from jaxpp_async.protocol.frames import Identity
 from jaxpp_async.protocol.log_forwarding import name_actor
-from jaxpp_async.protocol.parent_watch import ExitCode
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
 from jaxpp_async.transport.registry import make_inline_transport, transport_names

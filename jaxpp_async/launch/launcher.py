@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jaxpp_async.launch.process_supervisor import Death
-from jaxpp_async.program.instructions import ProcessId
+from jaxpp_async.program.instructions import CONTROLLER, ProcessId
 from jaxpp_async.protocol.actor_info import Position, ProcessRank
 from jaxpp_async.protocol.frames import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.protocol.log_forwarding import package_level
 from jaxpp_async.protocol.parent_watch import LEASE_S
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
+from jaxpp_async.transport.registry import make_process_transport, transport_names
 
 DEFAULT_ACTOR = "jaxpp_async.actors.actor:Actor"
 
@@ -178,3 +179,16 @@ class Launcher(Protocol):
         nothing.
         """
         ...
+
+
+class ProcessLauncher:
+    """The part that launchers have in common whose actors run in processes of their own."""
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The names of the transports that work between processes; the first one is the default."""
+        return transport_names(within_process=False)
+
+    def make_transport(self, kind: str, network: Network) -> Transport:
+        """Make the controller's own transport; see `Launcher.make_transport`."""
+        return make_process_transport(kind, CONTROLLER, network)

@@ -7,27 +7,20 @@ import socket
 import sys
 from collections.abc import Callable
 
-from jaxpp_async.launch.hosts import Host, ProcessPlacement, Settings, defaults, environment
-from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
+from jaxpp_async.launch.hosts import Settings, defaults, environment
+from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec, ProcessLauncher
 from jaxpp_async.launch.options import OF_PROCESSES, LauncherKind, LaunchOptions
 from jaxpp_async.launch.process_supervisor import Death, ProcessSupervisor, print_to_stderr
 from jaxpp_async.launch.spawn import ActorProcess, ActorRequest, spawn_actor
-from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.protocol.actor_info import ProgressPage
 from jaxpp_async.protocol.parent_watch import LEASE_S, Lease
-from jaxpp_async.transport.base import Transport
-from jaxpp_async.transport.network import Network
-from jaxpp_async.transport.registry import make_process_transport, transport_names
 
 
-class LocalLauncher:
+class LocalLauncher(ProcessLauncher):
     """A launcher that starts the processes of actors on this machine.
 
     Args:
-        pin_cores: whether to bind each process to its share of this process's CPU cores.
-        python: the path of the interpreter that runs the actors; None for the interpreter in `settings`, or
-            for this process's interpreter if `settings` has none.
-        settings: the devices, CPUs and network of the actors.
+        settings: the interpreter, devices, CPUs and network of the actors.
         actor: the actor class as `module:name`, for tests of the control plane.
         forward: a function that is called with each line that an actor prints, prefixed with the actor's
             name; None to print the lines to `sys.stderr`.
@@ -39,28 +32,16 @@ class LocalLauncher:
     def __init__(
         self,
         *,
-        pin_cores: bool = True,
-        python: str | None = None,
         settings: Settings | None = None,
         actor: str = DEFAULT_ACTOR,
         forward: Callable[[str], None] | None = None,
         lease_s: float = LEASE_S,
     ):
-        self._settings = settings or Settings()
-        self._pin_cores, self._python, self._actor = pin_cores, python or self._settings.python, actor
+        self._settings, self._actor = settings or Settings(), actor
         self._forward = forward or print_to_stderr
         self._lease = Lease(lease_s)
         self._supervisor: ProcessSupervisor | None = None
         self._pages: list[ProgressPage] = []
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """The names of the transports that work between processes; the first one is the default."""
-        return transport_names(within_process=False)
-
-    def make_transport(self, kind: str, network: Network) -> Transport:
-        """Make the controller's own transport; see `Launcher.make_transport`."""
-        return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
         """Start one process of an actor by `python -m jaxpp_async.actors`; see `Launcher.start`."""
@@ -84,15 +65,13 @@ class LocalLauncher:
         self._pages.clear()
 
     def _request(self, spec: LaunchSpec) -> ActorRequest:
-        here = ProcessPlacement(Host("localhost", spec.num_processes), spec.process_id, spec.num_processes)
         return ActorRequest(
-            python=self._python or sys.executable,
+            python=self._settings.python or sys.executable,
             env=environment(self._settings, spec.platform) | dict(spec.env),
             config=spec.config(actor=self._actor, lease_s=self._lease.seconds),
-            index=here.index,
-            count=here.count,
+            index=spec.process_id,
+            count=spec.num_processes,
             cpus=self._settings.cpus,
-            pin_cores=self._pin_cores,
             gpus=spec.gpus,
             defaults={**defaults(self._settings), **spec.defaults},
         )

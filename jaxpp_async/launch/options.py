@@ -109,11 +109,7 @@ class LaunchOptions:
 
     def remote_options(self) -> dict[str, Any]:
         """Return the keyword arguments for `RemoteLauncher` that follow from these options."""
-        return {
-            "settings": self.settings(),
-            "control_address": self.control_address,
-            "lease_s": self.lease_s,
-        }
+        return {"settings": self.settings(), "control_address": self.control_address, "lease_s": self.lease_s}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from jaxpp_async.base.descriptors import keep_from_children
 
@@ -164,13 +165,24 @@ class ProcessSupervisor:
             A future whose result is the started process; the future fails with OSError if the process could
             not be started.
         """
+        start = partial(
+            subprocess.Popen,
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            pass_fds=descriptors,
+            start_new_session=True,  # Ctrl-C reaches the driver alone, and the group can be killed as a whole
+            bufsize=0,
+        )
         spawned: concurrent.futures.Future[SupervisedProcess] = concurrent.futures.Future()
 
         def spawn() -> None:
             if not spawned.set_running_or_notify_cancel():
                 return
             try:
-                spawned.set_result(self._spawn(command, env, first_line, forward, noise, descriptors))
+                spawned.set_result(self._spawn(start, first_line, forward, noise))
             except OSError as error:
                 spawned.set_exception(error)
 
@@ -253,25 +265,14 @@ class ProcessSupervisor:
 
     def _spawn(
         self,
-        command: Sequence[str],
-        env: Mapping[str, str],
+        start: Callable[[], subprocess.Popen[bytes]],
         first_line: bytes,
         forward: Callable[[str], None],
         noise: str,
-        descriptors: Sequence[int],
     ) -> SupervisedProcess:
         if self._closing:
             raise OSError("the mesh is closing")
-        popen = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            pass_fds=descriptors,
-            start_new_session=True,  # Ctrl-C reaches the driver alone, and the group can be killed as a whole
-            bufsize=0,
-        )
+        popen = start()
         assert popen.stdin is not None and popen.stdout is not None
         keep_from_children(popen.stdin.fileno(), popen.stdout.fileno())
         process = SupervisedProcess(popen, forward, noise)

@@ -28,7 +28,6 @@ from rich.text import Text
 import jaxpp_async
 from jaxpp_async.base.install_hints import SAME_VERSIONS
 from jaxpp_async.errors import HandshakeError, LaunchError
-from jaxpp_async.launch.commands import command_here, command_there, inherited_environment
 from jaxpp_async.launch.host_agent_client import HostAgentClient, ProgramNotStartedError, Reach, Stream
 from jaxpp_async.launch.host_agent_protocol import AgentHello
 from jaxpp_async.launch.hosts import (
@@ -42,16 +41,13 @@ from jaxpp_async.launch.hosts import (
     environment,
     place,
 )
-from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
+from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec, ProcessLauncher
 from jaxpp_async.launch.login_errors import Explanation, explain_python
 from jaxpp_async.launch.process_supervisor import Death, ProcessSupervisor, SupervisedProcess, print_to_stderr
+from jaxpp_async.launch.run_module import command_here, command_there, inherited_environment
 from jaxpp_async.launch.spawn import ActorRequest
-from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.protocol.frames import version_mismatch
 from jaxpp_async.protocol.parent_watch import LEASE_S, Lease
-from jaxpp_async.transport.base import Transport
-from jaxpp_async.transport.network import Network
-from jaxpp_async.transport.registry import make_process_transport, transport_names
 
 HOST_AGENT = "jaxpp_async.launch.host_agent"
 """The name of the module that runs on other hosts to start actors there."""
@@ -78,7 +74,7 @@ class Timeouts:
     python_s: float = 60.0
 
 
-class RemoteLauncher:
+class RemoteLauncher(ProcessLauncher):
     """A launcher that starts actors on other hosts, through a host agent on each.
 
     Args:
@@ -148,15 +144,6 @@ class RemoteLauncher:
         if self._control_address is None:
             names = await self._reach.resolve(self.hosts)
             self._control_address = await asyncio.to_thread(control_address, names)
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """The names of the transports that work between processes; the first one is the default."""
-        return transport_names(within_process=False)
-
-    def make_transport(self, kind: str, network: Network) -> Transport:
-        """Make the controller's own transport; see `Launcher.make_transport`."""
-        return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
         """Start one process of an actor on its host. If the host's agent does not run yet, it is started

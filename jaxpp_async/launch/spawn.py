@@ -20,8 +20,8 @@ from typing import Any, Final, TypeVar
 
 from jaxpp_async.base.gpu_inventory import VISIBLE, GpuShare, choose_gpus, gpu_environment, visible_gpus
 from jaxpp_async.errors import MeshError
-from jaxpp_async.launch.commands import command_here, command_there, inherited_environment
 from jaxpp_async.launch.process_supervisor import ProcessSupervisor, SupervisedProcess
+from jaxpp_async.launch.run_module import command_here, command_there, inherited_environment
 from jaxpp_async.protocol.actor_info import ProgressPage, make_page
 from jaxpp_async.transport.ucx.net_devices import DEVICES, check_devices
 
@@ -109,7 +109,6 @@ class ActorRequest:
         count: the number of the mesh's processes on the host.
         cpus: the numbers of the CPUs that the host's processes share; None for all that the starting process
             may use.
-        pin_cores: whether to bind the process to its share of the CPUs.
         gpus: the number of GPUs that the process needs; 0 if it needs none.
         gpus_are_its_own: whether the GPUs that the host's environment names are for this process alone,
             because a cluster assigned them. Otherwise all processes of the mesh on the host share them.
@@ -122,7 +121,6 @@ class ActorRequest:
     index: int = 0
     count: int = 1
     cpus: tuple[int, ...] | None = None
-    pin_cores: bool = True
     gpus: int = 0
     gpus_are_its_own: bool = False
     defaults: Mapping[str, str] = field(default_factory=dict)
@@ -143,9 +141,8 @@ class ActorRequest:
         there = visible.names
         if not there and VISIBLE not in env:
             return {}  # the process reports itself what is missing: a GPU, its driver, or JAX for it
-        if (
-            visible.stopped_at and VISIBLE in self.env
-        ):  # the user asked for it; it is not just this host's setting
+        if visible.stopped_at and VISIBLE in self.env:
+            # the user asked for it; it is not just this host's setting
             raise MeshError(
                 f"devices= (or {VISIBLE} of env=) is {env[VISIBLE]!r}, and this host has no GPU "
                 f"{visible.stopped_at}, or more than one of that name; `nvidia-smi -L` there lists them"
@@ -172,7 +169,7 @@ class ActorRequest:
         config = {
             **self.config,
             "parent_pid": os.getpid(),
-            "cores": share_out(cpus, self.count)[self.index] if self.pin_cores or self.cpus else [],
+            "cores": share_out(cpus, self.count)[self.index],
             "progress_page": progress_page,
         }
         return json.dumps(config).encode() + b"\n"

@@ -7,7 +7,6 @@ that other actor fails.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -134,31 +133,6 @@ class ReplicaStore:
             [transport.recv(data, message.source, tag) for data, tag in copy.shards_with_tags(message.epoch)]
         )
         self.put(message.generation, message.owner, copy)
-
-
-def choose_holders(hosts: Sequence[Sequence[str]]) -> dict[int, int]:
-    """Choose for each actor another actor that keeps the copy of its arrays for restarts.
-
-    Each copy is kept by the actor whose id is a fixed number higher, modulo the number of actors, so each
-    actor keeps one copy. The number is chosen so that as few copies as possible are on the same host as the
-    original, since a host may be lost as a whole.
-
-    Args:
-        hosts: for each actor, in order of id, the host of each of the actor's processes, in order of rank.
-            There must be at least two actors.
-
-    Returns:
-        A dictionary. Its keys are the ids of all actors; its values are the ids of the actors that keep the
-        copies.
-    """
-    count = len(hosts)
-
-    def count_pairs_on_one_host(shift: int) -> int:
-        shifted = zip(hosts, [*hosts[shift:], *hosts[:shift]], strict=True)
-        return sum(one == other for pair in shifted for one, other in zip(*pair, strict=True))
-
-    shift = min(range(1, count), key=count_pairs_on_one_host)
-    return {k: (k + shift) % count for k in range(count)}
 
 
 async def _finish(transfers: list[asyncio.Future[None]]) -> None:

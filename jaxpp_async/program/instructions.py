@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, overload
 
-from jaxpp_async.base.frozen import frozen
+import msgspec
 
 ActorId: TypeAlias = int
 ProcessId: TypeAlias = int
@@ -69,8 +69,9 @@ def task_kind(label: str) -> str:
     return _MICROBATCH.sub("", label).replace("()", "")
 
 
-@dataclass(frozen=True, slots=True)
-class Aval:
+class Aval(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False, cache_hash=True
+):
     """The shape, dtype and sharding of an array that is spread over the devices of one actor.
 
     Args:
@@ -121,8 +122,7 @@ def itemsize(dtype: str) -> int:
 ValueKind: TypeAlias = Literal["input", "temp", "accumulator", "result"]
 
 
-@frozen()
-class Value:
+class Value(msgspec.Struct, frozen=True, gc=False):
     """One array of a step's task graph, made by one node of the graph or passed by the caller of the step.
 
     Args:
@@ -138,8 +138,7 @@ class Value:
     kind: ValueKind = "temp"
 
 
-@frozen()
-class Node:
+class Node(msgspec.Struct, frozen=True, gc=False):
     """A node of a task graph: one call of one executable on one actor.
 
     Args:
@@ -163,8 +162,7 @@ class Node:
     task: Task | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GraphInput:
+class GraphInput(msgspec.Struct, frozen=True):
     """A step argument in a task graph, and the actors that store it when the step starts.
 
     Args:
@@ -180,8 +178,7 @@ class GraphInput:
     donated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GraphOutput:
+class GraphOutput(msgspec.Struct, frozen=True):
     """A step result in a task graph, and the actors that store it when the step ends.
 
     Args:
@@ -195,8 +192,7 @@ class GraphOutput:
     actors: tuple[ActorId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TaskGraph:
+class TaskGraph(msgspec.Struct, frozen=True):
     """The graph of all tasks of one step, each placed on an actor and connected by the arrays they exchange.
 
     `nodes` is in a topological order, and each actor runs its nodes in this order. Every array in `values` is
@@ -214,8 +210,14 @@ class TaskGraph:
 # ---------------------------------------------------------------- instructions
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
+class _Instruction(
+    msgspec.Struct, frozen=True, array_like=True, tag=str.lower, forbid_unknown_fields=True, gc=False
+):
+    """The base of all instructions. As a message an instruction is an array that begins with the name of its
+    class in lower case, such as `"run"`."""
+
+
+class Input(_Instruction, frozen=True):
     """An instruction that puts the step argument `arg` into the buffer slot `buffer`.
 
     A donated argument then belongs to the program, which has to delete, donate or return its buffer.
@@ -223,12 +225,10 @@ class Input:
 
     buffer: BufferId
     arg: int
-    aval: Aval
     donated: bool = False
 
 
-@frozen()
-class Run:
+class Run(_Instruction, frozen=True):
     """An instruction that calls a compiled executable on buffer slots.
 
     `inputs` and `outputs` are the slots of the arguments and results. `donated` lists the positions in
@@ -242,8 +242,7 @@ class Run:
     donated: tuple[int, ...] = ()
 
 
-@frozen()
-class Send:
+class Send(_Instruction, frozen=True):
     """An instruction that sends a buffer to another actor as soon as the buffer is ready.
 
     The program continues without waiting for the transfer. The tag identifies the transfer; tags count from 0
@@ -255,25 +254,21 @@ class Send:
     tag: Tag
 
 
-@frozen()
-class Recv:
+class Recv(_Instruction, frozen=True):
     """An instruction that posts a receive into a buffer, which becomes ready when the data has arrived."""
 
     buffer: BufferId
     from_actor: ActorId
     tag: Tag
-    aval: Aval
 
 
-@frozen()
-class Delete:
+class Delete(_Instruction, frozen=True):
     """An instruction that frees a buffer as soon as no send of the buffer is in progress."""
 
     buffer: BufferId
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(_Instruction, frozen=True):
     """An instruction that returns a buffer as the step result `result`.
 
     The program no longer owns the buffer afterwards; only another `Output` may name the buffer again.

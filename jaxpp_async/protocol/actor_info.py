@@ -1,5 +1,5 @@
-"""Assign numbers to the processes of a mesh, describe the mesh's actors, and share how far each actor has
-come in its program.
+"""Assign numbers to the processes of a mesh, describe the mesh's actors and how their processes end, and
+share how far each actor has come in its program.
 
 An actor is one process or a group of several processes. The processes of a mesh have consecutive numbers, and
 the numbers of one actor's processes follow each other; only `process_of` and `actor_and_rank` compute with
@@ -15,12 +15,13 @@ removed afterwards.
 
 from __future__ import annotations
 
+import enum
 import mmap
 import os
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jaxpp_async.program.instructions import ActorId, ProcessId
 
@@ -89,6 +90,23 @@ def merge_processes(processes: Sequence[ActorInfo]) -> ActorInfo:
     return ActorInfo(first.id, first.host, first.pid, devices, state, processes=tuple(processes), gpus=gpus)
 
 
+class ExitCode(enum.IntEnum):
+    """The exit codes with which an actor process ends itself. `ActorDiedError` tells the user the
+    meaning of each code that stands for a failure.
+
+    `HOST_LOST` stands for an exit code that is not known, because the connection to the actor's host ended.
+    """
+
+    OK = 0
+    CRASH = 1
+    CONFIG = 80
+    CONTROLLER_GONE = 81
+    LEASE_EXPIRED = 82
+    REFUSED = 83
+    CONNECTION_LOST = 84
+    HOST_LOST = 85
+
+
 # ---------------------------------------------------------------- progress
 
 _LAYOUT = struct.Struct("<?qqq??")
@@ -104,9 +122,8 @@ class NoteProgress(Protocol):
     ) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """An actor's position in a loaded program, during one run of it.
+class Position(NamedTuple):
+    """An actor's position in a loaded program, during one run of it. It travels as an array.
 
     Args:
         step: the id of the run (a `messages.StepId`).

@@ -27,6 +27,11 @@ from jaxpp_async.program.instructions import ProcessId
 NUM_READINGS = 16
 """The number of readings that are kept of each process's clock: those of the last eight seconds."""
 
+FORGET_S = 5.0
+"""The seconds after which a reading that has no answer is begun again, since a restart may have dropped the
+question.
+"""
+
 DRIFT = 1e-4
 """The most seconds by which two clocks may drift apart in a second. Quartz is good to some 30 parts in a
 million; a clock that is being corrected may run 500 off for a while, which the next readings show.
@@ -141,6 +146,7 @@ class Clocks:
     def __init__(self, own: str):
         self._own = own
         self._clocks: dict[ProcessId, Clock] = {}
+        self._begun_s: dict[ProcessId, float] = {}
 
     def clock_of(self, process: ProcessId) -> Clock:
         """Return the clock of a process; later calls of `note` add readings to it."""
@@ -163,6 +169,43 @@ class Clocks:
     def forget(self, process: ProcessId) -> None:
         """Forget the clock of a process that is about to be replaced."""
         self._clocks.pop(process, None)
+        self._begun_s.pop(process, None)
+
+    def begin_reading(self, process: ProcessId, name: str, now_s: float) -> bool:
+        """Record the clock that a heartbeat names, and return whether the process has to be asked for its
+        time now.
+
+        The clock of this process needs no readings, and a process is asked one question at a time. If the
+        result is True, the caller asks the process, and calls `end_reading` when the answer is there.
+
+        Args:
+            process: the process that sent the heartbeat.
+            name: the `clock_name()` of the process.
+            now_s: the time, in seconds of this process's clock.
+        """
+        self.name(process, name)
+        begun_s = self._begun_s.get(process)
+        if self.clock_of(process).is_own or (begun_s is not None and now_s - begun_s < FORGET_S):
+            return False
+        self._begun_s[process] = now_s
+        return True
+
+    def end_reading(
+        self, process: ProcessId, sent_s: float, shown_s: float | None, received_s: float
+    ) -> None:
+        """Add the reading that `begin_reading` has begun. Do nothing if another reading has begun since, or
+        if the process was replaced.
+
+        Args:
+            process: the process that was asked.
+            sent_s, received_s: as in `Reading`; `sent_s` is the time that was passed to `begin_reading`.
+            shown_s: as in `Reading`, or None if the process did not tell its time.
+        """
+        if self._begun_s.get(process) != sent_s:
+            return
+        del self._begun_s[process]
+        if shown_s is not None:
+            self.note(process, sent_s, shown_s, received_s)
 
     def note(self, process: ProcessId, sent_s: float, shown_s: float, received_s: float) -> None:
         """Add a reading of a process's clock; the other arguments are those of `Reading`."""

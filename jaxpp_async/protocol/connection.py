@@ -12,7 +12,9 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
+
+from msgspec import Raw
 
 from jaxpp_async.base.descriptors import keep_from_children
 from jaxpp_async.errors import HandshakeError, ProtocolError
@@ -36,13 +38,17 @@ MAX_UNSENT_BYTES = 4 << 30
 """The number of unsent bytes above which the peer is taken to be stuck, and the connection is closed."""
 
 
+OnMessage: TypeAlias = Callable[[Any, int | None], None]
+
+
 class Connection(asyncio.Protocol):
     """An authenticated conversation between controller and actor process over one socket.
 
     Args:
         wire: the state machine of this process's side of the conversation, in its initial state (before the
             handshake).
-        on_message: called with each message that arrives, in order; may be replaced at any time.
+        on_message: called with each message that arrives, in order, and with the number of the request that
+            the message makes or answers (None if it does neither); may be replaced at any time.
         on_closed: called once, when the socket is closed, with the error that ended the conversation, or None
             if either side closed the connection without an error.
         lost_s: about how many seconds sent data may stay without an acknowledgement before the peer counts as
@@ -57,7 +63,7 @@ class Connection(asyncio.Protocol):
         self,
         wire: Wire,
         *,
-        on_message: Callable[[Any], None] | None = None,
+        on_message: OnMessage | None = None,
         on_closed: Callable[[Exception | None], None] | None = None,
         lost_s: float = LEASE_S,
     ):
@@ -97,14 +103,14 @@ class Connection(asyncio.Protocol):
         peer = self._transport.get_extra_info("peername") if self._transport is not None else None
         return peer[0] if peer else ""
 
-    def send(self, message: Message, encoded: bytes | None = None) -> None:
+    def send(self, message: Message | Raw, number: int | None = None) -> None:
         """Send a message without waiting. If the conversation is over, the message is dropped without an
         error, because `on_closed` reports the reason. A `Log` message is also dropped while a lot of data is
         waiting to be sent.
 
         Args:
-            message: the message.
-            encoded: the encoded message, if the caller has encoded it already; None to encode it here.
+            message: the message, or what `codec.Encoder.encode_message` returned for it.
+            number: the number of the request that the message makes or answers; None if it does neither.
 
         Raises:
             MeshError: the message cannot be encoded. The connection can still be used.
@@ -118,7 +124,7 @@ class Connection(asyncio.Protocol):
         if unsent > MAX_UNSENT_BYTES:
             self.fail(ProtocolError(f"the peer does not read: {unsent} bytes wait to be sent"))
             return
-        pieces = self.wire.encode(message) if encoded is None else self.wire.frame(encoded)
+        pieces = self.wire.encode(message, number)
         if len(pieces) == 1:
             transport.write(pieces[0])
         else:
@@ -181,12 +187,12 @@ class Connection(asyncio.Protocol):
             if self.wire.state == "open":
                 self._handshake_timer.cancel()
                 self.opened.set_result(None)
-        for message in messages:
+        for number, message in messages:
             if self.on_message is None:
                 self.fail(ProtocolError(f"unexpected {type(message).__name__}"))
                 return
             try:
-                self.on_message(message)
+                self.on_message(message, number)
             except ProtocolError as error:  # an authenticated peer breaks the protocol
                 self.fail(error)
                 return

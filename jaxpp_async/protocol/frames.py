@@ -36,10 +36,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, TypeVar
 
+from msgspec import Raw
+
 from jaxpp_async.errors import HandshakeError, ProtocolError
 from jaxpp_async.protocol import codec
-from jaxpp_async.protocol.codec import decode_as, pack
-from jaxpp_async.protocol.messages import Beat, Log, Message, Reply, Request
+from jaxpp_async.protocol.codec import Envelope, decode_as, decoder_of, pack
+from jaxpp_async.protocol.messages import Beat, Message, MessagePart, accepted_messages
 
 T = TypeVar("T")
 
@@ -50,10 +52,10 @@ Channel: TypeAlias = Literal["control", "beats"]
 alone.
 """
 
-MAGIC = b"jpp2"
+MAGIC = b"jpp3"
 """The first bytes of every handshake message: `jpp` and the number of the format. The number grows with every
 change of handshake or frames, so that copies of the package that cannot talk to each other report it. The
-format `jpp1` had two MACs per frame.
+format `jpp1` had two MACs per frame; in `jpp2`, a request's number was a field of its message.
 """
 
 SECRET_BYTES = NONCE_BYTES = 32
@@ -81,10 +83,6 @@ _JOIN_BYTES: Final = 1 << 16  # below this size one copy is cheaper than one mor
 
 SHORT_BYTES: Final = 4096
 """The most bytes of a payload whose length is sent without a MAC of its own."""
-
-TO_ACTOR = codec.message_types(Request)
-TO_CONTROLLER = codec.message_types(Reply | Log)
-BEATS = codec.message_types(Beat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,7 @@ class Wire:
         self.identity = identity
         self._secret, self._version, self._max_frame_bytes = secret, version, max_frame_bytes
         self._nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
-        self._known = TO_ACTOR if role == "actor" else TO_CONTROLLER
+        self._decoder = decoder_of(accepted_messages(role))
         self._encoder = codec.Encoder(max_frame_bytes)
         self._buffer = bytearray()
         self._outgoing: list[bytes] = []
@@ -160,7 +158,7 @@ class Wire:
             life = (identity.process_id, identity.incarnation)
             self._hello = Hello("actor", *life, version, self._nonce, identity.channel)
             if identity.channel == "beats":
-                self._known = {}  # the controller sends nothing over this channel
+                self._decoder = decoder_of(())  # the controller sends nothing over this channel
             self._greet(self._hello)
 
     def take_outgoing(self) -> bytes:
@@ -171,9 +169,9 @@ class Wire:
         self._outgoing.clear()
         return data
 
-    def feed(self, data: bytes | bytearray | memoryview) -> list[Message]:
-        """Process bytes from the peer, and return the messages that are now complete. The bytes may begin and
-        end anywhere in a message.
+    def feed(self, data: bytes | bytearray | memoryview) -> list[Envelope]:
+        """Process bytes from the peer, and return the messages that are now complete, each with its request's
+        number. The bytes may begin and end anywhere in a message.
 
         If the bytes contain complete messages followed by an error, the messages are returned, the attribute
         `error` is set, and the wire has failed.
@@ -187,7 +185,7 @@ class Wire:
         """
         if self.state == "failed":
             raise ProtocolError("this conversation has already failed")
-        messages: list[Message] = []
+        messages: list[Envelope] = []
         try:
             if self.state == "open" and type(data) is bytes and len(data) <= _JOIN_BYTES and not self._buffer:
                 self._take_whole(data, messages)
@@ -204,21 +202,18 @@ class Wire:
             self.error = error.with_traceback(None)  # its frames refer to this wire
         return messages
 
-    def encode(self, message: Message) -> list[bytes]:
+    def encode(self, message: Message | Raw, number: int | None = None) -> list[bytes]:
         """Return the frame of a message, as pieces of bytes to be written in order.
+
+        Args:
+            message: the message, or what `codec.Encoder.encode_message` returned for it.
+            number: the number of the request that the message makes or answers; None if it does neither.
 
         Raises:
             ProtocolError: the wire is not open.
             MeshError: the message cannot be encoded; the wire can still be used.
         """
-        return self.frame(self._encoder.encode(message))
-
-    def frame(self, payload: bytes) -> list[bytes]:
-        """Return the frame of a message that is encoded already, as pieces of bytes to be written in order.
-
-        Raises:
-            ProtocolError: the wire is not open.
-        """
+        payload = self._encoder.encode(message, number)
         key, size = self._send_key, len(payload)
         if self.state != "open" or key is None:
             raise ProtocolError(f"cannot send a message: the conversation is {self.state}, not open")
@@ -233,7 +228,7 @@ class Wire:
 
     # ------------------------------------------------------------ handshake
 
-    def _parse(self, messages: list[Message]) -> None:
+    def _parse(self, messages: list[Envelope]) -> None:
         while self.state != "open":
             body = self._take_greeting()
             if body is None:
@@ -291,7 +286,8 @@ class Wire:
         check_proof(self._secret, "actor", self._said, _read_greeting(Proof, body).proof)
         self.identity = Identity(hello.process_id, hello.incarnation, hello.channel)
         if hello.channel == "beats":
-            self._known, self._max_frame_bytes = BEATS, min(MAX_BEAT_BYTES, self._max_frame_bytes)
+            self._decoder = decoder_of((Beat,))
+            self._max_frame_bytes = min(MAX_BEAT_BYTES, self._max_frame_bytes)
         check_versions(hello.process_id, hello.version, self._version)
         self._open()
 
@@ -304,7 +300,7 @@ class Wire:
 
     # ------------------------------------------------------------ frames
 
-    def _take_whole(self, data: bytes, messages: list[Message]) -> None:
+    def _take_whole(self, data: bytes, messages: list[Envelope]) -> None:
         """Decode the complete frames in `data` without copying them to the buffer; append the rest of `data`
         to the buffer. Most messages arrive as complete frames, so this saves most copies.
 
@@ -320,14 +316,14 @@ class Wire:
             if end + MAC_BYTES > count:
                 break
             self._check_frame(data[at:end], data[end : end + MAC_BYTES], size, sequence)
-            messages.append(codec.decode(data[start:end], self._known))
+            messages.append(self._decoder.decode(data[start:end]))
             self._num_received += 1
             at = end + MAC_BYTES
         if at < count:
             self._buffer += data[at:]
             self._take_frames(messages)
 
-    def _take_frames(self, messages: list[Message]) -> None:
+    def _take_frames(self, messages: list[Envelope]) -> None:
         buffer = self._buffer
         while len(buffer) >= _HEADER.size:
             size, sequence = _HEADER.unpack_from(buffer)
@@ -374,12 +370,12 @@ class Wire:
                 "max_frame_bytes"
             )
 
-    def _read_frame(self, start: int, frame_bytes: int, size: int, sequence: int) -> Message:
+    def _read_frame(self, start: int, frame_bytes: int, size: int, sequence: int) -> Envelope:
         end = frame_bytes - MAC_BYTES
         with memoryview(self._buffer) as whole, whole[:end] as signed, whole[end:frame_bytes] as mac:
             self._check_frame(signed, mac, size, sequence)
             with signed[start:] as payload:
-                return codec.decode(payload, self._known)
+                return self._decoder.decode(payload)
 
     def _check_frame(
         self, signed: bytes | memoryview, mac: bytes | memoryview, size: int, sequence: int
@@ -403,8 +399,7 @@ _HANDSHAKE_STEPS: Final[dict[tuple[Role, State], Callable[[Wire, bytes], None]]]
 # ---------------------------------------------------------------- greetings, proofs and keys
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(MessagePart):
     """The first handshake message, from the actor to the controller: the actor's identity, version and
     nonce.
     """
@@ -417,8 +412,7 @@ class Hello:
     channel: Channel = "control"
 
 
-@dataclass(frozen=True, slots=True)
-class Challenge:
+class Challenge(MessagePart):
     """The second handshake message, from the controller to the actor: the controller's version, nonce and
     proof that it knows the secret.
     """
@@ -429,8 +423,7 @@ class Challenge:
     proof: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
+class Proof(MessagePart):
     """The last handshake message, from the actor to the controller: the proof that the actor knows the
     secret.
     """

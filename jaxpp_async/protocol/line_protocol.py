@@ -6,16 +6,17 @@ no other meaning. Messages from the program are called records. A record is a li
 (a control character) and continues with such an array. Any other line, such as a login banner or a warning of
 a shell, is not a record. Both sides check the type of every field, since a host may be broken or may not be
 the expected one.
+
+The JSON itself is Python's and not msgspec's, since names of files and variables of the environment may
+contain bytes that are not UTF-8, for which Python's strings have surrogates.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
-from jaxpp_async.errors import ProtocolError
-from jaxpp_async.protocol import codec
+import msgspec
 
 RECORD = "\x1e"
 SIGN_OF_LIFE = b"."
@@ -30,12 +31,11 @@ class LineProtocol(Generic[O, R]):
 
     Args:
         whose: a name for the program in errors, such as `"a host agent"`.
-        orders, records: the message types, each a union of frozen dataclasses.
+        orders, records: the message types, each a union of subclasses of `messages.Message`.
     """
 
     def __init__(self, whose: str, orders: Any, records: Any):
-        self._whose = whose
-        self._orders, self._records = codec.message_types(orders), codec.message_types(records)
+        self._whose, self._orders, self._records = whose, orders, records
 
     def write_order(self, order: O) -> bytes:
         """Encode an order (a message to the program) as a line."""
@@ -66,24 +66,14 @@ class LineProtocol(Generic[O, R]):
         before, mark, text = line.partition(RECORD)
         return self._read(text, self._records) if mark and not before else None
 
-    def _read(self, text: str | bytes, known: Mapping[str, type]) -> Any:
+    def _read(self, text: str | bytes, accepted: Any) -> Any:
         try:
-            name, fields = json.loads(text if isinstance(text, str) else text.decode())
-            return codec.build(known[name], _with_tuples(fields))
-        except (ValueError, KeyError, TypeError, RecursionError, ProtocolError) as error:
+            return msgspec.convert(json.loads(text if isinstance(text, str) else text.decode()), accepted)
+        except (msgspec.ValidationError, ValueError, RecursionError) as error:
             cause = type(error).__name__
         # Raised outside the handler: the decoding error contains the whole line and would become the context.
         raise ValueError(f"no message of {self._whose} ({cause})")
 
 
 def _write(message: object) -> bytes:
-    text = json.dumps([type(message).__name__, codec.fields_of(message)], default=codec.fields_of)
-    return text.encode() + b"\n"
-
-
-def _with_tuples(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(map(_with_tuples, value))
-    if isinstance(value, dict):
-        return {key: _with_tuples(item) for key, item in value.items()}
-    return value
+    return json.dumps(msgspec.to_builtins(message)).encode() + b"\n"

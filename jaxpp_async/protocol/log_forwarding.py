@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from jaxpp_async.base.printable import printable
 from jaxpp_async.protocol.actor_info import ActorInfo
@@ -201,11 +200,11 @@ def as_message(record: logging.LogRecord, step: int | None) -> Log:
         record: the record.
         step: the number of the step under way, or None.
     """
-    fields: dict[str, Any] = {
+    fields: dict[str, str | int | float] = {
         "thread": printable(record.threadName or ""),
         "created": record.created,
         "file": printable(record.pathname),
-        "line": record.lineno,
+        "line": record.lineno or 0,
     }
     if traceback := _traceback(record):
         fields["traceback"] = printable(traceback)

@@ -1,18 +1,25 @@
 """Define the messages that the controller and the actor processes exchange, in the order of their
 conversation.
 
-The controller sends requests, and each request has a number (the field `request`). The actor process answers
-a request with exactly one reply that has the same number: the kind of reply that the request's docstring
-names, or `Failed`. An actor process sends `Beat` and `Log` without being asked. `codec` encodes messages as
-bytes, and `frames` signs them.
+The controller sends requests. The actor process answers a request with exactly one reply, of the type that
+the request's `Rules` name, or `Failed`. An actor process sends `Beat` and `Log` without being asked. A
+message travels in an envelope, together with the number of the request that it makes or answers. `codec`
+encodes envelopes as bytes, and `frames` signs them.
+
+Adding a message takes a class here and its handler on the actor: the side that accepts a message finds the
+message's class among the subclasses of `Request` or `Reply`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal, TypeAlias, dataclass_transform
 
+import msgspec
+
+from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, Aval, BufferId, ProcessId, Tag
+from jaxpp_async.protocol.actor_info import Position
 
 ArrayId: TypeAlias = int
 """The number of one array of the mesh. The controller counts these ids up and never uses one twice."""
@@ -84,35 +91,159 @@ INLINE_BYTES = 16 * 1024
 """The most bytes of a host value that is sent in a control frame; larger ones are sent over the data plane.
 """
 
+Setting: TypeAlias = bool | int | float | str | None
+"""The value of a setting of JAX."""
+
+
+# ---------------------------------------------------------------- kinds of messages
+
+
+@dataclass_transform(frozen_default=True)
+class MessagePart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The base class of data inside messages. An instance travels as an array of its fields' values.
+
+    Instances refer to plain data and to other parts, so they form no cycles, and Python's garbage collector
+    need not track them.
+    """
+
+
+class Message(MessagePart, tag=True):
+    """The base class of messages. A message travels as an array of its class's name and its fields."""
+
+
+class Reply(Message):
+    """The base class of the messages with which an actor process answers a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules for all requests of one type: what answers them, and what a restart does with them.
+
+    A restart is the replacement of lost actors. All actors then return to a replica, an earlier copy of their
+    arrays, and the controller makes requests again that it has made since.
+
+    Args:
+        reply: the type of the reply to a request that succeeds.
+        ordered: whether the request takes effect in order with steps: after those that were requested before
+            it, and before those that are requested later. The actor's handler has done this part of its work
+            when it returns.
+        repeated: whether a restart makes the request again if it has not been answered. Such requests are
+            remembered, and wait while a restart is under way. All others are sent at once, also in a restart.
+        changes_state: whether the request changes which arrays an actor holds. A restart makes such a request
+            again even if it was answered.
+        ended_by: the type of the request whose reply ends the effect of this one. The effect is not part of a
+            replica, so no replica is taken before that reply. Two requests belong together if their
+            `Request.scope` is equal. None if the request has no such effect.
+        reads_files: whether the request reads files, which must not be removed while a restart might read
+            them again.
+    """
+
+    reply: type[Reply]
+    ordered: bool = False
+    repeated: bool = False
+    changes_state: bool = False
+    ended_by: type[Request] | None = None
+    reads_files: bool = False
+
+    def __post_init__(self) -> None:
+        if self.changes_state and not (self.ordered and self.repeated):
+            raise ValueError("a request that changes state is ordered and repeated")
+        if (self.ended_by is not None or self.reads_files) and not self.changes_state:
+            raise ValueError("a request that has a lasting effect or reads files changes state")
+        if self.ended_by is not None and not self.ended_by.rules.repeated:
+            raise ValueError("a request that ends a lasting effect is repeated")
+
+
+class Request(Message):
+    """The base class of the messages that the controller sends to an actor process.
+
+    Each subclass declares its rules as `rules`.
+    """
+
+    rules: ClassVar[Rules]
+
+    @property
+    def scope(self) -> bytes | None:
+        """The object that the request concerns, by which `Rules.ended_by` matches requests; None if the type
+        of the request decides alone.
+        """
+        return None
+
+    def again(self, epoch: int) -> Request:
+        """Return the request as a restart sends it again.
+
+        Args:
+            epoch: the number of aborts of the mesh so far.
+        """
+        return self
+
+
+def accepted_messages(side: Literal["actor", "controller"]) -> tuple[type[Message], ...]:
+    """Return the types of the messages that one side accepts on the control connection."""
+    return tuple(Request.__subclasses__()) if side == "actor" else (*Reply.__subclasses__(), Log)
+
+
+class Done(Reply):
+    """Reply to a request that was carried out and that has no other kind of reply."""
+
+
+class Failed(Reply):
+    """Reply to a request that has failed. A process also sends this message in an envelope without a number,
+    so that it answers no request, if the actor itself has failed.
+
+    Args:
+        exception_type: the qualified name of the exception's type.
+        message: the exception's text.
+        traceback: the exception's traceback as text.
+        step: the id of the run of a program that was under way, or None.
+        instruction: the text of the instruction that was under way, or None.
+    """
+
+    exception_type: str
+    message: str
+    traceback: str
+    step: StepId | None = None
+    instruction: str | None = None
+
 
 # ---------------------------------------------------------------- start and end of a process
 
 
-@dataclass(frozen=True, slots=True)
-class Reserve:
-    """A request to the first process of an actor to reserve a TCP port to which the actor's other processes
-    will connect.
-
-    If actors have several processes, the controller sends this request before `Configure`. Reply: `Reserved`.
-    """
-
-    request: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(Reply):
     """Reply to `Reserve`: a TCP port that the process has reserved for its actor."""
 
-    request: int
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class Configure:
+class Reserve(Request):
+    """A request to the first process of an actor to reserve a TCP port to which the actor's other processes
+    will connect.
+
+    If actors have several processes, the controller sends this request before `Configure`.
+    """
+
+    rules = Rules(reply=Reserved)
+
+
+class Ready(Reply):
+    """Reply to `Configure`: JAX and the transport of the process have started.
+
+    Args:
+        address: the transport's address, which peers use to connect to it.
+        devices: one text per device of the process, such as `"cpu:0"`.
+        versions: the version of each package by name, which the controller compares with its own.
+        hardware: a description of the devices.
+    """
+
+    address: bytes
+    devices: tuple[str, ...]
+    versions: dict[str, str]
+    hardware: Hardware
+
+
+class Configure(Request):
     """A request to a process to start JAX and its transport. The controller sends it before every other
     request except `Reserve`.
-
-    Reply: `Ready`.
 
     Args:
         spmd_mesh: the axes of the actor's device mesh, as (axis name, size) pairs; () is one device.
@@ -133,11 +264,12 @@ class Configure:
             address means that all processes run on one machine. None means that the address is not known.
     """
 
-    request: int
+    rules = Rules(reply=Ready)
+
     spmd_mesh: tuple[tuple[str, int], ...]
     axis_types: tuple[str, ...]
     platform: str
-    jax_config: dict[str, Any]
+    jax_config: dict[str, Setting]
     cache_dir: str | None
     setup: str | None
     setup_folder: bytes | None
@@ -147,8 +279,7 @@ class Configure:
     address: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(MessagePart):
     """A description of how the processes of an actor find each other, for an actor that has several.
 
     Args:
@@ -169,26 +300,7 @@ class Cluster:
         return len(self.addresses)
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Reply to `Configure`: JAX and the transport of the process have started.
-
-    Args:
-        address: the transport's address, which peers use to connect to it.
-        devices: one text per device of the process, such as `"cpu:0"`.
-        versions: the version of each package by name, which the controller compares with its own.
-        hardware: a description of the devices.
-    """
-
-    request: int
-    address: bytes
-    devices: tuple[str, ...]
-    versions: dict[str, str]
-    hardware: Hardware
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(MessagePart):
     """A description of the devices of an actor's process.
 
     Args:
@@ -216,42 +328,21 @@ class Hardware:
     nccl_shares: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(Request):
     """A request to let the given peers, and no other process, connect to the process's data plane (its
     transport for arrays). The controller sends it to every process before it sends any `Connect`, if other
     machines can connect to the data plane.
-
-    Reply: `Done`.
 
     Args:
         addresses: the addresses of the peers' transports.
     """
 
-    request: int
+    rules = Rules(reply=Done)
+
     addresses: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Connect:
-    """A request to a process to connect its transport to those of its peers. The controller sends it when all
-    processes are ready, and again when some were replaced.
-
-    Reply: `Connected`.
-
-    Args:
-        epoch: the number of aborts of the mesh so far; the tags of transfers contain this number from now on.
-        addresses: the address of each process's transport; the receiver of this request ignores its own
-            entry.
-    """
-
-    request: int
-    epoch: int
-    addresses: dict[ProcessId, bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
+class Connected(Reply):
     """Reply to `Connect`: the transport is connected.
 
     Args:
@@ -260,17 +351,36 @@ class Connected:
             sent.
     """
 
-    request: int
     routes: dict[ProcessId, tuple[str, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class OfferLinks:
+class Connect(Request):
+    """A request to a process to connect its transport to those of its peers. The controller sends it when all
+    processes are ready, and again when some were replaced.
+
+    Args:
+        epoch: the number of aborts of the mesh so far; the tags of transfers contain this number from now on.
+        addresses: the address of each process's transport; the receiver of this request ignores its own
+            entry.
+    """
+
+    rules = Rules(reply=Connected)
+
+    epoch: int
+    addresses: dict[ProcessId, bytes]
+
+
+class LinksOffered(Reply):
+    """Reply to `OfferLinks`: the address of the process's NCCL transport, and the new communicator ids."""
+
+    address: bytes
+    ids: tuple[bytes, ...]
+
+
+class OfferLinks(Request):
     """A request for the address of a process's NCCL transport, which carries the arrays of programs, and for
     new ids of NCCL communicators. The controller sends it before `JoinLinks`, and only with transport
     `"nccl"`.
-
-    Reply: `LinksOffered`.
 
     Args:
         num_ids: how many communicator ids to make. Each new link is an NCCL communicator between two devices,
@@ -278,21 +388,12 @@ class OfferLinks:
             is the number of new links for which the receiver of this request does so.
     """
 
-    request: int
+    rules = Rules(reply=LinksOffered)
+
     num_ids: int
 
 
-@dataclass(frozen=True, slots=True)
-class LinksOffered:
-    """Reply to `OfferLinks`: the address of the process's NCCL transport, and the new communicator ids."""
-
-    request: int
-    address: bytes
-    ids: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class JoinLinks:
+class JoinLinks(Request):
     """A request to connect a process's NCCL transport to new peers, and then to make links (NCCL
     communicators between two devices), one after the other. The controller sends it when all peers have
     answered `OfferLinks`.
@@ -304,13 +405,13 @@ class JoinLinks:
         links: the new links, in the order in which they are made.
     """
 
-    request: int
+    rules = Rules(reply=Done)
+
     addresses: dict[ProcessId, bytes]
     links: tuple[JoinLink, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class JoinLink:
+class JoinLink(MessagePart):
     """A description of a link to make: an NCCL communicator for one direction between a device of one process
     and a device of another (see `transport.nccl.order.NcclLink`).
 
@@ -327,47 +428,19 @@ class JoinLink:
     unique_id: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Shutdown:
+class Shutdown(Request):
     """A request to a process to close its transport and to end. The controller sends it last.
 
     Reply: `Done`, after which the process closes the connection.
     """
 
-    request: int
+    rules = Rules(reply=Done)
 
 
 # ---------------------------------------------------------------- programs and steps
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A request to a process to compile the executables that are new to it, and to store a program. The
-    controller sends it before the first `Step` that names the program.
-
-    Reply: `Loaded`.
-
-    Args:
-        program_id: the id that the controller has given the program; `Step` contains this id.
-        program: the text of the `ActorProgram`.
-        executables: the executables that the program uses. The keys are the executables' indices in the
-            program; the values are the content keys of the executables (hashes of their content).
-        blobs: the executables that were not sent to this process before. The keys are their content keys; the
-            values are serialized `jax.export.Exported` objects.
-        names: the user's names of the step's arguments, by argument number, for error messages about NaNs and
-            infinities; empty unless JAX's options forbid these.
-    """
-
-    request: int
-    program_id: int
-    program: str
-    executables: dict[int, str]
-    blobs: dict[str, bytes]
-    names: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Reply):
     """Reply to `Load`: the program can run.
 
     Args:
@@ -376,22 +449,53 @@ class Loaded:
             index.
     """
 
-    request: int
     compile_s: float
     temp_bytes: dict[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Load(Request):
+    """A request to a process to compile the executables that are new to it, and to store a program. The
+    controller sends it before the first `Step` that names the program.
+
+    Args:
+        program_id: the id that the controller has given the program; `Step` contains this id.
+        program: the actor's part of the program.
+        executables: the executables that the program uses. The keys are the executables' indices in the
+            program; the values are the content keys of the executables (hashes of their content).
+        blobs: the executables that were not sent to this process before. The keys are their content keys; the
+            values are serialized `jax.export.Exported` objects.
+        names: the user's names of the step's arguments, by argument number, for error messages about NaNs and
+            infinities; empty unless JAX's options forbid these.
+    """
+
+    rules = Rules(reply=Loaded, repeated=True)
+
+    program_id: int
+    program: ActorProgram
+    executables: dict[int, str]
+    blobs: dict[str, bytes]
+    names: dict[int, str] = {}
+
+
+class StepDone(Reply):
+    """Reply to `Step`: the process has run the last instruction of its program.
+
+    Args:
+        step: the id of this run of the program.
+        stats: the times and the memory use of the run.
+    """
+
+    step: StepId
+    stats: StepStats
+
+
+class Step(Request):
     """A request to a process to run a loaded program once. The controller sends it to every process of the
     actors on which the program runs.
 
-    Reply: `StepDone`.
-
     Steps run in the order in which they arrive, one after the other. The controller may send the next step
-    before the last one has ended, and the next step may use the last one's outputs as inputs. If the process
-    has received a request with the same `epoch` and `step` before, it does not run the step again but answers
-    with the same reply. If it no longer has that reply, the request fails.
+    before the last one has ended, and the next step may use the last one's outputs as inputs. Within an epoch
+    the ids of the steps increase; a step whose id does not is refused.
 
     Args:
         epoch: the number of aborts of the mesh so far; the tags of the step's transfers contain this number.
@@ -406,7 +510,8 @@ class Step:
         frees_after: the ids of arrays to free when the step has ended (host arguments).
     """
 
-    request: int
+    rules = Rules(reply=StepDone, ordered=True, repeated=True, changes_state=True)
+
     epoch: int
     step: StepId
     program_id: int
@@ -416,23 +521,11 @@ class Step:
     frees: tuple[ArrayId, ...] = ()
     frees_after: tuple[ArrayId, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """Reply to `Step`: the process has run the last instruction of its program.
-
-    Args:
-        step: the id of this run of the program.
-        stats: the times and the memory use of the run.
-    """
-
-    request: int
-    step: StepId
-    stats: StepStats
+    def again(self, epoch: int) -> Step:
+        return msgspec.structs.replace(self, epoch=epoch)
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
+class StepStats(MessagePart):
     """The times of one actor in one step, in seconds, and its memory use, in bytes.
 
     Args:
@@ -459,8 +552,7 @@ class StepStats:
 # ---------------------------------------------------------------- values in and out
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(Request):
     """A request to a process to store host values and then to free arrays, outside of a step. The controller
     sends it for arguments that users put on the mesh, and for arrays that users no longer need.
 
@@ -471,13 +563,13 @@ class Store:
         frees: the ids of the arrays to free.
     """
 
-    request: int
+    rules = Rules(reply=Done, ordered=True, repeated=True, changes_state=True)
+
     puts: tuple[Put, ...]
     frees: tuple[ArrayId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(MessagePart):
     """A host value for a process to store as an array; part of `Store` and of `Step`.
 
     Args:
@@ -497,12 +589,20 @@ class Put:
     sequence: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetched(Reply):
+    """Reply to `Fetch`: the arrays.
+
+    Args:
+        arrays: one entry per array: (shape, dtype name, bytes). The bytes are None if they are sent over the
+            data plane (the transport for arrays).
+    """
+
+    arrays: tuple[tuple[tuple[int, ...], str, bytes | None], ...]
+
+
+class Fetch(Request):
     """A request to a process to send arrays to the controller, whole (unsharded). The controller sends it
     when a user asks for values.
-
-    Reply: `Fetched`.
 
     If an actor has several processes, each of them sends the bytes of the parts of the array that it owns
     (see `layout.array_parts`), one after the other.
@@ -514,29 +614,39 @@ class Fetch:
             number is not used.
     """
 
-    request: int
+    rules = Rules(reply=Fetched, ordered=True, repeated=True)
+
     array_ids: tuple[ArrayId, ...]
     sequences: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """Reply to `Fetch`: the arrays.
-
-    Args:
-        arrays: one entry per array: (shape, dtype name, bytes). The bytes are None if they are sent over the
-            data plane (the transport for arrays).
-    """
-
-    request: int
-    arrays: tuple[tuple[tuple[int, ...], str, bytes | None], ...]
 
 
 # ---------------------------------------------------------------- files of checkpoints
 
 
-@dataclass(frozen=True, slots=True)
-class BeginSnapshot:
+class Sweep(Request):
+    """A request to a process to end the save in a folder, if one is under way, and to remove some of its
+    files, whether they are complete or not. The controller sends it when a save is complete or has failed,
+    and when old checkpoints are removed.
+
+    Args:
+        folder: the folder of the save.
+        files: the names of the files to remove; some may not exist on this host.
+        remove_folder: whether to remove the folder too, if it is empty after that; if False, the folder
+            stays.
+    """
+
+    rules = Rules(reply=Done, ordered=True, repeated=True)
+
+    folder: bytes
+    files: tuple[str, ...] = ()
+    remove_folder: bool = False
+
+    @property
+    def scope(self) -> bytes:
+        return self.folder
+
+
+class BeginSnapshot(Request):
     """A request to a process to retain the present values of arrays for a save (the writing of a checkpoint).
     The values are those after all steps that were requested before this message. This is the first request of
     a save.
@@ -551,17 +661,28 @@ class BeginSnapshot:
         array_ids: the ids of the arrays to keep.
     """
 
-    request: int
+    rules = Rules(reply=Done, ordered=True, repeated=True, changes_state=True, ended_by=Sweep)
+
     folder: bytes
     array_ids: tuple[ArrayId, ...]
 
+    @property
+    def scope(self) -> bytes:
+        return self.folder
 
-@dataclass(frozen=True, slots=True)
-class WriteFile:
+
+class Written(Reply):
+    """Reply to `WriteFile`: the size of the file in bytes, and the SHA-256 of each array's bytes, in the
+    order of `WriteFile.arrays`.
+    """
+
+    size_bytes: int
+    sha256: tuple[str, ...]
+
+
+class WriteFile(Request):
     """A request to a process to write arrays that it has retained for a save to one file, to flush the file
     to the disk, and to release the arrays. The controller sends it after `BeginSnapshot`.
-
-    Reply: `Written`.
 
     Args:
         folder: the folder of the save.
@@ -571,64 +692,30 @@ class WriteFile:
         metadata: the entries for the file's header.
     """
 
-    request: int
+    rules = Rules(reply=Written, ordered=True, repeated=True)
+
     folder: bytes
     file: str
     arrays: tuple[tuple[ArrayId, str, int], ...]
     metadata: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Reply to `WriteFile`: the size of the file in bytes, and the SHA-256 of each array's bytes, in the
-    order of `WriteFile.arrays`.
-    """
-
-    request: int
-    size_bytes: int
-    sha256: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckFiles:
+class CheckFiles(Request):
     """A request to a process to check that files which the process has written still exist and are complete.
     The controller sends it at the end of a save, before the checkpoint is declared complete.
-
-    Reply: `Done`.
 
     Args:
         folder: the folder of the save.
         files: one (name, size in bytes) pair for each file.
     """
 
-    request: int
+    rules = Rules(reply=Done, repeated=True)
+
     folder: bytes
     files: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """A request to a process to end the save in a folder, if one is under way, and to remove some of its
-    files, whether they are complete or not. The controller sends it when a save is complete or has failed,
-    and when old checkpoints are removed.
-
-    Reply: `Done`.
-
-    Args:
-        folder: the folder of the save.
-        files: the names of the files to remove; some may not exist on this host.
-        remove_folder: whether to remove the folder too, if it is empty after that; if False, the folder
-            stays.
-    """
-
-    request: int
-    folder: bytes
-    files: tuple[str, ...] = ()
-    remove_folder: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ReadFile:
+class ReadFile(Request):
     """A request to a process to read arrays from one file, to check them, and to store them. The controller
     sends it while it restores a checkpoint.
 
@@ -639,13 +726,13 @@ class ReadFile:
         parts: the arrays to read.
     """
 
-    request: int
+    rules = Rules(reply=Done, ordered=True, repeated=True, changes_state=True, reads_files=True)
+
     path: bytes
     parts: tuple[FilePart, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FilePart:
+class FilePart(MessagePart):
     """An array for a process to read, as part of a `ReadFile` request.
 
     Args:
@@ -664,8 +751,7 @@ class FilePart:
     pieces: tuple[FilePiece, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FilePiece:
+class FilePiece(MessagePart):
     """One piece of an array that several processes have written in pieces, and the file that contains this
     piece.
 
@@ -687,45 +773,45 @@ class FilePiece:
 # ---------------------------------------------------------------- aborts and replicas
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Request):
     """A request to a process to drop every step under way, to end all transfers, and to enter a new epoch
     (the period between two aborts). When an actor has failed, the controller sends this request to the other
     actors.
-
-    Reply: `Done`.
 
     Args:
         epoch: the number of the new epoch: the number of aborts of the whole mesh so far.
         cause: a description of the failure, for the errors of the dropped steps.
     """
 
-    request: int
+    rules = Rules(reply=Done, ordered=True)
+
     epoch: int
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class ResetTransport:
-    """A request to a process to close its transport and to make a new one, to which no peer is connected. The
-    controller sends it after an `Abort`.
-
-    Reply: `TransportReset`.
-    """
-
-    request: int
-
-
-@dataclass(frozen=True, slots=True)
-class TransportReset:
+class TransportReset(Reply):
     """Reply to `ResetTransport`: the address of the new transport."""
 
-    request: int
     address: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TakeReplica:
+class ResetTransport(Request):
+    """A request to a process to close its transport and to make a new one, to which no peer is connected. The
+    controller sends it after an `Abort`.
+    """
+
+    rules = Rules(reply=TransportReset)
+
+
+class ReplicaTaken(Reply):
+    """Reply to `TakeReplica`: descriptions of the arrays of the replica (a copy of the process's arrays for
+    restarts), in the order in which `SendReplica` sends them.
+    """
+
+    arrays: tuple[ReplicaArray, ...]
+
+
+class TakeReplica(Request):
     """A request to a process to copy every array to host memory, with the values that the arrays have after
     all earlier requests. Such a copy is called a replica; the arrays of a lost actor are restored from it.
     The controller sends this request every few steps if the mesh replaces lost actors.
@@ -736,22 +822,12 @@ class TakeReplica:
         generation: the number of the replica, which counts up over the mesh's life.
     """
 
-    request: int
+    rules = Rules(reply=ReplicaTaken, ordered=True)
+
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaTaken:
-    """Reply to `TakeReplica`: descriptions of the arrays of the replica (a copy of the process's arrays for
-    restarts), in the order in which `SendReplica` sends them.
-    """
-
-    request: int
-    arrays: tuple[ReplicaArray, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaArray:
+class ReplicaArray(MessagePart):
     """A description of one array of a replica (a copy of a process's arrays for restarts).
 
     Args:
@@ -765,8 +841,7 @@ class ReplicaArray:
     shard_bytes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SendReplica:
+class SendReplica(Request):
     """A request to a process to send a replica (a copy of a process's arrays for restarts) to a peer. The
     controller sends this request after `ReplicaTaken`, so that a peer stores a second copy. After a restart,
     the controller sends this request to the peer, which returns the replica to the process that replaces the
@@ -782,15 +857,15 @@ class SendReplica:
         to: the number of the receiving process, to which the controller sends `ReceiveReplica`.
     """
 
-    request: int
+    rules = Rules(reply=Done)
+
     epoch: int
     generation: int
     owner: ProcessId
     to: ProcessId
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveReplica:
+class ReceiveReplica(Request):
     """A request to a process to receive a replica (a copy of a process's arrays for restarts) from a peer and
     to keep it in host memory. The controller sends it together with the peer's `SendReplica`.
 
@@ -804,7 +879,8 @@ class ReceiveReplica:
         arrays: descriptions of the arrays, in the order in which they arrive.
     """
 
-    request: int
+    rules = Rules(reply=Done)
+
     epoch: int
     generation: int
     owner: ProcessId
@@ -812,75 +888,54 @@ class ReceiveReplica:
     arrays: tuple[ReplicaArray, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DropReplicas:
+class DropReplicas(Request):
     """A request to a process to delete all replicas (copies of arrays for restarts) except those of one
     generation (replicas that were taken at the same time). The controller sends it when every process has the
     new generation.
-
-    Reply: `Done`.
 
     Args:
         generation: the number of the replicas to keep.
     """
 
-    request: int
+    rules = Rules(reply=Done)
+
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rollback:
+class Rollback(Request):
     """A request to a process to drop every array, and to restore the arrays of a replica (a copy made for
     restarts) under the ids that they had when the replica was taken. The controller sends it after an
     `Abort`.
-
-    Reply: `Done`.
 
     Args:
         generation: the number of the replica; None to drop the arrays and restore none.
     """
 
-    request: int
+    rules = Rules(reply=Done, ordered=True)
+
     generation: int | None
 
 
 # ---------------------------------------------------------------- status: how an actor does
 
 
-@dataclass(frozen=True, slots=True)
-class Inspect:
-    """A request for counters that describe the state of a process, such as how many arrays it has. The
-    controller sends it when tests or users ask for these counters.
-
-    Reply: `Inspected`.
-    """
-
-    request: int
-
-
-@dataclass(frozen=True, slots=True)
-class Inspected:
+class Inspected(Reply):
     """Reply to `Inspect`: the counters. Keys are names such as `live_arrays`, `file_descriptors` or
     `compilations`.
     """
 
-    request: int
     numbers: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A request for a process's position in its program, and for the transfers that it waits for. The
-    controller sends this request if a step makes no progress, and also to read the process's clock.
-
-    Reply: `Reported`.
+class Inspect(Request):
+    """A request for counters that describe the state of a process, such as how many arrays it has. The
+    controller sends it when tests or users ask for these counters.
     """
 
-    request: int
+    rules = Rules(reply=Inspected, ordered=True, repeated=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Reported:
+class Reported(Reply):
     """Reply to `Report`: the process's position in its program, its open transfers and its clock.
 
     Args:
@@ -895,7 +950,6 @@ class Reported:
         now_s: the time that the process's clock shows, in seconds (see `clocks`).
     """
 
-    request: int
     step: StepId | None
     program_id: int = 0
     instruction: int = 0
@@ -903,11 +957,18 @@ class Reported:
     running: bool = False
     transfers_done: int = 0
     transfers: tuple[OpenTransfer, ...] = ()
-    now_s: float | None = field(default=None, compare=False)
+    now_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OpenTransfer:
+class Report(Request):
+    """A request for a process's position in its program, and for the transfers that it waits for. The
+    controller sends this request if a step makes no progress, and also to read the process's clock.
+    """
+
+    rules = Rules(reply=Reported)
+
+
+class OpenTransfer(MessagePart):
     """A transfer of a step that is not complete: its data has not arrived, or has not been sent.
 
     Args:
@@ -931,23 +992,20 @@ class OpenTransfer:
     needed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(Message):
     """A heartbeat, which shows that a process is alive. The process sends it at regular intervals over a
     separate connection that carries only heartbeats, and gets no reply.
 
     Args:
-        position: the actor's position in its program, as the fields of `actor_info.Position`; None before its
-            first instruction.
+        position: the actor's position in its program; None before its first instruction.
         clock: the name of the clock with which the process measures time (`clocks.clock_name`).
     """
 
-    position: tuple[int, int, int, bool, bool] | None
+    position: Position | None
     clock: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(Message):
     """A log record for the controller's `logging`. The process sends it when a record is logged in the
     process, and gets no reply.
 
@@ -963,54 +1021,4 @@ class Log:
     logger: str
     message: str
     step: int | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
-
-
-# ---------------------------------------------------------------- replies to many requests
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Reply to a request that was carried out and that has no other kind of reply."""
-
-    request: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Reply to a request that has failed. A process also sends this message without having received a request
-    (then `request` is None), if the actor itself has failed.
-
-    Args:
-        request: the number of the failed request, or None.
-        exception_type: the qualified name of the exception's type.
-        message: the exception's text.
-        traceback: the exception's traceback as text.
-        step: the id of the run of a program that was under way, or None.
-        instruction: the text of the instruction that was under way, or None.
-    """
-
-    request: int | None
-    exception_type: str
-    message: str
-    traceback: str
-    step: StepId | None = None
-    instruction: str | None = None
-
-
-Request: TypeAlias = (
-    Reserve | Configure | Admit | Connect | OfferLinks | JoinLinks | Shutdown
-    | Load | Step | Store | Fetch
-    | BeginSnapshot | WriteFile | CheckFiles | Sweep | ReadFile
-    | Abort | ResetTransport | TakeReplica | SendReplica | ReceiveReplica | DropReplicas | Rollback
-    | Inspect | Report
-)  # fmt: skip
-Reply: TypeAlias = (
-    Done | Failed
-    | Reserved | Ready | Connected | LinksOffered
-    | Loaded | StepDone | Fetched
-    | Written
-    | TransportReset | ReplicaTaken
-    | Inspected | Reported
-)  # fmt: skip
-Message: TypeAlias = Request | Reply | Log | Beat
+    fields: dict[str, str | int | float] = {}

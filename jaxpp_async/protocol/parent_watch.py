@@ -1,5 +1,5 @@
 """End an actor process when its controller is gone. This module also defines the lease (how long an actor
-process lives without hearing from the controller) and the exit codes of actor processes.
+process lives without hearing from the controller).
 
 A lost controller is detected in two independent ways here, besides the heartbeat connection. First,
 `PR_SET_PDEATHSIG` asks the kernel to kill this process together with the thread that spawned it. Second, a
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
 import os
 import select
 import signal
@@ -22,6 +21,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
+
+from jaxpp_async.protocol.actor_info import ExitCode
 
 _PRINT_S = 1.0
 """The most seconds that printing the last message may take; a driver that is stopped does not read it."""
@@ -62,35 +63,6 @@ class Lease:
             f"the driver was silent for {self.seconds:g} s (lease_s={self.seconds:g}): it was stopped, or "
             "a native call in it holds Python's GIL; a longer lease_s= of RemoteMesh waits for that"
         )
-
-
-class ExitCode(enum.IntEnum):
-    """The exit codes with which an actor process ends itself. `EXIT_REASONS` has a text for each code that
-    means a failure; `ActorDiedError` shows this text.
-
-    `HOST_LOST` stands for an exit code that is not known, because the connection to the actor's host ended.
-    """
-
-    OK = 0
-    CRASH = 1
-    CONFIG = 80
-    CONTROLLER_GONE = 81
-    LEASE_EXPIRED = 82
-    REFUSED = 83
-    CONNECTION_LOST = 84
-    HOST_LOST = 85
-
-
-EXIT_REASONS: dict[int, str] = {
-    ExitCode.CRASH: "it raised outside any request",
-    ExitCode.CONFIG: "its configuration on stdin was unusable",
-    ExitCode.CONTROLLER_GONE: "its stdin reached end of file: the controller was gone",
-    ExitCode.LEASE_EXPIRED: "the driver, this process, was silent for longer than lease_s: it, or the "
-    "host agent on the actor's host, was stopped, or a native call held Python's GIL",
-    ExitCode.REFUSED: "the handshake with the controller failed",
-    ExitCode.CONNECTION_LOST: "its control connection broke",
-    ExitCode.HOST_LOST: "unknown how: the connection to its host ended",
-}
 
 
 def signal_at_parents_death(signum: signal.Signals) -> None:

@@ -47,6 +47,11 @@ class OwnedTasks:
         task.add_done_callback(self._on_done_awaited if is_awaited else self._on_done)
         return task
 
+    def cancel(self) -> None:
+        """Cancel all tasks, without waiting until they have ended."""
+        for task in self._tasks:
+            task.cancel()
+
     async def aclose(self) -> None:
         """Cancel all tasks except the one that calls this, and wait until they have ended. Their errors are
         logged, not raised.

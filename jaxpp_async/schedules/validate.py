@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+from jaxpp_async.base.printable import listed
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import TASK_TYPES, Task, TaskType
 from jaxpp_async.schedules.simulate import (
@@ -408,10 +409,7 @@ def _check_complete(check: _Check, rows: Rows, places: dict[Task, Place], forwar
         wanted = [forward] + ([] if no_backward else halves if split else [whole])
         missing += [task for task in wanted if task not in places]
     if missing:
-        shown = ", ".join(map(str, missing[:3])) + (
-            f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        )
-        lost = missing[0]
+        shown, lost = listed([*map(str, missing)], 3), missing[0]
         near = [
             place
             for task, place in places.items()

@@ -8,7 +8,6 @@ step              defines a user's step function, `DistributedStep`, and its com
 host_transfers    puts values on actors and fetches values from them
 array_moves       moves arrays to the actors on which a step uses them
 step_runner       compiles, loads and runs steps (`StepRunner`)
-step_future       keeps track of a step that has been sent: its future, arrays, recording and prints
-abandoned_steps   reports a step whose caller was cancelled, if another step waits long for it
+step_future       gives the user the future of a step, and does what the step's arrays and prints need
 report            makes a `CompileReport` of what a compiled step does and costs, and logs notes
 """

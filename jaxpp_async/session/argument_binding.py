@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from msgspec import structs
 
 from jaxpp_async.base.install_hints import page
 from jaxpp_async.compiler.evaluate import value_type
@@ -265,7 +266,9 @@ class Binding:
         """
         slot = self._inputs[arg]
         value_type = (
-            slot.type if not slot.any_sharding else replace(slot.type, aval=replace(slot.type.aval, spec=()))
+            slot.type
+            if not slot.any_sharding
+            else replace(slot.type, aval=structs.replace(slot.type.aval, spec=()))
         )
         if is_remote(leaf):
             assert leaf.host is not None

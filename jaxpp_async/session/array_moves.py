@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from msgspec import structs
+
 from jaxpp_async.base.install_hints import page
 from jaxpp_async.base.printable import first_line
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.export import Emitted, Target, emit
 from jaxpp_async.compiler.ir import Recipe, Types, ValueType
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.requests import StepHandle
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorError
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import (
@@ -101,10 +103,10 @@ class Mover:
         _LOG.info(
             "moving %s (%d bytes) from actor %d to %s", slot.name, leaf.nbytes, leaf.actors[0], list(to)
         )
-        handle = await self._start_move(move, leaf, leaf.array_id, slot)
+        step = await self._start_move(move, leaf, leaf.array_id, slot)
         # Before anything is awaited: the handle must know its copies if it is deleted or its move cancelled.
         leaf.relocate(tuple(sorted({*leaf.actors, *to})))
-        await handle
+        await step
 
     async def copy(self, arrays: Sequence[tuple[str, RemoteArray]]) -> list[RemoteArray]:
         """Start to copy arrays on the actors that hold them, and return the handles of the copies.
@@ -127,8 +129,8 @@ class Mover:
             copies.append(self._values.new_array(leaf.value_type, actors))
             for actor in actors:
                 taken[actor][k], made[actor][k] = leaf.array_id, copies[k].array_id
-        handle = self._controller().start_step(self._programs[what], taken, made, kind="move")
-        handle.when_done(lambda: _note_failure(copies, handle))
+        step = SubmittedStep(self._programs[what], kind="move")
+        self._controller().start_step(step, taken, made).when_done(lambda: _note_failure(copies, step.error))
         return copies
 
     async def _reshard(self, leaf: RemoteArray, slot: Slot, to: tuple[ActorId, ...]) -> None:
@@ -144,28 +146,31 @@ class Mover:
         move = Move(replace(leaf.value_type, weak=False), leaf.actors[0], to, slot.type.aval.spec)
         _LOG.info("resharding %s from %s to %s", slot.name, leaf.spec, slot.type.aval.spec)
         new_id = self._controller().new_array_id()
-        handle = await self._start_move(move, leaf, new_id, slot)
+        step = await self._start_move(move, leaf, new_id, slot)
         self._values.release(leaf)
-        resharded = replace(leaf.value_type, aval=replace(leaf.value_type.aval, spec=slot.type.aval.spec))
+        resharded = replace(
+            leaf.value_type, aval=structs.replace(leaf.value_type.aval, spec=slot.type.aval.spec)
+        )
         leaf.relocate(to, array_id=new_id, value_type=resharded)
-        await handle
+        await step
 
-    async def _start_move(self, move: Move, leaf: RemoteArray, result_id: int, slot: Slot) -> StepHandle:
+    async def _start_move(self, move: Move, leaf: RemoteArray, result_id: int, slot: Slot) -> SubmittedStep:
         if move not in self._programs:
             programs = build(move, self._num_actors, self._target)
             self._programs[move], _ = await load_programs(self._controller(), *programs)
         leaf.check_usable(slot.name, self._values)  # the user may have deleted it meanwhile
         inputs = {move.source: {0: leaf.array_id}}
         outputs = {a: {0: result_id} for a in move.to}
-        return self._controller().start_step(self._programs[move], inputs, outputs, kind="move")
+        step = SubmittedStep(self._programs[move], kind="move")
+        return self._controller().start_step(step, inputs, outputs)
 
 
-def _note_failure(copies: Sequence[RemoteArray], handle: StepHandle) -> None:
-    if handle.error is None:
+def _note_failure(copies: Sequence[RemoteArray], error: Exception | None) -> None:
+    if error is None:
         return
     for array in copies:
         if not array.is_deleted():
-            array.retire(FAILED, f"it could not be copied: {first_line(handle.error)}")
+            array.retire(FAILED, f"it could not be copied: {first_line(error)}")
 
 
 async def load_programs(
@@ -286,7 +291,7 @@ def build(
         The programs, one per actor (empty for an actor that has no part in the move), and the executables
         that they run: one that reshards, or none if the sharding stays the same.
     """
-    there = replace(move.type.aval, spec=move.spec)
+    there = structs.replace(move.type.aval, spec=move.spec)
     values = [Value(move.type.aval, "moved", "temp")]
     nodes, outputs, executables = [], [], ()
     if there.spec == move.type.aval.spec:

@@ -79,9 +79,8 @@ def says_to_await(
         with HiddenFrames():
             try:
                 coroutine = method(*args, **options)
-            except (
-                TypeError
-            ) as error:  # the method cannot be called with these arguments; nothing of it has run
+            except TypeError as error:
+                # the method cannot be called with these arguments; nothing of it has run
                 raise deliberate(error) from None
             return UnawaitedCoroutine(coroutine)  # pyright: ignore[reportReturnType]  # as `__class__` says
 

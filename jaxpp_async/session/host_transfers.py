@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from msgspec import structs
 
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import ValueType
@@ -93,7 +94,7 @@ class RemoteValues:
             if not place.actors:
                 arrays.append(self.new_host_array(leaf_type, host))
                 continue
-            there = replace(leaf_type, aval=replace(leaf_type.aval, spec=place.spec))
+            there = replace(leaf_type, aval=structs.replace(leaf_type.aval, spec=place.spec))
             arrays.append(self.new_array(there, place.actors))
             self._check_divides(there.aval, place.name)
         await self.fill([(a, host) for a, host in zip(arrays, hosts, strict=True) if a.actors])

@@ -25,9 +25,9 @@ from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.jax_bridge import jax_config
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames, deliberate
 from jaxpp_async.launch.choose import choose_launcher
-from jaxpp_async.launch.commands import script_folder
 from jaxpp_async.launch.options import LaunchOptions
 from jaxpp_async.launch.remote import RemoteLauncher
+from jaxpp_async.launch.run_module import script_folder
 from jaxpp_async.markers.logical_axes import AXIS_TYPES
 from jaxpp_async.transport.registry import kind_of
 

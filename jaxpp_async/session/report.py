@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_async.compiler.continued_arguments import changed_arguments
-from jaxpp_async.compiler.describe import Explainer
+from jaxpp_async.compiler.describe import Explainer, join_names
 from jaxpp_async.compiler.lowering import peak_plan
 from jaxpp_async.compiler.pipeline import Compiled, CompilePlan, StepRequest
 from jaxpp_async.program.actor_program import ActorProgram
@@ -396,7 +396,7 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
             name,
             count,
             "es" * (count != 1),
-            _listed(loop.leaves),
+            join_names(loop.leaves, 8),
             loop.line,
         )
     if loops and (idle := _idle(compiled.programs)):
@@ -410,18 +410,13 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
     if changed := changed_arguments(compiled.traced, request.donated, compiled.continues):
         file, _, number = line.rpartition(":")
         warnings.warn_explicit(
-            f"Some donated buffers were not usable: step {name!r} returns {_listed(changed)}; a result can "
-            "take an "
-            "argument's memory only with its shape and dtype: return it as it came, or do not donate it",
+            f"Some donated buffers were not usable: step {name!r} returns {join_names(changed, 8)}; a result "
+            "can take an argument's memory only with its shape and dtype: return it as it came, or do not "
+            "donate it",
             UserWarning,
             file or line,
             int(number) if number.isdigit() else 0,
         )
-
-
-def _listed(texts: Sequence[str], most: int = 8) -> str:
-    shown = texts if len(texts) <= most else [*texts[: most - 1], f"{len(texts) - most + 1} more"]
-    return ", ".join(shown)
 
 
 def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:

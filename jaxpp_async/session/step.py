@@ -182,9 +182,7 @@ class DistributedStep:
     ):
         self.runner, self.fn, self._options = runner, fn, options
         self._exports = exports or ExportCache()  # shared by all forms of the step, under other schedules too
-        self.line = (
-            line or tracebacks.caller_line()
-        )  # the line of `mesh.distributed`, for errors in shardings
+        self.line = line or tracebacks.caller_line()  # of `mesh.distributed`, for errors in shardings
         self._compiled: dict[Any, CompiledStep] = {}
         self._latest: CompiledStep | None = None
         self._calls: deque[tuple[CallSignature, CompiledStep]] = deque(maxlen=_CALLS_KEPT)
@@ -314,14 +312,13 @@ class DistributedStep:
                 call.type_keys == type_keys
                 and call.treedef == treedef
                 and call.config == config
-                and call.static_hash
-                == static_hash  # checked first, as in a dict, since a user's `==` may be slow or odd
+                # the hashes first, as in a dict, since a user's `==` may be slow or odd
+                and call.static_hash == static_hash
                 and call.static == static
             ):
                 self._latest = compiled
-                call.type_keys[:] = (
-                    type_keys  # the next call will most often bring these very objects: quick to compare
-                )
+                # the next call will most often bring these very objects: quick to compare
+                call.type_keys[:] = type_keys
                 return leaves, compiled
         return leaves, None if None in type_keys else CallSignature(
             treedef, static, static_hash, config, type_keys
@@ -507,8 +504,8 @@ class DistributedStep:
                 instead = P(None, *rest) if any(rest) else P(None, first)
                 raise ShardingError(
                     f"{self.line}: in_shardings of {name}: {P(*spec)} splits dimension 0, the microbatches "
-                    "of the "
-                    f"loop at {line}, which run one after the other; to split their rows write {instead}"
+                    f"of the loop at {line}, which run one after the other; to split their rows write "
+                    f"{instead}"
                 )
         return given
 

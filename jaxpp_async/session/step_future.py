@@ -1,9 +1,9 @@
-"""Keep track of a step that has been sent, and give the user its future, its timeline and its prints.
+"""Give the user the future of a step that has been sent, and do what the step's arrays and prints need.
 
-`StepFuture` is the future that the user gets. `StepArrays` updates the handles of the arrays that the step
-consumes and makes: when the step is sent, when the step fails, and when the step's caller is cancelled.
-`Recording` makes the timeline, even after the future has been deleted. `Printer` calls the host code of
-`jax.debug.print` and `jax.debug.callback`.
+`StepFuture` is the future that the user gets, and shows a `SubmittedStep` of the controller. `StepArrays`
+updates the handles of the arrays that the step consumes and makes: when the step is sent, when the step
+fails, and when the step's caller is cancelled. `Printer` calls the host code of `jax.debug.print` and
+`jax.debug.callback`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,16 @@ from typing import Any
 from jaxpp_async.base.printable import first_line, listed
 from jaxpp_async.compiler import debug_callbacks
 from jaxpp_async.compiler.ir import Traced
-from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.requests import StepHandle
-from jaxpp_async.errors import JaxppAsyncError, MeshError
+from jaxpp_async.controller.submitted_step import SubmittedStep
+from jaxpp_async.errors import JaxppAsyncError
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
-from jaxpp_async.program.actor_program import ActorProgram
-from jaxpp_async.program.instructions import ActorId
-from jaxpp_async.protocol.actor_info import ActorInfo
-from jaxpp_async.protocol.clocks import Clock, Readings
-from jaxpp_async.protocol.messages import StepStats, step_number, step_text
+from jaxpp_async.protocol.messages import StepStats
 from jaxpp_async.protocol.task_group import retrieve
 from jaxpp_async.session.array_moves import Moved
 from jaxpp_async.session.host_transfers import RemoteValues
 from jaxpp_async.session.remote_array import DONATED, FAILED, RemoteArray, is_remote
 from jaxpp_async.session.step import CompiledStep
-from jaxpp_async.timeline import Recorded, Timeline, make_timeline
+from jaxpp_async.timeline import Timeline
 
 
 class StepFuture:
@@ -47,34 +42,34 @@ class StepFuture:
     def __init__(
         self,
         outputs: Any,
-        recording: Recording,
+        step: SubmittedStep,
         arrays: StepArrays,
         printing: asyncio.Task[None] | None = None,
         moved: tuple[Moved, ...] = (),
     ):
-        self.outputs, self.moves, self._recording, self._printing = outputs, moved, recording, printing
-        self._arrays, self._handle = arrays, recording.handle
+        self.outputs, self.moves, self._printing = outputs, moved, printing
+        self._step, self._arrays = step, arrays
 
     def __await__(self) -> Generator[Any, None, Any]:
         with HiddenFrames():
-            yield from self._handle.__await__()
+            yield from self._step.__await__()
             if self._printing is not None:
                 yield from asyncio.shield(self._printing).__await__()
         return self.outputs
 
     def __repr__(self) -> str:
-        handle = self._handle
-        if handle.error is not None:
-            state = f"failed: {first_line(handle.error)}"
-        elif handle.done:
+        step = self._step
+        if step.error is not None:
+            state = f"failed: {first_line(step.error)}"
+        elif step.done:
             state = "finished" if self.done() else "finished, printing"
         else:
             state = "under way"
-        return f"<StepFuture: {self._recording.title}, {state}>"
+        return f"<StepFuture: {step.title}, {state}>"
 
     def done(self) -> bool:
         """Return whether the step has failed, or has finished and called the host code of its prints."""
-        return self._handle.done and (self._printing is None or self._printing.done())
+        return self._step.done and (self._printing is None or self._printing.done())
 
     @property
     def stats(self) -> list[StepStats]:
@@ -83,7 +78,7 @@ class StepFuture:
         Raises:
             MeshError: the step has not finished, or failed or was aborted.
         """
-        return self._recording.stats()
+        return self._step.stats()
 
     def timeline(self) -> Timeline:
         """Return what each actor did in this step and when, instruction by instruction; see docs/timeline.md.
@@ -95,95 +90,11 @@ class StepFuture:
         Raises:
             MeshError: the step has not finished, or failed or was aborted.
         """
-        return self._recording.timeline()
+        return self._step.timeline()
 
     async def wait_sent(self) -> None:
         """Wait until the step's host arguments have left this process, so that they may be changed again."""
-        await self._handle.wait_sent()
-
-
-class Recording:
-    """The record of one step, from which its timeline and statistics are computed when a user asks for them.
-
-    Until then a recording stores only a few references.
-
-    Args:
-        name: the step function's name.
-        handle: the step's handle, which has the actors' replies and the times at which these were received.
-        programs: the programs that the actors ran.
-        controller: the mesh's controller, from which the recording gets the actors' processes and clocks when
-            the step has ended.
-    """
-
-    __slots__ = ("_controller", "_processes", "handle", "name", "programs")
-
-    def __init__(
-        self, name: str, handle: StepHandle, programs: Sequence[ActorProgram], controller: Controller
-    ):
-        self.name, self.handle, self.programs = name, handle, programs
-        self._controller: Controller | None = controller
-        self._processes: dict[ActorId, tuple[ActorInfo, Clock, Readings]] = {}
-        handle.when_done(self._keep_processes)
-
-    @property
-    def title(self) -> str:
-        """The step's number and name, such as `"step 7 ('train_step')"`."""
-        return f"{step_text(self.handle.step)} ({self.name!r})"
-
-    def stats(self) -> list[StepStats]:
-        """Return the statistics of each actor for this step, in the order of the actors.
-
-        Raises:
-            MeshError: the step has not finished, or failed.
-        """
-        stats = self._result("stats")
-        return [stats[actor] for actor in sorted(stats)]
-
-    def timeline(self) -> Timeline:
-        """Return what each actor did in this step, and when.
-
-        Raises:
-            MeshError: the step has not finished, or failed.
-        """
-        result = self._result("a timeline")
-        by_actor = {p.actor: p for p in self.programs}
-        recorded = {a: self._recorded(by_actor[a], stats.stamps) for a, stats in result.items()}
-        return make_timeline(step_number(self.handle.step), self.name, self.handle.sent_s, recorded)
-
-    def _result(self, wanted: str) -> dict[ActorId, StepStats]:
-        if not self.handle.done:
-            raise MeshError(f"a step has {wanted} once it has finished; await it first")
-        if (error := self.handle.error) is not None:
-            wanted = wanted.removeprefix("a ")
-            raise MeshError(f"{self.title} failed, so it has no {wanted}: {first_line(error)}")
-        return self.handle.result()
-
-    def _keep_processes(self) -> None:
-        """Store which processes ran the step, and their clocks; called when the step has ended.
-
-        After a later restart the actors may run in other processes, with other clocks.
-        """
-        controller, self._controller = self._controller, None
-        if controller is None or self.handle.error is not None:
-            return
-        for actor in self.handle.heard_s:
-            clock = controller.clock(actor)
-            first = controller.processes.process(actor, 0)
-            self._processes[actor] = controller.request_log.info(first), clock, clock.readings
-
-    def _recorded(self, program: ActorProgram, stamps: bytes) -> Recorded:
-        info, clock, readings = self._processes[program.actor]
-        heard_s = self.handle.heard_s[program.actor]
-        offset = clock.offset(heard_s, readings)
-        return Recorded(
-            program=program,
-            stamps=stamps,
-            heard_s=heard_s,
-            offset_s=offset.offset_s if offset is not None else 0.0,
-            error_s=offset.error_s if offset is not None else None,
-            host=info.host,
-            pid=info.pid,
-        )
+        await self._step.wait_sent()
 
 
 class StepArrays:
@@ -291,7 +202,7 @@ class Printer:
         self._values = values
         self._last: asyncio.Task[None] | None = None
 
-    def start(self, traced: Traced, shown: Sequence[RemoteArray], handle: StepHandle) -> asyncio.Task[None]:
+    def start(self, traced: Traced, shown: Sequence[RemoteArray], step: SubmittedStep) -> asyncio.Task[None]:
         """Start a task that calls the host code of a step's prints and callbacks once the step has finished.
 
         The task first waits until the host code of earlier steps has run. If the step fails, the task calls
@@ -300,23 +211,23 @@ class Printer:
         Args:
             traced: the traced step, which has the host code to call.
             shown: the step's hidden results, which are the operands of the host code.
-            handle: the step's handle.
+            step: the step.
 
         Returns:
             The task. The task fails with the exception of a user's callback, or with the mesh's error if the
             values are lost.
         """
-        task = asyncio.get_running_loop().create_task(self._print(traced, list(shown), handle, self._last))
+        task = asyncio.get_running_loop().create_task(self._print(traced, list(shown), step, self._last))
         # nobody is obliged to await a step; JAX has logged what a callback raised
         task.add_done_callback(retrieve)
         self._last = task
         return task
 
     async def _print(
-        self, traced: Traced, shown: list[RemoteArray], handle: StepHandle, before: asyncio.Task[None] | None
+        self, traced: Traced, shown: list[RemoteArray], step: SubmittedStep, before: asyncio.Task[None] | None
     ) -> None:
         try:
-            await handle
+            await step
         except JaxppAsyncError:  # whoever awaits the step gets the error
             return
         values = await self._values.fetch(shown)

@@ -23,13 +23,13 @@ from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.pipeline import StepRequest, compile_step
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.submitted_step import SubmittedStep, UnfinishedSteps
 from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.jax_bridge import jax_config, private_api
 from jaxpp_async.markers import nonfinite
 from jaxpp_async.program.instructions import ActorId
 from jaxpp_async.protocol.messages import RunKind
 from jaxpp_async.session import array_moves, report
-from jaxpp_async.session.abandoned_steps import AbandonedSteps
 from jaxpp_async.session.argument_binding import Binding, Slot, host_array
 from jaxpp_async.session.array_moves import Mover, load_programs
 from jaxpp_async.session.host_transfers import RemoteValues
@@ -42,7 +42,7 @@ from jaxpp_async.session.step import (
     hidden_values,
     slots,
 )
-from jaxpp_async.session.step_future import Printer, Recording, StepArrays, StepFuture
+from jaxpp_async.session.step_future import Printer, StepArrays, StepFuture
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -61,7 +61,7 @@ class StepRunner:
             process.
 
     Attributes:
-        last: the recording of the last step that finished; None if no step has finished yet.
+        last: the last step that finished; None if no step has finished yet.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class StepRunner:
         self._actor_config = actor_config
         self._controller, self._values = controller, values
         self.num_actors, self.target = num_actors, target
-        self.last: Recording | None = None
+        self.last: SubmittedStep | None = None
         self._admission = asyncio.Semaphore(max_inflight)
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._mover = Mover(controller, values, num_actors, target)
         self._printer = Printer(values)
         self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # their large moves are logged
-        self._abandoned_steps = AbandonedSteps(
-            lambda ahead, name: controller().mesh_events.waiting(name, ahead.step)
+        self._unfinished_steps = UnfinishedSteps(
+            lambda ahead, waiting: controller().mesh_events.waiting(waiting.name, ahead.id)
         )
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
@@ -117,12 +117,12 @@ class StepRunner:
             call: the user's call that ended, such as `"run"`, for the log.
             error: the error with which the call ended, most often a cancellation.
         """
-        if future._handle.error is not None:  # the caller gets this error
+        if future._step.error is not None:  # the caller gets this error
             return
         if (became := future._arrays.abandon()) is not None:
-            what, why = future._recording.title, type(error).__name__
+            what, why = future._step.title, type(error).__name__
             _LOG.warning("%s runs on, though its `%s` ended by %s: %s", what, call, why, became)
-        self._abandoned_steps.mark_abandoned(future._handle)
+        self._unfinished_steps.mark_abandoned(future._step)
 
     async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
         """Compile a step if that is needed, wait for its turn, start it, and return its future."""
@@ -281,25 +281,25 @@ class StepRunner:
         ) is None:
             # errors in the arguments are raised immediately, not after the steps under way
             self._check_leaves(leaves, compiled)
-        with self._abandoned_steps.begin(step.__name__) as entry:
+        submitted = SubmittedStep(compiled.program_id, step.__name__, kind)
+        self._unfinished_steps.add(submitted)
+        try:
             await self._admission.acquire()
-            try:
-                # One at a time: two steps that start together must not both move the same array.
-                async with self._start_lock:
-                    moved: tuple[array_moves.Moved, ...] = ()
-                    copies: dict[int, RemoteArray] = {}
+            submitted.when_done(self._admission.release)
+            # One at a time: two steps that start together must not both move the same array.
+            async with self._start_lock:
+                moved: tuple[array_moves.Moved, ...] = ()
+                copies: dict[int, RemoteArray] = {}
+                ids = binding.ids(self._values, leaves)
+                to_copy = _to_copy(compiled, leaves)
+                if ids is None or to_copy or len(compiled.hidden) < len(compiled.hidden_values):
+                    moved = await self._prepare_arguments(step, compiled, leaves)
+                    copies = await self._copies(compiled, leaves, to_copy)
                     ids = binding.ids(self._values, leaves)
-                    to_copy = _to_copy(compiled, leaves)
-                    if ids is None or to_copy or len(compiled.hidden) < len(compiled.hidden_values):
-                        moved = await self._prepare_arguments(step, compiled, leaves)
-                        copies = await self._copies(compiled, leaves, to_copy)
-                        ids = binding.ids(self._values, leaves)
-                    future = self._start(step, compiled, leaves, ids, moved, copies, kind)
-            except BaseException:  # also a cancellation: the next step is admitted instead
-                self._admission.release()
-                raise
-            entry.sent(future._handle)
-            return future
+                return self._start(submitted, compiled, leaves, ids, moved, copies)
+        except BaseException:  # also a cancellation: the next step is admitted instead
+            submitted.withdraw()
+            raise
 
     async def _prepare_arguments(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
@@ -348,24 +348,22 @@ class StepRunner:
 
     def _start(
         self,
-        step: DistributedStep,
+        step: SubmittedStep,
         compiled: CompiledStep,
         leaves: Sequence[Any],
         ids: list[int] | None,
         moved: tuple[array_moves.Moved, ...],
         copies: dict[int, RemoteArray],
-        kind: RunKind,
     ) -> StepFuture:
         """Bind the arguments, send the step to its actors without awaiting anything, and return its future.
 
         Args:
-            step: the step.
+            step: the step, whose turn has come.
             compiled: its compiled form for this call.
             leaves: the argument leaves of the call.
             ids: the return value of `Binding.ids`; if it is None, the leaves need `bind_with_care`.
             moved: the arguments that were moved before the step; the future lists them.
             copies: copies of arguments that the step returns unchanged, by position of the result.
-            kind: the kind of step, such as `"step"` or `"init"`, which is part of its id.
         """
         controller, binding = self._controller(), compiled.binding
         new_id, hidden = controller.new_array_id, compiled.hidden
@@ -387,32 +385,29 @@ class StepRunner:
         count = len(traced.out_names)
         try:
             outputs = jax.tree.unflatten(traced.out_tree, results[:count])  # may run code of the user's
-            handle = controller.start_step(
-                compiled.program_id,
+            controller.start_step(
+                step,
                 arguments.array_ids,
                 binding.results(results),
                 puts=arguments.puts,
                 frees_before=_unused_donations(compiled, leaves),
                 frees_after=arguments.frees_after,
-                kind=kind,
             )
         except BaseException:  # also an interrupt: whatever ended it, the step was not sent
             for array in taken_over:  # the argument's handle keeps the buffers
                 array.retire(DELETED, "its step was not sent")
             raise
         arguments.mark_sent()
-        arrays = StepArrays(step.__name__, compiled, leaves, results)
-        recording = Recording(step.__name__, handle, compiled.compiled.programs, controller)
-        handle.when_done(lambda: self._finished(recording, arrays))
-        printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
-        return StepFuture(outputs, recording, arrays, printing, moved)
+        arrays = StepArrays(step.name, compiled, leaves, results)
+        step.when_done(lambda: self._note_end(step, arrays))
+        printing = self._printer.start(traced, results[count:], step) if traced.prints else None
+        return StepFuture(outputs, step, arrays, printing, moved)
 
-    def _finished(self, recording: Recording, arrays: StepArrays) -> None:
-        self._admission.release()
-        if (error := recording.handle.error) is None:
-            self.last = recording
+    def _note_end(self, step: SubmittedStep, arrays: StepArrays) -> None:
+        if step.error is None:
+            self.last = step
         else:
-            arrays.fail(first_line(error))
+            arrays.fail(first_line(step.error))
 
 
 def _unused_donations(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:

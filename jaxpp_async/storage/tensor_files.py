@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TypeAlias
+from typing import Annotated, BinaryIO, TypeAlias
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Raw
 
 from jaxpp_async.base.printable import shown
 from jaxpp_async.errors import CheckpointError
@@ -35,8 +36,7 @@ _BLOCK_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 100_000_000
 """The greatest size in bytes that the format allows for a header."""
 
-_FILE_END = 1 << 63
-"""An offset beyond the end of every file."""
+_Size: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 _FORMAT_NAMES = {
     "bool": "BOOL",
@@ -77,6 +77,19 @@ class WantedArray:
     dtype: str
     shape: tuple[int, ...]
     sha256: str
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """The entry of one array in a file's header.
+
+    Args:
+        dtype, shape: the format's name of the dtype, and the shape.
+        data_offsets: where the array's bytes begin and end, counted from the end of the header.
+    """
+
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
 
 
 def is_stored_as_bytes(dtype: str) -> bool:
@@ -213,22 +226,16 @@ def sync_folder(folder: str) -> None:
 
 def _header(names: Sequence[str], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
     described = dict(metadata)
-    entries: dict[str, Any] = {}
+    entries: dict[str, _Entry] = {}
     offset = 0
     for name in names:
         array = arrays[name]
         dtype, shape = _as_stored(array.dtype.name, array.shape)
         if is_stored_as_bytes(array.dtype.name):
             described[f"dtype:{name}"] = array.dtype.name
-        entries[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [offset, offset + array.nbytes],
-        }
+        entries[name] = _Entry(dtype, shape, (offset, offset + array.nbytes))
         offset += array.nbytes
-    text = json.dumps(
-        {"__metadata__": described, **entries}, ensure_ascii=False, separators=(",", ":")
-    ).encode()
+    text = msgspec.json.encode({"__metadata__": described, **entries})
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -286,8 +293,8 @@ def _open_to_read(path: str) -> BinaryIO:
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
-def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, Any], int]:
-    """Return the entries of a file's header, and the offset in the file at which the arrays' data begins.
+def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, Raw], int]:
+    """Return the entries of a file's header, not decoded yet, and where in the file the arrays' data begins.
 
     Raises:
         CheckpointError: the header is damaged or cut off.
@@ -298,16 +305,13 @@ def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, Any], int]:
             f"{shown(path)}: is no safetensors file, or was cut off: its header would be {length} bytes long"
         )
     try:
-        header = json.loads(_exactly(file, path, length))
+        return msgspec.json.decode(_exactly(file, path, length), type=dict[str, Raw]), 8 + length
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{shown(path)}: its header cannot be read: {error}") from None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{shown(path)}: its header is no mapping")
-    return header, 8 + length
 
 
 def _read_array(
-    file: BinaryIO, path: str, entries: Mapping[str, Any], start: int, wanted: WantedArray
+    file: BinaryIO, path: str, entries: Mapping[str, Raw], start: int, wanted: WantedArray
 ) -> np.ndarray:
     dtype = numpy_dtype(wanted.dtype)
     size_bytes = math.prod(wanted.shape) * dtype.itemsize
@@ -337,7 +341,7 @@ def _cut_off(path: str, wanted: WantedArray, missing: int) -> CheckpointError:
     )
 
 
-def _offset(path: str, entries: Mapping[str, Any], wanted: WantedArray, size_bytes: int) -> int:
+def _offset(path: str, entries: Mapping[str, Raw], wanted: WantedArray, size_bytes: int) -> int:
     """Check that a file's header agrees with a wanted array, and return the offset of the array's bytes.
 
     Args:
@@ -353,18 +357,17 @@ def _offset(path: str, entries: Mapping[str, Any], wanted: WantedArray, size_byt
         CheckpointError: the file does not contain the array, or the array has another dtype, shape or size.
     """
     dtype, shape = _as_stored(wanted.dtype, wanted.shape)
-    match entries.get(wanted.name):
-        case {"dtype": str(found), "shape": [*sizes], "data_offsets": [int(begin), int(end)]} if all(
-            type(size) is int for size in sizes
-        ):
-            if (found, tuple(sizes), end - begin) == (dtype, shape, size_bytes) and 0 <= begin < _FILE_END:
-                return begin
-            raise CheckpointError(
-                f"{shown(path)}: {wanted.name!r} is {found!r:.40} {sizes!r:.80} there, but {dtype} "
-                f"{list(shape)} by the manifest"
-            )
-        case _:
-            raise CheckpointError(f"{shown(path)}: it has no array {wanted.name!r}")
+    try:
+        found = msgspec.json.decode(entries[wanted.name], type=_Entry)
+    except (KeyError, ValueError, RecursionError):
+        raise CheckpointError(f"{shown(path)}: it has no array {wanted.name!r}") from None
+    begin, end = found.data_offsets
+    if (found.dtype, found.shape, end - begin) == (dtype, shape, size_bytes):
+        return begin
+    raise CheckpointError(
+        f"{shown(path)}: {wanted.name!r} is {found.dtype!r:.40} {list(found.shape)!r:.80} there, but {dtype} "
+        f"{list(shape)} by the manifest"
+    )
 
 
 def _exactly(file: BinaryIO, path: str, count: int) -> bytes:

@@ -13,9 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import TypeAlias
 
 from jaxpp_async.program.instructions import ActorId
 from jaxpp_async.timeline.events import ActorTimeline, TimelineEvent, TimelineTransfer
+
+_Key: TypeAlias = tuple[ActorId, int]
+"""The key of one instruction: the actor and the index of the instruction in its program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +211,28 @@ class StepReplay:
     Args:
         actors: the events of each actor.
         transfers: the transfers of the step.
+
+    Raises:
+        ValueError: tasks wait for each other in a cycle.
     """
 
     def __init__(self, actors: Sequence[ActorTimeline], transfers: Sequence[TimelineTransfer]):
-        self._runs = {a.actor: a.runs for a in actors}
+        first_s = min((a.begin_s for a in actors), default=0.0)
+        self._begins = {a.actor: a.begin_s - first_s for a in actors}
         self._events = {(a.actor, e.instruction): e for a in actors for e in a.events}
         self._transfers = {(t.receive.actor, t.receive.instruction): t for t in transfers}
-        self._first_s = min((a.begin_s for a in actors), default=0.0)
-        self._begins = {a.actor: a.begin_s - self._first_s for a in actors}
+        self._first_s = first_s
+        self._needs: dict[_Key, list[_Key]] = {
+            key: [(t.send.actor, i) for i in t.send.needs] for key, t in self._transfers.items()
+        }
+        for a in actors:
+            for previous, run in zip((None, *a.runs), a.runs, strict=False):
+                after = [] if previous is None else [(a.actor, previous.instruction)]
+                self._needs[a.actor, run.instruction] = [*after, *((a.actor, i) for i in run.needs)]
+        try:
+            self._order = tuple(TopologicalSorter(self._needs).static_order())
+        except CycleError:
+            raise ValueError("tasks wait for each other in a circle") from None
 
     def length_s(self, *, moves: bool = False, starts: bool = False) -> float:
         """Return the length of the simulated step in seconds.
@@ -222,54 +241,17 @@ class StepReplay:
             moves: whether each transfer takes its measured time; otherwise transfers take no time.
             starts: whether each actor begins, and gets its arguments, at the measured times; otherwise all
                 actors begin together and have their arguments from the beginning.
-
-        Raises:
-            ValueError: tasks wait for each other in a cycle.
         """
-        ready: dict[tuple[ActorId, int], float] = {}
-        free_s = {actor: self._begins[actor] if starts else 0.0 for actor in self._runs}
-        at = dict.fromkeys(self._runs, 0)
-        moved = True
-        while moved:
-            moved = False
-            for actor, runs in self._runs.items():
-                while at[actor] < len(runs):
-                    run = runs[at[actor]]
-                    there = [self._ready((actor, i), ready, moves, starts) for i in run.needs]
-                    if any(t is None for t in there):
-                        break
-                    start_s = max([free_s[actor], *(t for t in there if t is not None)])
-                    free_s[actor] = ready[actor, run.instruction] = start_s + run.duration_s
-                    at[actor], moved = at[actor] + 1, True
-        if any(at[actor] < len(runs) for actor, runs in self._runs.items()):
-            raise ValueError("tasks wait for each other in a circle")
-        arrivals = [self._ready(key, ready, moves, starts) for key in self._transfers]
-        return max([0.0, *free_s.values(), *(t for t in arrivals if t is not None)])
-
-    def _ready(
-        self, key: tuple[ActorId, int], ready: dict[tuple[ActorId, int], float], moves: bool, starts: bool
-    ) -> float | None:
-        """Return when the result of an instruction is available in the simulation, in seconds, or None if
-        that is not known yet.
-
-        Args:
-            key: the actor, and the index of the instruction in the actor's program.
-            ready: the times that are known so far; this method adds the times of receives.
-            moves, starts: the arguments that `length_s` was called with.
-        """
-        if key in ready:
-            return ready[key]
-        event = self._events.get(key)
-        if event is None:
-            return 0.0
-        if event.kind == "input":
-            return event.end_s - self._first_s if starts else 0.0
-        transfer = self._transfers.get(key)
-        if event.kind != "recv" or transfer is None:
-            return None if event.kind == "run" else 0.0
-        sent = [self._ready((transfer.send.actor, i), ready, moves, starts) for i in transfer.send.needs]
-        if any(t is None for t in sent):
-            return None
-        took_s = max(0.0, transfer.duration_s) if moves else 0.0
-        ready[key] = max([0.0, *(t for t in sent if t is not None)]) + took_s
-        return ready[key]
+        ready_s: dict[_Key, float] = {}
+        for key in self._order:
+            needed_s = max((ready_s[need] for need in self._needs.get(key, ())), default=0.0)
+            event, transfer = self._events.get(key), self._transfers.get(key)
+            if event is not None and event.kind == "run":
+                begin_s = self._begins[event.actor] if starts else 0.0
+                ready_s[key] = max(needed_s, begin_s) + event.duration_s
+            elif event is not None and event.kind == "input" and starts:
+                ready_s[key] = event.end_s - self._first_s
+            else:
+                took_s = max(0.0, transfer.duration_s) if moves and transfer is not None else 0.0
+                ready_s[key] = needed_s + took_s
+        return max([0.0, *ready_s.values(), *(self._begins.values() if starts else ())])

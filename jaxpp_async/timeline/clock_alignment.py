@@ -19,6 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, Recv, Send
@@ -89,27 +92,26 @@ def align_clocks(
     actors = sorted(bounds)
     index = {actor: k for k, actor in enumerate(actors, 1)}
     size = len(actors) + 1
-    # most[a][b]: the most by which clock b is ahead of clock a; index 0 is the controller
-    most = [[0.0 if a == b else math.inf for b in range(size)] for a in range(size)]
+    # most[a, b]: the most by which clock b is ahead of clock a; index 0 is the controller
+    most = np.where(np.eye(size, dtype=bool), 0.0, np.inf)
     for actor, (low_s, high_s) in bounds.items():
-        most[0][index[actor]], most[index[actor]][0] = high_s, -low_s
+        most[0, index[actor]], most[index[actor], 0] = high_s, -low_s
     for (a, b), lead_s in leads.items():
-        most[index[a]][index[b]] = min(most[index[a]][index[b]], lead_s)
+        most[index[a], index[b]] = min(most[index[a], index[b]], lead_s)
     for k in range(size):
         _tighten(most, k, k, 0.0)
-    if any(most[k][k] < -_ROUNDING_S for k in range(size)):
+    if (most.diagonal() < -_ROUNDING_S).any():
         return None
-    known = [row[:] for row in most]
-    offsets = [0.0] * size
+    known, offsets = most.copy(), np.zeros(size)
     for k in range(1, size):  # the middle of the interval that earlier choices leave for it
-        offsets[k] = (most[0][k] - most[k][0]) / 2
+        offsets[k] = (most[0, k] - most[k, 0]) / 2
         _tighten(most, 0, k, offsets[k])
         _tighten(most, k, 0, -offsets[k])
-    wrong = [[max(0.0, known[a][b] - (offsets[b] - offsets[a])) for b in range(size)] for a in range(size)]
+    wrong = np.maximum(0.0, known - (offsets - offsets[:, None]))
     return ClockAlignment(
-        {actor: offsets[k] for actor, k in index.items()},
-        {actor: max(wrong[0][k], wrong[k][0]) for actor, k in index.items()},
-        max((wrong[a][b] for a in range(1, size) for b in range(1, size)), default=0.0),
+        {actor: float(offsets[k]) for actor, k in index.items()},
+        {actor: float(max(wrong[0, k], wrong[k, 0])) for actor, k in index.items()},
+        float(wrong[1:, 1:].max(initial=0.0)),
     )
 
 
@@ -145,19 +147,15 @@ def _transfer_bounds(
     return found
 
 
-def _tighten(most: list[list[float]], a: int, b: int, lead_s: float) -> None:
+def _tighten(most: np.ndarray[Any, Any], a: int, b: int, lead_s: float) -> None:
     """Tighten all bounds in place with a new one: clock b is ahead of clock a by at most `lead_s` seconds.
 
     Args:
-        most: the matrix of bounds; `most[a][b]` is the most by which clock b is ahead of clock a.
+        most: the matrix of bounds; `most[a, b]` is the most by which clock b is ahead of clock a.
         a, b: the clocks, as indices of the matrix.
         lead_s: the new bound in seconds.
     """
-    onwards = most[b][:]
-    for row in most:
-        until = row[a] + lead_s
-        if until < math.inf:
-            row[:] = [min(x, until + y) for x, y in zip(row, onwards, strict=True)]
+    most[:] = np.minimum(most, most[:, a, None] + lead_s + most[b])
 
 
 def _step_bounds(r: Recorded, stamps: Sequence[tuple[float, float]], origin_s: float) -> Bounds:

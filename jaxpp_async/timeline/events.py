@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from jaxpp_async.program.actor_program import ActorProgram, format_instructions
 from jaxpp_async.program.instructions import (
@@ -33,14 +33,6 @@ TransferKey: TypeAlias = tuple[ActorId, ActorId, Tag]
 """The key of one transfer of a step: the sending actor, the receiving actor and the tag."""
 
 _STAMPS = struct.Struct("<dd")
-_KINDS: dict[type[Instruction], Kind] = {
-    Run: "run",
-    Send: "send",
-    Recv: "recv",
-    Input: "input",
-    Output: "output",
-    Delete: "delete",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +201,7 @@ def read_events(
             TimelineEvent(
                 actor=program.actor,
                 instruction=index,
-                kind=_KINDS[type(instruction)],
+                kind=cast(Kind, instruction.__struct_config__.tag),
                 label=_event_label(program.actor, instruction, labels),
                 start_s=known[0] - origin_s,
                 end_s=known[-1] - origin_s,

@@ -17,13 +17,13 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from statistics import median
 from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
 
-from jaxpp_async.base.frozen import cached_value
 from jaxpp_async.program.instructions import ActorId, task_kind
 from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares, break_down_step, divide_time
 from jaxpp_async.timeline.clock_alignment import align_step
@@ -83,7 +83,7 @@ class Timeline:
         """The time at which the last actor's last instruction ended, in seconds since the step's start."""
         return max((a.end_s for a in self.actors if a.events), default=0.0)
 
-    @cached_value
+    @cached_property
     def shares(self) -> tuple[TimeShares, ...]:
         """For each actor, the shares of computing, waiting and so on in the time between `begin_s` and
         `end_s` of the step.
@@ -93,12 +93,12 @@ class Timeline:
             received[t.receive.actor][t.receive.instruction] = t
         return tuple(divide_time(a, received[a.actor], self.end_s - self.begin_s) for a in self.actors)
 
-    @cached_value
+    @cached_property
     def bill(self) -> StepBreakdown:
         """The bill of the step: a breakdown of its time into causes, such as computing and transfers."""
         return break_down_step(self.actors, self.transfers, self.duration_s)
 
-    @cached_value
+    @cached_property
     def task_times(self) -> dict[str, tuple[float, ...]]:
         """The durations of all tasks in seconds, as a dictionary. Its keys are the kinds of task, such as
         `"fwd(stage 0)"`, in order of first use; its values are the durations of all tasks of that kind.
@@ -217,14 +217,8 @@ def _breakdown_table(bill: StepBreakdown) -> str:
         rows.append((item, _time(seconds), _share(seconds, bill.total_s), why))
     allowed = f"{_time(bill.bound_s)} (compute, imbalance, schedule) at best"
     took = f"{_time(bill.span_s)} taken (all but queue and reply)"
-    rows.append(
-        (
-            "",
-            _time(bill.total_s),
-            "100%",
-            f"{bill.efficiency:.0%} of what the schedule allows: {allowed}, {took}",
-        )
-    )
+    ratio = f"{bill.efficiency:.0%} of what the schedule allows: {allowed}, {took}"
+    rows.append(("", _time(bill.total_s), "100%", ratio))
     return _table(("bill", "time", "share", ""), rows, left=(0, 3))
 
 

@@ -24,7 +24,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Container, Iterable
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -90,8 +90,8 @@ def check_tag(tag: int) -> None:
         raise ValueError(f"tag {tag:#x} has bits outside epoch, channel and sequence; make it with make_tag")
 
 
-class Transport(Protocol):
-    """The interface of every transport: awaitable point-to-point transfers on one event loop.
+class Transport:
+    """The base class of every transport, which makes point-to-point transfers on one event loop.
 
     Every method is called on the loop's thread. Buffers are C-contiguous numpy arrays, or device arrays with
     `__cuda_array_interface__` where the transport supports them; the buffer of a receive must be writable. A
@@ -107,35 +107,46 @@ class Transport(Protocol):
     Messages of one (peer, tag) pair arrive in the order they were sent and match receives in the order they
     were posted. A completed send means that the buffer may be reused, not that the message was delivered.
 
+    Some methods have a default here that suits most media; every transport defines the others.
+
+    Args:
+        peer_id: the transport's own id.
+
     Attributes:
         epoch: the mesh's epoch, which counts aborts of the whole mesh; 0 at first. The code that makes the
             transport sets `epoch` before it reads `address` or calls `connect`. An address is valid in one
             epoch only, so that the address of a transport that no longer exists is never used.
     """
 
-    epoch: int
+    def __init__(self, peer_id: Peer):
+        self.peer_id, self.epoch = peer_id, 0
+        self._loop = asyncio.get_running_loop()
 
     @property
     def address(self) -> bytes:
         """The opaque address by which a peer connects to this transport."""
-        ...
+        raise NotImplementedError
 
     def admit(self, addresses: Iterable[bytes]) -> None:
         """Allow connections from the peers with these addresses and from nobody else. Call this before any
         peer connects.
 
+        The default does nothing, which suits a medium to which strangers cannot connect, or whose library
+        opens the sockets itself.
+
         Raises:
             TransferError: the operating system does not allow the change.
         """
-        ...
 
     def check_device_memory(self) -> None:
         """Check that this transport can transfer memory of this process's GPUs, before any is passed to it.
 
+        The default does nothing, which suits a medium that supports all device memory, and a medium that is
+        never given device memory.
+
         Raises:
             MeshError: the medium was built or configured without support for GPU memory.
         """
-        ...
 
     async def connect(self, peer: Peer, address: bytes) -> None:
         """Connect to `peer`, so that transfers with it can be posted. Each of the two peers must connect to
@@ -151,13 +162,13 @@ class Transport(Protocol):
                 another epoch.
             TransferError: the medium could not make the link, or the transport has closed.
         """
-        ...
+        raise NotImplementedError
 
     def routes(self, peer: Peer) -> tuple[str, ...]:
         """Return the sorted names of the routes that the medium uses for messages to and from a connected
-        peer, such as `"posix"`, `"cuda_ipc"`, `"rc_mlx5"` or `"tcp"`; empty if the medium has only one route
-        or does not report it."""
-        ...
+        peer, such as `"posix"`, `"cuda_ipc"`, `"rc_mlx5"` or `"tcp"`; empty, as by default, if the medium has
+        only one route or does not report it."""
+        return ()
 
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
         """Start sending the whole of `buffer`, and return a future that is done when the buffer may be
@@ -168,7 +179,7 @@ class Transport(Protocol):
             ProtocolError: the receiver expected another size, and the medium reports that to the sender. (UCX
                 does not, so that over UCX only the receive fails.)
         """
-        ...
+        return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
 
     def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
         """Post a receive of exactly `buffer`'s size, and return a future that is done when the data has
@@ -178,7 +189,7 @@ class Transport(Protocol):
             TransferError: the link failed or was aborted.
             ProtocolError: a message of another size arrived.
         """
-        ...
+        return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
 
     def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         """Start sending the whole of `memory`, without a future.
@@ -201,7 +212,7 @@ class Transport(Protocol):
                 `done` is not called, and the memory belongs to the caller again.
             ValueError: the tag is malformed; `done` is not called either.
         """
-        ...
+        raise NotImplementedError
 
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         """Post a receive of exactly `memory`'s size, without a future.
@@ -220,7 +231,7 @@ class Transport(Protocol):
             TransferError: as for `post_send`.
             ValueError: as for `post_send`.
         """
-        ...
+        raise NotImplementedError
 
     def hurry(self, on: bool) -> None:
         """Tell the transport whether the caller has nothing to compute and only waits for transfers.
@@ -229,12 +240,11 @@ class Transport(Protocol):
         up to a millisecond before the loop sleeps, if polling has helped recently. If a large send is faster
         once the peer has posted the receive, the transport may also hold back that send, and all later sends
         with the same tag, for up to a millisecond. Meanwhile other processes may use the CPU core, and the
-        loop's other work is not delayed.
+        loop's other work is not delayed. The default does nothing, which suits a medium that never polls.
 
         Args:
             on: True if the caller only waits for transfers from now on; False if it has other work.
         """
-        ...
 
     async def abort(self, peer: Peer | None = None) -> None:
         """End every open transfer with `peer` (with all peers if None) with `TransferError`, and forget the
@@ -250,11 +260,30 @@ class Transport(Protocol):
             TransferError: the medium still uses buffers after 5 s. The process must exit and must not reuse
                 the buffers.
         """
-        ...
+        raise NotImplementedError
 
     async def aclose(self) -> None:
         """Abort all transfers and release descriptors and memory. A second call does nothing."""
-        ...
+        raise NotImplementedError
+
+    def _check_connectable(self, peer: Peer, is_closed: bool, connected: Container[Peer]) -> None:
+        """Raise the errors of `connect` that do not depend on the address or the medium.
+
+        Args:
+            peer: the peer to connect to.
+            is_closed: whether this transport has closed.
+            connected: the peers that are connected already.
+
+        Raises:
+            TransferError: the transport has closed.
+            ValueError: the peer is this transport itself, or is connected already.
+        """
+        if is_closed:
+            raise TransferError(f"peer {self.peer_id}: the transport has closed")
+        if peer == self.peer_id:
+            raise ValueError(f"peer {peer} cannot connect to itself")
+        if peer in connected:
+            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
 
 
 def post_future(
@@ -291,65 +320,6 @@ def post_future(
     except TransferError as error:
         done(error.with_traceback(None))  # the traceback refers to this frame, and so to future and memory
     return future
-
-
-class TransportBase:
-    """A base class with the methods of the `Transport` interface that are the same for most media.
-
-    Args:
-        peer_id: the transport's own id.
-    """
-
-    def __init__(self, peer_id: Peer):
-        self.peer_id, self.epoch = peer_id, 0
-        self._loop = asyncio.get_running_loop()
-
-    def admit(self, addresses: Iterable[bytes]) -> None:
-        """Do nothing; see `Transport.admit`. This default suits a medium to which strangers cannot connect,
-        or whose library opens the sockets itself."""
-
-    def check_device_memory(self) -> None:
-        """Do nothing; see `Transport.check_device_memory`. This default suits a medium that supports all
-        device memory, and a medium that is never given device memory."""
-
-    def hurry(self, on: bool) -> None:
-        """Do nothing; see `Transport.hurry`. This default suits a medium that never polls for messages."""
-
-    def routes(self, peer: Peer) -> tuple[str, ...]:
-        """Return no routes; see `Transport.routes`. This default suits a medium that has only one route, or
-        does not report which route it uses."""
-        return ()
-
-    def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
-
-    def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
-
-    def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
-        raise NotImplementedError
-
-    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
-        raise NotImplementedError
-
-    def _check_connectable(self, peer: Peer, is_closed: bool, connected: Container[Peer]) -> None:
-        """Raise the errors of `connect` that do not depend on the address or the medium.
-
-        Args:
-            peer: the peer to connect to.
-            is_closed: whether this transport has closed.
-            connected: the peers that are connected already.
-
-        Raises:
-            TransferError: the transport has closed.
-            ValueError: the peer is this transport itself, or is connected already.
-        """
-        if is_closed:
-            raise TransferError(f"peer {self.peer_id}: the transport has closed")
-        if peer == self.peer_id:
-            raise ValueError(f"peer {peer} cannot connect to itself")
-        if peer in connected:
-            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
 
 
 # ---------------------------------------------------------------- memory

@@ -1,57 +1,40 @@
 """Carry buffers between transports of one process and one event loop, through an object instead of a network.
 
-This transport is deterministic: messages without a delay arrive immediately, in the order in which they are
-sent. Like UCX, this transport completes a small send immediately and a larger send only when a receive
-matches it, and never writes to a buffer that the receiver has not posted. Tests set delays and faults on the
-`MemoryNetwork`. The module starts no thread and keeps no module state.
+This transport is deterministic: messages arrive immediately, in the order in which they are sent. Like UCX,
+this transport completes a small send immediately and a larger send only when a receive matches it, and never
+writes to a buffer that the receiver has not posted. The module starts no thread and keeps no module state.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport.base import Memory, OnEnd, Peer, TransportBase, check_tag
+from jaxpp_async.transport.base import Memory, OnEnd, Peer, Transport, check_tag
 from jaxpp_async.transport.network import Network
 
-Rule: TypeAlias = Callable[[Peer, Peer, int, int], float]
-"""A function that returns a delay in seconds for a message, given its sender, receiver, tag and size in
-bytes."""
-
-Choice: TypeAlias = Callable[[Peer, Peer, int, int], bool]
-"""A function that returns whether a message is lost, given its sender, receiver, tag and size in bytes."""
+EAGER_BYTES = 8192
+"""The size up to which a send completes immediately; a larger send completes when a receive matches it."""
 
 
 class MemoryNetwork:
-    """The medium that joins `MemoryTransport`s; tests may set its attributes at any time.
+    """The medium that joins `MemoryTransport`s. Tests have a subclass that delays and loses messages."""
 
-    Attributes:
-        eager_bytes: the size up to which a send completes immediately; a larger send completes when a receive
-            matches it. None: every send completes immediately.
-        delay: a rule that gives each message's delay in seconds; None: no delay. Messages of one (peer, tag)
-            pair keep their order even if their delays differ.
-        drop: a rule that chooses which messages are lost. The send of a lost message still completes if the
-            message has at most `eager_bytes`, and otherwise stays open. None: no message is lost.
-    """
-
-    def __init__(
-        self, *, eager_bytes: int | None = 8192, delay: Rule | None = None, drop: Choice | None = None
-    ):
-        self.eager_bytes, self.delay, self.drop = eager_bytes, delay, drop
+    def __init__(self) -> None:
         self._transports: dict[bytes, MemoryTransport] = {}
         self._num_addresses = 0
 
-    def fail_link(self, one: Peer, other: Peer) -> None:
-        """End every transfer between two peers with `TransferError`; later transfers fail too until both
-        peers have aborted and connected again. Tests call this method."""
-        for transport in self._transports.values():
-            for here, there in ((one, other), (other, one)):
-                if transport.peer_id == here:
-                    transport.fail_link(there, "link lost (injected)")
+    def is_eager(self, size_bytes: int) -> bool:
+        """Return whether the send of a message of this size completes immediately."""
+        return size_bytes <= EAGER_BYTES
+
+    def carry(self, receiver: MemoryTransport, sender: Peer, tag: int, message: MemoryMessage) -> None:
+        """Bring a message to its receiver."""
+        receiver.accept(sender, tag, message)
 
     def join(self, transport: MemoryTransport) -> bytes:
         """Register `transport`, and return a new address for it that was never used before."""
@@ -81,14 +64,14 @@ class _Transfer:
 
 
 @dataclass(slots=True, eq=False)
-class _Message:
+class MemoryMessage:
     """A message that was sent and has not been received yet. A small message has a copy of its bytes. A large
     one refers to the sender's memory, and to the sender's transfer, which stays open until the message is
     received."""
 
+    size_bytes: int
     bytes: bytes | Memory
     sending: _Transfer | None
-    arrived: bool = False
     withdrawn: bool = False
 
 
@@ -97,7 +80,7 @@ class _Stream:
     """The messages that one peer sent with one tag, and the receives that were posted for them. Each queue is
     in the order of the calls."""
 
-    messages: deque[_Message] = field(default_factory=deque)
+    messages: deque[MemoryMessage] = field(default_factory=deque)
     receives: deque[_Transfer] = field(default_factory=deque)
 
 
@@ -107,10 +90,10 @@ class _Link:
 
     remote: MemoryTransport
     failure: str | None = None
-    sends: dict[_Transfer, _Message] = field(default_factory=dict)
+    sends: dict[_Transfer, MemoryMessage] = field(default_factory=dict)
 
 
-class MemoryTransport(TransportBase):
+class MemoryTransport(Transport):
     """A transport between peers in one process, on the running event loop; see `Transport` for the interface.
 
     Args:
@@ -153,7 +136,7 @@ class MemoryTransport(TransportBase):
         link = self._usable_link(peer, transfer)
         if link.remote._closed:
             raise TransferError(f"{transfer.what} failed: the peer has closed")
-        return self._post_message(link, transfer, peer, tag)
+        return self._post_message(link, transfer, tag)
 
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         _check_call(memory, tag)
@@ -173,13 +156,6 @@ class MemoryTransport(TransportBase):
         self._closed = True
         await self.abort()
         self._network.leave(self._address)
-
-    def fail_link(self, peer: Peer, cause: str) -> None:
-        """End the transfers with `peer` as if the medium had lost the connection. Tests cause this by
-        `MemoryNetwork.fail_link`."""
-        if peer in self._links:
-            self._links[peer].failure = cause
-            self._end_transfers(peer, cause)
 
     def _end_transfers(self, peer: Peer, cause: str) -> None:
         for transfer, message in self._links[peer].sends.items():
@@ -228,59 +204,38 @@ class MemoryTransport(TransportBase):
         why = "the transport has closed" if self._closed else "not connected; call connect first"
         raise TransferError(f"{transfer.what} failed: {(link and link.failure) or why}")
 
-    def _post_message(self, link: _Link, transfer: _Transfer, peer: Peer, tag: int) -> bool:
-        network, memory = self._network, transfer.memory
-        eager = network.eager_bytes is None or memory.size_bytes <= network.eager_bytes
-        message = _Message(_copy(memory), None) if eager else _Message(memory, transfer)
+    def _post_message(self, link: _Link, transfer: _Transfer, tag: int) -> bool:
+        memory = transfer.memory
+        eager = self._network.is_eager(memory.size_bytes)
+        content, sending = (_copy(memory), None) if eager else (memory, transfer)
+        message = MemoryMessage(memory.size_bytes, content, sending)
         if not eager:
             link.sends[transfer] = message
-        where = (self.peer_id, peer, tag, memory.size_bytes)
-        if network.drop is None or not network.drop(*where):
-            delay_s = network.delay(*where) if network.delay is not None else 0.0
-            link.remote._accept((self.peer_id, tag), message, delay_s)
+        self._network.carry(link.remote, self.peer_id, tag, message)
         return eager or self._ended_already(transfer)
 
     # ------------------------------------------------------------ receiving
 
-    def _accept(self, key: tuple[Peer, int], message: _Message, delay_s: float) -> None:
-        """Add a message to its stream (the messages from one peer with one tag), and let it be received
-        `delay_s` seconds later.
-
-        The message is added immediately, so that the order of messages is kept.
-
-        Args:
-            key: the sender and the tag.
-            message: the message.
-            delay_s: the delay in seconds.
-        """
-        self._streams.setdefault(key, _Stream()).messages.append(message)
-        if delay_s > 0:
-            self._loop.call_later(delay_s, self._arrive, key, message)
-        else:
-            self._arrive(key, message)
-
-    def _arrive(self, key: tuple[Peer, int], message: _Message) -> None:
-        message.arrived = True
-        self._match(key)
+    def accept(self, sender: Peer, tag: int, message: MemoryMessage) -> None:
+        """Take in a message that has arrived; the network calls this in the order in which the messages of
+        one sender and tag were sent."""
+        self._streams.setdefault((sender, tag), _Stream()).messages.append(message)
+        self._match((sender, tag))
 
     def _match(self, key: tuple[Peer, int]) -> None:
         stream = self._streams.get(key)
         if stream is None:
             return
         messages, receives = stream.messages, stream.receives
-        while messages and (messages[0].withdrawn or (messages[0].arrived and receives)):
+        while messages and (messages[0].withdrawn or receives):
             message = messages.popleft()
             if not message.withdrawn:
                 self._deliver(key[0], message, receives.popleft())
         if not messages and not receives:
             del self._streams[key]
 
-    def _deliver(self, sender: Peer, message: _Message, receive: _Transfer) -> None:
-        source = message.bytes
-        expected, got = (
-            receive.memory.size_bytes,
-            source.size_bytes if isinstance(source, Memory) else len(source),
-        )
+    def _deliver(self, sender: Peer, message: MemoryMessage, receive: _Transfer) -> None:
+        source, expected, got = message.bytes, receive.memory.size_bytes, message.size_bytes
         if expected == got:
             ctypes.memmove(
                 receive.memory.address, source.address if isinstance(source, Memory) else source, got

@@ -10,13 +10,15 @@ import asyncio
 import importlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from jaxpp_async.errors import MeshError, ProtocolError
 from jaxpp_async.transport.base import Peer, Transport
 from jaxpp_async.transport.nccl.order import ENVIRONMENT as NCCL_ENVIRONMENT
-from jaxpp_async.transport.nccl.order import NcclLink, StepOrder
 from jaxpp_async.transport.network import Network
+
+if TYPE_CHECKING:
+    from jaxpp_async.transport.nccl.transport import NcclTransport
 
 Factory: TypeAlias = Callable[[Peer, Network | None, MutableMapping[str, Any]], Transport]
 """A function that makes the transport of a process, given the process's id, the network on which to listen
@@ -35,7 +37,8 @@ class TransportKind:
             (`launcher="inline"`); False if it connects only separate processes.
         device_memory: whether the transport itself moves GPU memory. If not, arrays on GPUs are copied to
             host memory and moved from there.
-        ordered: whether the transport is an `OrderedTransport`. If so, it moves GPU memory only.
+        ordered: whether the transport has to know the order of a program's transfers before each step, as
+            `NcclTransport` does. If so, it moves GPU memory only.
         host_transport: the name of the other transport that carries host values and replicas (copies of the
             state kept for restarts). The controller then has only that other transport. None: one transport
             carries everything.
@@ -148,48 +151,6 @@ def _listed(names: Iterable[str]) -> str:
     return " or ".join(f'"{name}"' for name in names)
 
 
-class OrderedTransport(Transport, Protocol):
-    """A transport that has to know the order of a program's transfers before each step.
-
-    Transfers go over links, which are made before a program's first step. A link carries data in one
-    direction between a device of one process and a device of another.
-
-    Attributes:
-        name: a function that returns the name of a process, used in the error message if a link to that
-            process cannot be made.
-    """
-
-    name: Callable[[Peer], str]
-
-    @property
-    def version(self) -> str:
-        """The version of the transport's library, such as `"2.32.3"`; all processes need the same one."""
-        ...
-
-    def is_connected(self, peer: Peer) -> bool:
-        """Return whether `connect` has been called for a peer."""
-        ...
-
-    def make_id(self) -> bytes:
-        """Make the id of a new link whose `maker` is this process. This may block, so call it on a thread
-        other than the event loop's."""
-        ...
-
-    async def join(self, link: NcclLink, unique_id: bytes) -> None:
-        """Make this process's end of a link, while the peer makes the other end.
-
-        Args:
-            link: the link to make.
-            unique_id: the link's id, made by `make_id` on the link's `maker`.
-        """
-        ...
-
-    def begin(self, order: StepOrder) -> None:
-        """Begin a step by setting the order in which its transfers go on each link. The caller may still post
-        the transfers in any order."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ActorTransports:
     """The transports of one actor's process.
@@ -198,20 +159,20 @@ class ActorTransports:
         programs: the transport for `Send` and `Recv` instructions.
         host: the transport for host values to and from the controller, and for replicas (copies of the state
             kept for restarts); it may be the same as `programs`.
-        ordered: the transport `programs` again, if it is an `OrderedTransport`; otherwise None.
+        ordered: the transport `programs` again, if it has to know the order of transfers before each step;
+            otherwise None.
     """
 
     programs: Transport
     host: Transport
-    ordered: OrderedTransport | None = None
+    ordered: NcclTransport | None = None
 
     @property
-    def required_ordered(self) -> OrderedTransport:
-        """The transport `programs` as an `OrderedTransport`, for requests about links, which only such
-        transports have.
+    def required_ordered(self) -> NcclTransport:
+        """The transport `programs`, for requests about links, which only an ordered transport has.
 
         Raises:
-            ProtocolError: the transport is not an `OrderedTransport`.
+            ProtocolError: the transport is not an ordered one.
         """
         if self.ordered is None:
             raise ProtocolError("links are asked for, but this actor's transport has none")
@@ -282,4 +243,4 @@ def open_transports(
     programs = make_transport(name, network)
     host = programs if kind.host_transport is None else make_transport(kind.host_transport, network)
     programs.epoch = host.epoch = epoch
-    return ActorTransports(programs, host, cast(OrderedTransport, programs) if kind.ordered else None)
+    return ActorTransports(programs, host, cast("NcclTransport", programs) if kind.ordered else None)

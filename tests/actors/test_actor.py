@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from faulty_network import FaultyNetwork
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxpp_async.actors.actor import Actor
-from jaxpp_async.program.actor_program import ActorProgram, format_program
+from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import CONTROLLER, Aval, Delete, Input, Output, Recv, Run, Send
 from jaxpp_async.protocol import messages as m
 from jaxpp_async.transport.base import HOST_CHANNEL, make_tag
-from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
+from jaxpp_async.transport.memory import MemoryTransport
 
 TIMEOUT_S = 20
 
@@ -58,14 +59,14 @@ class Harness:
         self.transports[actor] = self.transport_type(self.network, actor)
         return self.transports[actor]
 
-    def _replied(self, message):
-        self.waiting.pop(message.request).set_result(message)
+    def _replied(self, message, number):
+        self.waiting.pop(number).set_result(message)
 
     async def start(self, actor, kind, **fields):
         """Send a request; returns the future of its reply."""
         self.requests += 1
         future = self.waiting[self.requests] = asyncio.get_running_loop().create_future()
-        self.actors[actor].handle(kind(request=self.requests, **fields))
+        self.actors[actor].handle(kind(**fields), self.requests)
         return future
 
     async def ask(self, actor, kind, *, fails=False, **fields):
@@ -94,7 +95,7 @@ class Harness:
             actor,
             m.Load,
             program_id=program_id,
-            program=format_program(program),
+            program=program,
             executables={k: f"key{k}" for k in range(len(blobs))},
             blobs={f"key{k}": blob for k, blob in enumerate(blobs)},
         )
@@ -145,7 +146,7 @@ class Harness:
 
 @asynccontextmanager
 async def harness(num_actors=1, *, network=None, **configure):
-    h = Harness(num_actors, network or MemoryNetwork())
+    h = Harness(num_actors, network or FaultyNetwork())
     try:
         await h.configure(**configure)
         yield h
@@ -220,14 +221,14 @@ async def two_stage_pipeline(h, num_microbatches=3, aval=V):
     first, second, n = [], [], num_microbatches
     for k in range(n):
         first += [
-            Input(k, k, aval),
+            Input(k, k),
             Run(f"fwd(stage 0, mb {k})", 0, (k,), (n + k,)),
             Send(n + k, 1, k),
             Delete(n + k),
         ]
-    second.append(Input(0, 0, aval, True))
+    second.append(Input(0, 0, True))
     for k in range(n):
-        second += [Recv(n + k, 0, k, aval), Run(f"acc(mb {k})", 0, (k, n + k), (k + 1,), (0,)), Delete(n + k)]
+        second += [Recv(n + k, 0, k), Run(f"acc(mb {k})", 0, (k, n + k), (k + 1,), (0,)), Delete(n + k)]
     second.append(Output(n, 0))
     # Slot n is both the last accumulator and would be the first receive: keep them apart.
     second = [_shift(i, n, 10) for i in second]
@@ -239,8 +240,8 @@ async def two_stage_pipeline(h, num_microbatches=3, aval=V):
 def _shift(instruction, start, by):
     """Move receive slots out of the accumulators' way."""
     match instruction:
-        case Recv(buffer, peer, tag, aval):
-            return Recv(buffer + by, peer, tag, aval)
+        case Recv(buffer, peer, tag):
+            return Recv(buffer + by, peer, tag)
         case Delete(buffer):
             return Delete(buffer + by)
         case Run(label, executable, (accumulator, received), outputs, donated):
@@ -294,7 +295,7 @@ async def test_donated_state_is_updated_in_place_and_leaves_the_store():
     async with harness() as h:
         await h.load(
             0,
-            [Input(0, 0, big, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)],
+            [Input(0, 0, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)],
             [big, big],
             [blob(double, big)],
         )
@@ -318,7 +319,7 @@ async def test_a_fetch_sees_the_array_that_a_later_step_consumes():
     async with harness() as h:
         await h.load(
             0,
-            [Input(0, 0, big, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)],
+            [Input(0, 0, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)],
             [big, big],
             [blob(double, big)],
         )
@@ -337,7 +338,7 @@ async def test_a_fetch_sees_the_array_that_a_later_step_consumes():
 
 async def test_two_steps_in_flight_with_puts_and_frees():
     async with harness() as h:
-        program = [Input(0, 0, V, True), Input(1, 1, V), Run("add", 0, (0, 1), (2,), (0,)), Output(2, 0)]
+        program = [Input(0, 0, True), Input(1, 1), Run("add", 0, (0, 1), (2,), (0,)), Output(2, 0)]
         await h.load(0, program, [V] * 3, [blob(add, V, V)], uncounted=[1])
         await h.put(0, 1, np.zeros(8, np.float32))
         futures = []
@@ -359,9 +360,7 @@ async def test_two_steps_in_flight_with_puts_and_frees():
 async def test_a_late_host_argument_is_waited_for():
     big = Aval((100, 100), "float32")
     async with harness() as h:
-        await h.load(
-            0, [Input(0, 0, big), Run("f", 0, (0,), (1,)), Output(1, 0)], [big, big], [blob(double, big)]
-        )
+        await h.load(0, [Input(0, 0), Run("f", 0, (0,), (1,)), Output(1, 0)], [big, big], [blob(double, big)])
         put = m.Put(1, big, None, 33)
         step = await h.start(
             0, m.Step, epoch=1, step=0, program_id=0, inputs={0: 1}, outputs={0: 2}, puts=(put,)
@@ -378,7 +377,7 @@ async def test_a_late_host_argument_is_waited_for():
 async def test_an_argument_handed_back_is_a_copy():
     """Two ids must never share one array: donating one would delete the other."""
     async with harness() as h:
-        await h.load(0, [Input(0, 0, V), Output(0, 0), Output(0, 1)], [V], [])
+        await h.load(0, [Input(0, 0), Output(0, 0), Output(0, 1)], [V], [])
         await h.put(0, 1, np.ones(8, np.float32))
         await h.step(0, 0, {0: 1}, {0: 2, 1: 3})
         addresses = {store_array(h, k).unsafe_buffer_pointer() for k in (1, 2, 3)}
@@ -387,7 +386,7 @@ async def test_an_argument_handed_back_is_a_copy():
 
 async def test_one_array_as_two_arguments_one_of_them_donated():
     async with harness() as h:
-        program = [Input(0, 0, V, True), Input(1, 1, V), Run("add", 0, (0, 1), (2,), (0,)), Output(2, 0)]
+        program = [Input(0, 0, True), Input(1, 1), Run("add", 0, (0, 1), (2,), (0,)), Output(2, 0)]
         await h.load(0, program, [V] * 3, [blob(add, V, V)])
         await h.put(0, 1, np.ones(8, np.float32))
         await h.step(0, 0, {0: 1, 1: 1}, {0: 2})
@@ -397,8 +396,8 @@ async def test_one_array_as_two_arguments_one_of_them_donated():
 
 async def test_received_results_do_not_share_receive_memory():
     async with harness(2) as h:
-        await h.load(0, [Input(0, 0, V), Send(0, 1, 0)], [V], [])
-        await h.load(1, [Recv(0, 0, 0, V), Output(0, 0)], [V], [])
+        await h.load(0, [Input(0, 0), Send(0, 1, 0)], [V], [])
+        await h.load(1, [Recv(0, 0, 0), Output(0, 0)], [V], [])
         for number in range(3):
             await h.put(0, 10 + number, np.full(8, number, np.float32))
             sent = await h.start(
@@ -446,23 +445,18 @@ async def test_many_steps_leave_nothing_behind():
 # ---------------------------------------------------------------- requests that come twice, late or wrong
 
 
-async def test_a_step_sent_twice_runs_once():
+async def test_a_step_that_is_not_the_next_one_of_its_epoch_is_refused():
     async with harness() as h:
         await h.load(
-            0, [Input(0, 0, V, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)], [V, V], [blob(double, V)]
+            0, [Input(0, 0, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)], [V, V], [blob(double, V)]
         )
         await h.put(0, 1, np.ones(8, np.float32))
-        fields = {"epoch": 1, "step": 0, "program_id": 0, "inputs": {0: 1}, "outputs": {0: 2}}
-        one, two = await h.start(0, m.Step, **fields), await h.start(0, m.Step, **fields)
-        one, two = await asyncio.wait_for(asyncio.gather(one, two), TIMEOUT_S)
-        three = await h.ask(0, m.Step, **fields)
-        assert one.stats == two.stats == three.stats
-        assert len({one.request, two.request, three.request}) == 3
+        await h.step(0, 0, {0: 1}, {0: 2})
         (found,) = await h.fetch(0, 2)
         assert np.all(found == 2)
-        for number in range(1, 20):
-            await h.step(0, number, {0: 1 + number}, {0: 2 + number})
-        assert "no longer kept" in (await h.step(0, 0, {0: 1}, {0: 2}, fails=True)).message
+        await h.step(0, 1, {0: 2}, {0: 3})
+        assert "in the same epoch" in (await h.step(0, 0, {0: 3}, {0: 4}, fails=True)).message
+        assert "in the same epoch" in (await h.step(0, 1, {0: 3}, {0: 4}, fails=True)).message
         assert "epoch 0" in (await h.step(0, 50, {0: 1}, {0: 2}, fails=True, epoch=0)).message
 
 
@@ -477,17 +471,35 @@ async def test_a_step_sent_twice_runs_once():
 )
 async def test_steps_that_cannot_start(program_id, inputs, message):
     async with harness() as h:
-        await h.load(0, [Input(0, 0, V), Run("f", 0, (0,), (1,)), Output(1, 0)], [V, V], [blob(double, V)])
+        await h.load(0, [Input(0, 0), Run("f", 0, (0,), (1,)), Output(1, 0)], [V, V], [blob(double, V)])
         await h.put(0, 2, np.ones(4, np.float32))
         reply = await h.step(0, 0, inputs, {0: 5}, program_id=program_id, fails=True)
     assert message in reply.message and reply.step == 0
 
 
 async def test_requests_before_configure():
-    h = Harness(1, MemoryNetwork())
+    h = Harness(1, FaultyNetwork())
     reply = await h.ask(0, m.Store, fails=True, puts=(), frees=())
     assert "actor 0 is not configured" in reply.message
     await h.actors[0].aclose()
+
+
+@pytest.mark.parametrize(
+    ("instructions", "says"),
+    [
+        ([Input(9, 0)], "slot 9 does not exist; the program has 2 slots"),
+        ([Input(0, -1)], "arg -1 is negative"),
+        ([Input(0, 0, True), Run("f", 0, (0,), (1,), (-1,))], "position -1 of 1 inputs cannot be donated"),
+        ([Input(0, 0), Run("f", 5, (0,), (1,))], "the program came without this executable"),
+    ],
+)
+async def test_programs_that_cannot_be_are_refused_and_the_actor_goes_on(instructions, says):
+    async with harness() as h:
+        with pytest.raises(AssertionError, match=says):
+            await h.load(0, instructions, [V, V], [blob(double, V)])
+        await h.load(0, [Input(0, 0), Run("f", 0, (0,), (1,)), Output(1, 0)], [V, V], [blob(double, V)])
+        await h.put(0, 1, np.ones(8, np.float32))
+        await h.step(0, 0, {0: 1}, {0: 2})
 
 
 async def test_programs_that_do_not_fit_their_executables():
@@ -495,14 +507,14 @@ async def test_programs_that_do_not_fit_their_executables():
         with pytest.raises(AssertionError, match=r"output 0: the executable has float32\[8\]"):
             await h.load(
                 0,
-                [Input(0, 0, V), Run("f", 0, (0,), (1,)), Output(1, 0)],
+                [Input(0, 0), Run("f", 0, (0,), (1,)), Output(1, 0)],
                 [V, Aval((4,), "float32")],
                 [blob(double, V)],
             )
 
 
 async def test_too_few_devices():
-    h = Harness(1, MemoryNetwork())
+    h = Harness(1, FaultyNetwork())
     with pytest.raises(
         AssertionError, match=r"spmd_mesh \{'data': 64\} needs 64 devices.*jax_num_cpu_devices"
     ):
@@ -522,7 +534,7 @@ def bad_setup():
     ],
 )
 async def test_setup_hooks_that_cannot_run(setup, message):
-    h = Harness(1, MemoryNetwork())
+    h = Harness(1, FaultyNetwork())
     with pytest.raises(AssertionError, match=message):
         await h.configure(setup=setup)
     await h.actors[0].aclose()
@@ -535,7 +547,7 @@ async def test_an_executable_that_raises():
     async with harness() as h:
         await h.load(
             0,
-            [Input(0, 0, V), Run("fwd(stage 0, mb 0)", 0, (0,), (1,)), Output(1, 0)],
+            [Input(0, 0), Run("fwd(stage 0, mb 0)", 0, (0,), (1,)), Output(1, 0)],
             [V, V],
             [blob(double, V)],
         )
@@ -589,7 +601,7 @@ async def test_abort_ends_waiting_steps_and_the_actors_go_on():
 
 
 async def test_a_transfer_that_fails_names_its_instruction():
-    network = MemoryNetwork()
+    network = FaultyNetwork()
     async with harness(2, network=network) as h:
         await two_stage_pipeline(h)
         await h.put(1, 100, np.zeros(8, np.float32))
@@ -626,13 +638,13 @@ async def test_sharded_arrays_travel(spec, kind):
     async with harness(2, spmd_mesh=AXES, axis_types=(kind, kind)) as h:
         await h.load(
             0,
-            [Input(0, 0, aval), Run("f", 0, (0,), (1,)), Send(1, 1, 0), Delete(1)],
+            [Input(0, 0), Run("f", 0, (0,), (1,)), Send(1, 1, 0), Delete(1)],
             [aval] * 2,
             [double_blob],
         )
         await h.load(
             1,
-            [Recv(0, 0, 0, aval), Run("f", 0, (0,), (1,)), Delete(0), Output(1, 0)],
+            [Recv(0, 0, 0), Run("f", 0, (0,), (1,)), Delete(0), Output(1, 0)],
             [aval] * 2,
             [double_blob],
         )
@@ -654,18 +666,18 @@ async def test_sharded_arrays_travel(spec, kind):
 async def test_sharded_pipeline_with_collectives_under_random_delays():
     """Three actors over four shared devices: replicas are sent once, and messages overtake each other."""
     rng, n = random.Random(0), 4
-    network = MemoryNetwork(delay=lambda *_: rng.random() * 0.002)
+    network = FaultyNetwork(delay=lambda *_: rng.random() * 0.002)
     spec, whole = ("data", "model"), Aval((), "float32")
     aval = Aval((8, 4), "float32", spec)
     mesh = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     code = blob(lambda x: (x * 2, x.sum()), aval, mesh=mesh, in_specs=[spec], out_specs=[spec, ()])
-    first, second, third = [Input(0, 0, aval)], [], []
+    first, second, third = [Input(0, 0)], [], []
     for k in range(n):
         a, b = 1 + 2 * k, 2 + 2 * k
         first += [Run("f", 0, (0,), (a, b)), Send(a, 1, k), Send(b, 2, n + k), Delete(a), Delete(b)]
         a, b, c = 3 * k, 3 * k + 1, 3 * k + 2
         second += [
-            Recv(a, 0, k, aval),
+            Recv(a, 0, k),
             Run("f", 0, (a,), (b, c)),
             Send(b, 2, k),
             Delete(a),
@@ -673,7 +685,7 @@ async def test_sharded_pipeline_with_collectives_under_random_delays():
             Delete(c),
         ]
         a, b, c, d = range(4 * k, 4 * k + 4)
-        third += [Recv(a, 1, k, aval), Recv(b, 0, n + k, whole), Run("f", 0, (a,), (c, d)), Delete(a)]
+        third += [Recv(a, 1, k), Recv(b, 0, n + k), Run("f", 0, (a,), (c, d)), Delete(a)]
         third += [Output(b, 3 * k), Output(c, 3 * k + 1), Output(d, 3 * k + 2)]
     async with harness(3, network=network, spmd_mesh=AXES, axis_types=("auto", "auto")) as h:
         await h.load(0, first, [aval] + [aval, whole] * n, [code])
@@ -704,7 +716,7 @@ async def test_unusable_donation_does_not_warn():
             warnings.simplefilter("error")
             await h.load(
                 0,
-                [Input(0, 0, V, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)],
+                [Input(0, 0, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)],
                 [V, Aval((), "float32")],
                 [blob(lambda x: (x.sum(),), V)],
             )
@@ -723,9 +735,7 @@ async def test_the_loop_lives_while_a_task_computes():
         return (x,)
 
     async with harness() as h:
-        await h.load(
-            0, [Input(0, 0, big), Run("f", 0, (0,), (1,)), Output(1, 0)], [big, big], [blob(heavy, big)]
-        )
+        await h.load(0, [Input(0, 0), Run("f", 0, (0,), (1,)), Output(1, 0)], [big, big], [blob(heavy, big)])
         await h.put(0, 1, np.ones(big.shape, np.float32))
         step = await h.start(0, m.Step, epoch=1, step=0, program_id=0, inputs={0: 1}, outputs={0: 2})
         turns = 0

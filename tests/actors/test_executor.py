@@ -55,9 +55,9 @@ def short(commands):
 
 
 PIPELINE = program(
-    Input(0, 0, A),
-    Recv(1, 1, 0, A),
-    Recv(2, 1, 1, A),
+    Input(0, 0),
+    Recv(1, 1, 0),
+    Recv(2, 1, 1),
     run([0, 1], [3]),
     Send(3, 1, 0),
     Delete(1),
@@ -86,42 +86,42 @@ SCENARIOS = [
     ),
     (
         "a run may be issued ahead on what the running one makes",
-        program(Input(0, 0, A), run([0], [1]), run([1], [2]), Delete(1), run([2], [3]), Output(3, 0)),
+        program(Input(0, 0), run([0], [1]), run([1], [2]), Delete(1), run([2], [3]), Output(3, 0)),
         ["start", "in0", "ran1", "ran2", "ran4"],
         ["bind0", "run1 run2", "run4", "drop1", "keep3 finish"],
         16 * 3,
     ),
     (
         "donated inputs leave as outputs come",
-        program(Input(0, 0, BIG, True), run([0], [1], [0]), Output(1, 0), avals=[BIG, BIG]),
+        program(Input(0, 0, True), run([0], [1], [0]), Output(1, 0), avals=[BIG, BIG]),
         ["start", "in0", "ran1"],
         ["bind0", "run1", "keep1 finish"],
         100,
     ),
     (
         "a buffer under send is not donated",
-        program(Input(0, 0, A), run([0], [1]), Send(1, 1, 0), run([1], [2], [0]), Output(2, 0)),
+        program(Input(0, 0), run([0], [1]), Send(1, 1, 0), run([1], [2], [0]), Output(2, 0)),
         ["start", "in0", "ran1", "sent1", "ran3"],
         ["bind0", "run1", "send1", "run3", "keep2 finish"],
         32,
     ),
     (
         "a received buffer can be passed on before it came",
-        program(Recv(0, 1, 0, A), Send(0, 2, 0), Delete(0)),
+        program(Recv(0, 1, 0), Send(0, 2, 0), Delete(0)),
         ["start", "in0", "sent0"],
         ["recv0", "send0", "drop0 finish"],
         16,
     ),
     (
         "a received buffer can be a result; the step waits for it",
-        program(Recv(0, 1, 0, A), Output(0, 0)),
+        program(Recv(0, 1, 0), Output(0, 0)),
         ["start", "in0"],
         ["recv0", "keep0 finish"],
         16,
     ),
     (
         "a slot used again is another buffer",
-        program(Recv(0, 1, 0, A), run([0], [1]), Delete(0), Recv(0, 1, 1, A), run([0], [2]), Output(2, 0)),
+        program(Recv(0, 1, 0), run([0], [1]), Delete(0), Recv(0, 1, 1), run([0], [2]), Output(2, 0)),
         ["start", "in0", "ran1", "in2", "ran4"],
         ["recv0", "run1", "drop0 recv2", "run4", "keep3 finish"],
         48,
@@ -153,9 +153,7 @@ def test_scenarios(name, program, events, expected, peak):
 
 
 def test_inputs_that_are_bound_are_not_asked_for():
-    plan = make_plan(
-        program(Input(0, 0, BIG), Input(1, 1, A), run([0], [2]), run([1], [3]), Delete(2), Delete(3))
-    )
+    plan = make_plan(program(Input(0, 0), Input(1, 1), run([0], [2]), run([1], [3]), Delete(2), Delete(3)))
     executor = Executor(plan)
     assert short(executor.start(available=[0])) == "bind1 run2"
     assert executor.table_bytes == 32
@@ -169,9 +167,7 @@ def test_a_run_that_is_alone_holds_the_next_one_back():
 
 
 def test_deleted_buffers_under_send_are_pending_and_not_in_the_table():
-    executor = Executor(
-        make_plan(program(Input(0, 0, A), run([0], [1]), Send(1, 1, 0), Delete(1), Delete(0)))
-    )
+    executor = Executor(make_plan(program(Input(0, 0), run([0], [1]), Send(1, 1, 0), Delete(1), Delete(0))))
     executor.start()
     executor.arrived(0)
     executor.ran(1)
@@ -183,7 +179,7 @@ def test_deleted_buffers_under_send_are_pending_and_not_in_the_table():
 
 def test_position_names_the_instruction_and_what_it_waits_for():
     executor = Executor(
-        make_plan(program(Recv(0, 1, 0, A), run([0], [1], label="fwd(stage 1, mb 0)"), Output(1, 0)))
+        make_plan(program(Recv(0, 1, 0), run([0], [1], label="fwd(stage 1, mb 0)"), Output(1, 0)))
     )
     executor.start()
     assert executor.starved
@@ -195,9 +191,9 @@ def test_position_names_the_instruction_and_what_it_waits_for():
     ("instructions", "message"),
     [
         ([Delete(0)], "slot 0 holds no buffer"),
-        ([Input(0, 0, A), Recv(0, 1, 0, A)], "slot 0 is defined while it holds a buffer"),
-        ([Input(0, 0, A), run([0], [1], [0]), Delete(0)], "slot 0 holds no buffer"),
-        ([Input(0, 0, A), Output(0, 0), Delete(0)], "slot 0 has left the program as a result"),
+        ([Input(0, 0), Recv(0, 1, 0)], "slot 0 is defined while it holds a buffer"),
+        ([Input(0, 0), run([0], [1], [0]), Delete(0)], "slot 0 holds no buffer"),
+        ([Input(0, 0), Output(0, 0), Delete(0)], "slot 0 has left the program as a result"),
     ],
 )
 def test_malformed_programs_are_refused(instructions, message):
@@ -208,9 +204,9 @@ def test_malformed_programs_are_refused(instructions, message):
 def test_receives_that_are_kept_or_donated_are_private():
     plan = make_plan(
         program(
-            Recv(0, 1, 0, A),
-            Recv(1, 1, 1, A),
-            Recv(2, 1, 2, A),
+            Recv(0, 1, 0),
+            Recv(1, 1, 1),
+            Recv(2, 1, 2),
             run([0, 1], [3], [0]),
             Output(2, 0),
             Delete(1),
@@ -234,12 +230,12 @@ def random_program(rng: random.Random) -> ActorProgram:
 
     for arg in range(rng.randint(1, 3)):
         held.append(slot())
-        instructions.append(Input(held[-1], arg, A, True))
+        instructions.append(Input(held[-1], arg, True))
     for _ in range(rng.randint(1, 25)):
         kind = rng.choice(["run", "run", "recv", "send", "delete", "output"])
         if kind == "recv":
             held.append(slot())
-            instructions.append(Recv(held[-1], 1, next(tags), A))
+            instructions.append(Recv(held[-1], 1, next(tags)))
         elif not held:
             continue
         elif kind == "run":

@@ -37,14 +37,14 @@ def no_collector():
 
 
 async def a_send_is_refused(h):
-    program = [Input(0, 0, ODD), Run("f", 0, (0,), (1,)), Send(1, 1, 0), Output(1, 0)]
+    program = [Input(0, 0), Run("f", 0, (0,), (1,)), Send(1, 1, 0), Output(1, 0)]
     await h.load(0, program, [ODD, ODD], [blob(double, ODD)])
     h.network.fail_link(0, 1)
     await h.step(0, 0, {0: 1}, {0: 2}, fails=True)
 
 
 async def a_receive_is_refused(h):
-    await h.load(0, [Input(0, 0, ODD), Recv(1, 1, 0, V), Output(0, 0), Output(1, 1)], [ODD, V], [])
+    await h.load(0, [Input(0, 0), Recv(1, 1, 0), Output(0, 0), Output(1, 1)], [ODD, V], [])
     h.network.fail_link(0, 1)
     await h.step(0, 0, {0: 1}, {0: 2, 1: 3}, fails=True)
 
@@ -53,7 +53,7 @@ async def an_executable_raises(h):
     def broken(*_):
         raise FloatingPointError("injected")
 
-    program = [Input(0, 0, ODD), Run("f", 0, (0,), (1,)), Output(1, 0)]
+    program = [Input(0, 0), Run("f", 0, (0,), (1,)), Output(1, 0)]
     await h.load(0, program, [ODD, ODD], [blob(double, ODD)])
     h.actors[0]._programs[0].tasks[1]._call = broken
     await h.step(0, 0, {0: 1}, {0: 2}, fails=True)
@@ -63,7 +63,7 @@ async def a_copy_of_a_result_fails(h):
     def broken(*_):
         raise MemoryError("injected")
 
-    await h.load(0, [Input(0, 0, ODD), Output(0, 0)], [ODD], [])
+    await h.load(0, [Input(0, 0), Output(0, 0)], [ODD], [])
     with pytest.MonkeyPatch.context() as patch:
         copy = partial(SimpleNamespace, block_until_ready=broken)
         patch.setattr(step_run, "duplicate", lambda array: copy(of=array))
@@ -71,7 +71,7 @@ async def a_copy_of_a_result_fails(h):
 
 
 async def a_value_of_a_step_is_damaged(h):
-    await h.load(0, [Input(0, 0, ODD), Input(1, 1, V), Output(0, 0)], [ODD, V], [])
+    await h.load(0, [Input(0, 0), Input(1, 1), Output(0, 0)], [ODD, V], [])
     await h.step(0, 0, {0: 1, 1: 5}, {0: 2}, fails=True, puts=(m.Put(5, V, b"123"),))
 
 
@@ -86,7 +86,7 @@ async def an_array_cannot_be_read(h):
 
 async def a_step_waits(h):
     """Array 2 is to come from a step that waits for a peer."""
-    await h.load(0, [Input(0, 0, ODD), Recv(1, 1, 0, V), Output(1, 0)], [ODD, V], [])
+    await h.load(0, [Input(0, 0), Recv(1, 1, 0), Output(1, 0)], [ODD, V], [])
     await h.start(0, m.Step, epoch=1, step=0, program_id=0, inputs={0: 1}, outputs={0: 2})
 
 
@@ -165,9 +165,7 @@ async def test_memory_for_a_copy_that_never_arrives_is_freed_at_once(no_collecto
         if is_refused:
             h.network.fail_link(CONTROLLER, 0)
         kept = (m.ReplicaArray(1, V, (32,)), m.ReplicaArray(2, V, (32,)))
-        holding = asyncio.create_task(
-            ReplicaStore().receive(h.transport, m.ReceiveReplica(1, 1, 0, 0, 0, kept))
-        )
+        holding = asyncio.create_task(ReplicaStore().receive(h.transport, m.ReceiveReplica(1, 0, 0, 0, kept)))
         await asyncio.sleep(0)
         await h.transport.abort()
         await asyncio.wait([holding])

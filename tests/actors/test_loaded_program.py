@@ -18,7 +18,7 @@ from jaxpp_async.protocol.messages import Load, Loaded
 
 F4 = Aval((4,), "float32")
 RUNS = Run("f", 3, (0,), (1,)), Run("g", 3, (1,), (2,), donated=(0,))
-PROGRAM = ActorProgram(0, (Input(0, 0, F4), *RUNS), (F4,) * 3)
+PROGRAM = ActorProgram(0, (Input(0, 0), *RUNS), (F4,) * 3)
 
 
 class Sharding:
@@ -68,8 +68,8 @@ def made(monkeypatch):
     return monkeypatch
 
 
-async def load(compiled: Compiled):
-    message = Load(9, 1, str(PROGRAM), {3: "k"}, {"k": b"blob"}, {0: "x"})
+async def load(compiled: Compiled, executables=None):
+    message = Load(1, PROGRAM, executables or {3: "k"}, {"k": b"blob"}, {0: "x"})
     with ThreadPoolExecutor(1) as workers:
         return await load_program(message, compiled, LAYOUTS, None, workers, ProcessRank(0))
 
@@ -82,7 +82,7 @@ async def test_each_run_gets_the_executable_for_what_it_donates(made):
     assert compiled.loaded == [("k", ()), ("k", (0,))]
     assert calls == {1: keeps.call, 2: donates.call}
     assert (places, loops, names) == ({2: ("a.py:1: log",)}, {2}, {0: "x"})
-    assert reply == Loaded(9, 1.0, {3: 64})
+    assert reply == Loaded(1.0, {3: 64})
 
 
 async def test_an_executable_that_is_not_what_the_program_takes_it_for_is_refused_with_the_instruction(made):
@@ -91,3 +91,10 @@ async def test_an_executable_that_is_not_what_the_program_takes_it_for_is_refuse
     said = str(caught.value)
     assert said.startswith('#1 run    "f" exe 3 (b0) -> (b1): input 0: the executable has float32[5] as ')
     assert ", the program float32[4] as " in said
+
+
+async def test_an_executable_that_the_program_came_without_is_refused_with_the_instruction(made):
+    with pytest.raises(ValueError) as caught:
+        await load(Compiled(keeps=executable(), donates=executable()), {4: "k"})
+    said = 'run    "f" exe 3 (b0) -> (b1): the program came without this executable'
+    assert str(caught.value) == f"#1 {said}"

@@ -17,11 +17,12 @@ from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 async def main():
     replies = asyncio.Queue()
     network = MemoryNetwork()
-    actor = Actor(0, make_transport=lambda name, _: MemoryTransport(network, 0), send=replies.put_nowait)
+    send = lambda reply, number: replies.put_nowait(reply)
+    actor = Actor(0, make_transport=lambda name, _: MemoryTransport(network, 0), send=send)
     actor.handle(m.Configure(
-        request=1, spmd_mesh=(("data", 2), ("model", 2)), axis_types=("auto", "auto"), platform="cpu",
+        spmd_mesh=(("data", 2), ("model", 2)), axis_types=("auto", "auto"), platform="cpu",
         jax_config={"jax_enable_x64": True}, cache_dir=sys.argv[1] + "/cache", setup="hook:prepare",
-        setup_folder=None, transport="memory", epoch=1))
+        setup_folder=None, transport="memory", epoch=1), 1)
     ready = await replies.get()
     assert isinstance(ready, m.Ready), ready.traceback
 
@@ -34,16 +35,16 @@ async def main():
     spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     double = jax.jit(lambda x: (x * 2,), in_shardings=spec, out_shardings=spec)
     blob = bytes(export.export(double)(jax.ShapeDtypeStruct((4,), "float64")).serialize())
-    program = ActorProgram(0, (Input(0, 0, aval), Run("f", 0, (0,), (1,)), Output(1, 0)), (aval, aval))
-    actor.handle(m.Load(2, 0, str(program), {0: "f"}, {"f": blob}))
+    program = ActorProgram(0, (Input(0, 0), Run("f", 0, (0,), (1,)), Output(1, 0)), (aval, aval))
+    actor.handle(m.Load(0, program, {0: "f"}, {"f": blob}), 2)
     loaded = await replies.get()
     assert isinstance(loaded, m.Loaded), loaded.traceback
     put = m.Put(1, aval, np.arange(4.0).tobytes())
-    actor.handle(m.Step(3, 1, 0, 0, {0: 1}, {0: 2}, puts=(put,), frees_after=(1,)))
+    actor.handle(m.Step(1, 0, 0, {0: 1}, {0: 2}, puts=(put,), frees_after=(1,)), 3)
     done = await replies.get()
-    actor.handle(m.Fetch(4, (2,), (1,)))
+    actor.handle(m.Fetch((2,), (1,)), 4)
     fetched = await replies.get()
-    actor.handle(m.Shutdown(5))
+    actor.handle(m.Shutdown(), 5)
     assert isinstance(await replies.get(), m.Done)
     print(json.dumps({
         "devices": ready.devices, "versions": sorted(ready.versions), "live_buffers": done.stats.live_buffers,

@@ -12,7 +12,7 @@ import pytest
 
 from jaxpp_async.actors import process_group
 from jaxpp_async.actors.process_group import DroppedStep, TaskCount, catch_up
-from jaxpp_async.actors.setup import ComputeThread
+from jaxpp_async.actors.setup import JobThread
 from jaxpp_async.errors import MeshError
 from jaxpp_async.protocol import messages as m
 from tests.actors.test_actor import harness
@@ -25,7 +25,7 @@ async def test_a_task_that_used_to_take_long_is_no_dead_one(monkeypatch, longest
     monkeypatch.setattr(process_group, "END_S", 0.02)
     monkeypatch.setattr(process_group, "agree", lambda name, mine, *_: mine)
     program: Any = SimpleNamespace(longest_s=longest_s, plan=SimpleNamespace(commands=()))
-    compute, over = ComputeThread("test-compute", asyncio.get_running_loop()), threading.Event()
+    compute, over = JobThread("test-compute", asyncio.get_running_loop()), threading.Event()
 
     def task() -> Any:
         over.wait(30)

@@ -48,14 +48,13 @@ def process():
 async def test_arrays_come_back_as_they_were_when_the_copy_was_taken(process):
     process.put(1, 1.0)
     process.put(2, 2.0)
-    taking = process.replica_requests.take_replica(TakeReplica(7, 0), leaving={2})
+    taking = process.replica_requests.take_replica(TakeReplica(0), leaving={2})
     process.store.remove(1)  # a later step consumes it, before the copy is made
     process.put(3, 3.0)
     taken = await taking
-    assert taken.request == 7
     assert taken.arrays == (ReplicaArray(1, AVAL, (12,)),)  # neither the one that leaves nor the later one
     assert process.copies.get(0, PROCESS).size_bytes == 12
-    assert await process.replica_requests.roll_back(Rollback(8, 0)) == Done(8)
+    assert await process.replica_requests.roll_back(Rollback(0)) == Done()
     assert process.values == {1: [1.0, 1.0, 1.0]}
 
 
@@ -63,12 +62,12 @@ async def test_an_array_that_comes_back_shares_no_memory_with_the_copy(process):
     """A step may be given the array, and write to it; the copy has to serve another restart."""
     value = np.ones(1 << 20, np.float32)
     process.store.expect(1, Aval(value.shape, "float32")).resolve(jax.device_put(value))
-    await process.replica_requests.take_replica(TakeReplica(0, 0), leaving=())
+    await process.replica_requests.take_replica(TakeReplica(0), leaving=())
     ((data,),) = process.copies.get(0, PROCESS).shards
     begin = data.__array_interface__["data"][0]
     addresses = []
-    for request in (1, 2):
-        await process.replica_requests.roll_back(Rollback(request, 0))
+    for _ in range(2):
+        await process.replica_requests.roll_back(Rollback(0))
         addresses.append(process.store.get(1).array.unsafe_buffer_pointer())
     assert not any(begin <= address < begin + data.nbytes for address in addresses)
 
@@ -76,7 +75,7 @@ async def test_an_array_that_comes_back_shares_no_memory_with_the_copy(process):
 async def test_an_array_in_the_making_is_waited_for_and_one_that_fails_is_left_out(process):
     process.put(1, 1.0)
     coming, failing = process.store.expect(2, AVAL), process.store.expect(3, AVAL)
-    taking = asyncio.ensure_future(process.replica_requests.take_replica(TakeReplica(0, 0), leaving=()))
+    taking = asyncio.ensure_future(process.replica_requests.take_replica(TakeReplica(0), leaving=()))
     await asyncio.sleep(0)
     assert not taking.done()
     failing.fail(RuntimeError("the step failed"))
@@ -86,20 +85,20 @@ async def test_an_array_in_the_making_is_waited_for_and_one_that_fails_is_left_o
 
 async def test_without_a_copy_to_return_to_every_array_is_forgotten(process):
     process.put(1, 1.0)
-    assert await process.replica_requests.roll_back(Rollback(5, None)) == Done(5)
+    assert await process.replica_requests.roll_back(Rollback(None)) == Done()
     assert process.values == {}
 
 
 async def test_a_copy_that_is_not_here_is_refused(process):
     process.put(1, 1.0)
     with pytest.raises(ProtocolError, match=f"^copy 3 of process {PROCESS}'s arrays is not here"):
-        process.replica_requests.roll_back(Rollback(0, 3))
+        process.replica_requests.roll_back(Rollback(3))
 
 
 async def test_entries_of_a_rollback_are_there_at_once_for_the_requests_behind_it(process):
     process.put(1, 1.0)
-    await process.replica_requests.take_replica(TakeReplica(0, 0), leaving=())
-    rolling = process.replica_requests.roll_back(Rollback(1, 0))
+    await process.replica_requests.take_replica(TakeReplica(0), leaving=())
+    rolling = process.replica_requests.roll_back(Rollback(0))
     entry = process.store.get(1)
     assert not entry.done
     await rolling

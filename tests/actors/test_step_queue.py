@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from jaxpp_async.actors.process_group import DroppedStep
-from jaxpp_async.actors.step_queue import REPLIES_KEPT, StepQueue
+from jaxpp_async.actors.step_queue import StepQueue
 from jaxpp_async.actors.step_run import StepFailure
 from jaxpp_async.errors import ProtocolError, StepAbortedError
 from jaxpp_async.protocol import messages as m
@@ -35,8 +35,9 @@ class FakeRun:
             self.finish()
 
     def finish(self) -> None:
-        self.ended = True
-        self._on_end(self, None)
+        if not self.ended:
+            self.ended = True
+            self._on_end(self, None)
 
     def fail(self, error: BaseException) -> None:
         if not self.ended:
@@ -49,14 +50,14 @@ class Steps:
 
     Attributes:
         started: numbers of the steps that have begun, in order.
-        replies: what was sent.
+        replies, numbers: what was sent, and the number of the request that it answers.
         at_once: numbers of steps that end within `start`.
         cannot_prepare, cannot_turn: the error of a step by its number, when it is prepared or has its turn.
         completed: numbers of the steps that have finished, in order.
     """
 
     def __init__(self):
-        self.started, self.replies, self.runs = [], [], {}
+        self.started, self.replies, self.numbers, self.runs = [], [], [], {}
         self.at_once, self.cannot_prepare, self.cannot_turn = set(), {}, {}
         self.completed = []
         self.queue = StepQueue(
@@ -65,8 +66,12 @@ class Steps:
             prepare=self._prepare,
             on_turn=self._on_turn,
             complete=self._complete,
-            send=self.replies.append,
+            send=self._send,
         )
+
+    def _send(self, reply, number):
+        self.replies.append(reply)
+        self.numbers.append(number)
 
     def _prepare(self, message, on_end):
         k = m.step_number(message.step)
@@ -81,18 +86,17 @@ class Steps:
 
     def _complete(self, run):
         self.completed.append(m.step_number(run.message.step))
-        return m.StepDone(run.message.request, run.message.step, STATS)
+        return m.StepDone(run.message.step, STATS)
 
-    def request(
-        self, request: int, step: int, *, epoch: int = 0, program_id: int = 0, frees_after=()
-    ) -> None:
-        message = m.Step(request, epoch, m.step_id(step), program_id, {}, {}, frees_after=frees_after)
-        self.queue.request(message)
+    def request(self, number: int, step: int, *, epoch: int = 0, program_id: int = 0, frees_after=()) -> None:
+        message = m.Step(epoch, m.step_id(step), program_id, {}, {}, frees_after=frees_after)
+        self.queue.request(message, number)
 
     @property
     def answers(self) -> list[tuple[int | None, str]]:
         """Number and outcome of each request that has its reply: `"done"`, or the text of the failure."""
-        return [(r.request, "done" if isinstance(r, m.StepDone) else r.message) for r in self.replies]
+        outcomes = ["done" if isinstance(r, m.StepDone) else r.message for r in self.replies]
+        return list(zip(self.numbers, outcomes, strict=True))
 
 
 async def settle() -> None:
@@ -150,52 +154,6 @@ async def test_arrays_that_steps_free_at_their_end_are_listed_until_then(steps):
     assert steps.queue.arrays_to_free() == {3}
 
 
-# ---------------------------------------------------------------- one reply a request
-
-
-async def test_a_step_that_is_requested_again_under_way_runs_once_and_answers_both(steps):
-    steps.request(0, step=0)
-    steps.request(5, step=0)
-    assert steps.answers == []
-    steps.runs[0].finish()
-    await settle()
-    assert steps.started == [0]
-    assert steps.answers == [(0, "done"), (5, "done")]
-
-
-async def test_a_step_that_is_requested_again_later_gets_the_reply_that_it_had(steps):
-    steps.at_once = {0}
-    steps.request(0, step=0)
-    steps.cannot_prepare[1] = ValueError("no such array")
-    steps.request(1, step=1)
-    steps.request(8, step=0)
-    steps.request(9, step=1)
-    assert steps.started == steps.completed == [0]
-    assert steps.answers == [(0, "done"), (1, "no such array"), (8, "done"), (9, "no such array")]
-    assert {r.step for r in steps.replies[2:]} == {m.step_id(0), m.step_id(1)}
-
-
-async def test_only_the_last_replies_are_kept_and_an_older_step_is_refused(steps):
-    steps.at_once = set(range(REPLIES_KEPT + 1))
-    for k in range(REPLIES_KEPT + 1):
-        steps.request(k, step=k)
-    steps.request(100, step=1)
-    assert steps.answers[-1] == (100, "done")
-    with pytest.raises(ProtocolError, match=rf"^step 0 comes after step {REPLIES_KEPT} and its reply is no"):
-        steps.request(101, step=0)
-    assert steps.started == list(range(REPLIES_KEPT + 1))
-
-
-async def test_a_reply_that_cannot_be_sent_is_kept_for_the_next_request(steps):
-    steps.request(0, step=0)
-    send, steps.queue._send = steps.queue._send, lambda reply: 1 // 0
-    with pytest.raises(ZeroDivisionError):
-        steps.runs[0].finish()
-    steps.queue._send = send
-    steps.request(1, step=0)
-    assert (steps.answers, steps.started) == ([(1, "done")], [0])
-
-
 # ---------------------------------------------------------------- refused and failed steps
 
 
@@ -204,6 +162,23 @@ async def test_a_step_of_another_epoch_is_refused(steps):
         steps.request(0, step=0, epoch=3)
     assert (caught.value.actor, caught.value.step) == (7, 0)
     assert (steps.answers, steps.runs) == ([], {})
+
+
+@pytest.mark.parametrize("step", [3, 2])
+async def test_a_step_that_is_not_newer_than_the_last_of_its_epoch_is_refused(steps, step):
+    steps.at_once = {3}
+    steps.request(0, step=3)
+    with pytest.raises(ProtocolError, match=rf"^step {step} was requested after step 3 in the same epoch"):
+        steps.request(1, step=step)
+    assert (steps.answers, steps.started) == ([(0, "done")], [3])
+
+
+async def test_a_step_that_is_refused_or_fails_to_start_cannot_come_again(steps):
+    steps.cannot_prepare[0] = ValueError("no such array")
+    steps.request(0, step=0)
+    with pytest.raises(ProtocolError, match="in the same epoch"):
+        steps.request(1, step=0)
+    assert steps.answers == [(0, "no such array")]
 
 
 async def test_a_step_that_cannot_be_prepared_fails_alone(steps):
@@ -303,14 +278,6 @@ async def test_the_next_epoch_counts_its_steps_anew_and_owes_nothing_to_the_last
     assert steps.answers == [(0, "no memory"), (1, "done")]
     assert steps.started == [5, 5]
     assert steps.queue.abort(CAUSE, epoch=2) == []
-
-
-async def test_a_reply_of_the_last_epoch_is_still_given_to_a_request_that_comes_again(steps):
-    steps.at_once = {0}
-    steps.request(0, step=0)
-    steps.queue.abort(CAUSE, epoch=1)
-    steps.request(1, step=0)
-    assert steps.answers == [(0, "done"), (1, "done")]
 
 
 async def test_closing_drops_every_step_without_a_reply(steps):

@@ -39,8 +39,8 @@ def run(executable: int, inputs: tuple[int, ...], output: int) -> Run:
 PIPELINE = (
     program(
         0,
-        Recv(4, 1, 2, AVAL),
-        Recv(5, 1, 3, AVAL),
+        Recv(4, 1, 2),
+        Recv(5, 1, 3),
         run(0, (), 0),
         Send(0, 1, 0),
         run(0, (), 1),
@@ -50,8 +50,8 @@ PIPELINE = (
     ),
     program(
         1,
-        Recv(0, 0, 0, AVAL),
-        Recv(1, 0, 1, AVAL),
+        Recv(0, 0, 0),
+        Recv(1, 0, 1),
         run(2, (0,), 2),
         Send(2, 0, 2),
         run(2, (1,), 3),
@@ -84,14 +84,14 @@ def test_each_task_counts_with_the_time_that_it_took():
 @pytest.mark.parametrize("out", [0, 1], ids=["the slot that it was received in", "another slot"])
 def test_a_run_may_write_to_a_slot_that_a_message_filled(out):
     programs = (
-        program(0, Recv(1, 1, 1, AVAL), run(0, (), 0), Send(0, 1, 0), run(2, (1,), 2)),
-        program(1, Recv(0, 0, 0, AVAL), run(1, (0,), out), Send(out, 0, 1)),
+        program(0, Recv(1, 1, 1), run(0, (), 0), Send(0, 1, 0), run(2, (1,), 2)),
+        program(1, Recv(0, 0, 0), run(1, (0,), out), Send(out, 0, 1)),
     )
     assert bound.critical_path_s(programs, [[1, 1], [5]]) == 7
 
 
 def test_the_critical_path_of_programs_that_wait_for_each_other():
-    waiting = [program(a, Recv(0, 1 - a, a, AVAL), run(0, (0,), 1), Send(1, 1 - a, 1 - a)) for a in (0, 1)]
+    waiting = [program(a, Recv(0, 1 - a, a), run(0, (0,), 1), Send(1, 1 - a, 1 - a)) for a in (0, 1)]
     with pytest.raises(ValueError, match="wait for each other"):
         bound.critical_path_s(waiting, [[1], [1]])
 

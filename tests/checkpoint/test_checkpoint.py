@@ -320,17 +320,17 @@ async def test_an_array_on_two_actors_is_written_once(mesh, tmp_path):
 def reads(monkeypatch) -> dict[int, list[str]]:
     """What each actor reads."""
     found: dict[int, list[str]] = {}
-    original = CheckpointRequests.read
+    original = CheckpointRequests._read
 
-    def read(self: Any, message: Any) -> Any:
+    def read(self: Any, message: Any, entries: Any) -> Any:
         found.setdefault(id(self), []).extend(part.name for part in message.parts)
-        return original(self, message)
+        return original(self, message, entries)
 
-    monkeypatch.setattr(CheckpointRequests, "read", read)
+    monkeypatch.setattr(CheckpointRequests, "_read", read)
     return found
 
 
-async def test_another_number_of_actors_schedule_and_sharding(mesh, remote_mesh, tmp_path, reads):
+async def test_another_number_of_actors_schedule_and_sharding(reads, mesh, remote_mesh, tmp_path):
     step = mesh.distributed(train_step, donate_argnums=0)
     state, _ = await mesh.run(step, new_state(), batch(0))
     await mesh.save(tmp_path, state)

@@ -170,15 +170,15 @@ class Controller:
     is_closed = False
 
     def __init__(self):
-        self.processes, self.request_log, self.asked, self.replies = Topology(2), self, [], []
+        self.processes, self.requests, self.asked, self.replies = Topology(2), self, [], []
 
-    def send_each(self, makes, expected, *, awaited):
-        assert (expected, awaited) == (Done, False)
-        self.asked.append({process: make(process) for process, make in makes.items()})
+    def send_each(self, messages, *, awaited):
+        assert not awaited
+        self.asked.append(dict(messages))
         loop = asyncio.get_running_loop()
-        futures = {process: loop.create_future() for process in makes}
+        futures = {process: loop.create_future() for process in messages}
         self.replies += futures.values()
-        return futures
+        return {process: SimpleNamespace(future=future) for process, future in futures.items()}
 
 
 async def test_every_actor_is_told_to_remove_the_files_and_the_folder_is_free_once_all_have(caplog):
@@ -192,10 +192,10 @@ async def test_every_actor_is_told_to_remove_the_files_and_the_folder_is_free_on
     assert list(asked) == [0, 1]
     for sweep in asked.values():
         assert (sweep.folder, sweep.files, sweep.remove_folder) == (b"/tmp/\xff", ("f",), True)
-    controller.replies[0].set_result(Done(0))
+    controller.replies[0].set_result(Done())
     await asyncio.sleep(0)
     assert not waiting.done()
-    controller.replies[1].set_result(Done(1))
+    controller.replies[1].set_result(Done())
     await asyncio.gather(running, waiting)
     assert caplog.records == []
 

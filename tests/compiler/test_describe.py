@@ -119,7 +119,7 @@ def test_a_cut_loop_is_written_task_by_task_and_result_by_result():
 
 def test_programs_and_executables_are_written_one_after_the_other():
     aval = Aval((2,), "float32")
-    programs = [ActorProgram(a, (Input(0, a, aval), Delete(0)), (aval,)) for a in (0, 1)]
+    programs = [ActorProgram(a, (Input(0, a), Delete(0)), (aval,)) for a in (0, 1)]
     assert format_programs(programs) == f"{programs[0]}\n\n{programs[1]}"
     emitted = [SimpleNamespace(name="fwd0", blob=b"1234"), SimpleNamespace(name="bwd0", blob=b"")]
     assert format_executables(emitted) == "exe 0 fwd0 4 bytes\nexe 1 bwd0 0 bytes"

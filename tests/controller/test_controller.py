@@ -17,15 +17,16 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from fake_actor import NullTransport, start_fakes
+from fake_actor import NullTransport, scripted, start_fakes
 from paths import SUPPORT
 
-from jaxpp_async.controller import actor_group
+from jaxpp_async.controller import actor_group, failure_policy
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.failure_policy import Failure, ProcessDied
 from jaxpp_async.controller.host_values import HostValue
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ActorConfig, ControllerOptions
-from jaxpp_async.controller.requests import StepHandle
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import (
     ActorDiedError,
     HandshakeError,
@@ -36,8 +37,10 @@ from jaxpp_async.errors import (
     TransferError,
 )
 from jaxpp_async.launch import LaunchSpec, LocalLauncher
-from jaxpp_async.launch.commands import command_here
+from jaxpp_async.launch.hosts import Settings
 from jaxpp_async.launch.inline import InlineLauncher
+from jaxpp_async.launch.process_supervisor import Death
+from jaxpp_async.launch.run_module import command_here
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import DEFAULT_MAX_FRAME_BYTES, Identity, Wire
@@ -71,15 +74,15 @@ async def mesh(num_actors: int = 2, launcher: Any = None, setup: str | None = No
 
 
 async def load(controller: Controller, text: str, **keys: Any) -> int:
-    """Load a fake program, whose text says what a step does."""
+    """Load a fake program; the text says what a step does."""
     program_id = controller.new_program_id()
-    programs: Any = {actor.id: text for actor in controller.actors}
+    programs = scripted(text, len(controller.actors))
     await controller.load(program_id, programs, keys.get("executables", {}), keys.get("blobs", {}))
     return program_id
 
 
 def start(controller: Controller, program_id: int, **options: Any):
-    return controller.start_step(program_id, {}, {}, **options)
+    return controller.start_step(SubmittedStep(program_id), {}, {}, **options)
 
 
 @pytest.fixture(params=sorted(LAUNCHERS), scope="module")
@@ -118,7 +121,7 @@ async def test_a_step_answers_with_each_actors_stats(any_mesh):
 async def test_steps_are_numbered_and_may_overlap(any_mesh):
     program = await load(any_mesh, "done")
     handles = [start(any_mesh, program) for _ in range(3)]
-    assert len({h.step for h in handles}) == 3
+    assert len({h.id for h in handles}) == 3
     await asyncio.gather(*handles)
 
 
@@ -154,7 +157,7 @@ async def test_each_blob_is_sent_to_an_actor_once(any_mesh):
     blobs = {"k1": b"1", "k2": b"2"}
     await load(any_mesh, "done", executables={0: {0: "k1"}, 1: {0: "k1", 5: "k2"}}, blobs=blobs)
     program_id = any_mesh.new_program_id()
-    loaded = await any_mesh.load(program_id, {0: "done"}, {0: {0: "k1", 1: "k2"}}, blobs)
+    loaded = await any_mesh.load(program_id, scripted("done", 1), {0: {0: "k1", 1: "k2"}}, blobs)
     assert loaded[0].temp_bytes == {0: 1}  # the fake answers with the number of blobs that came
 
 
@@ -303,7 +306,7 @@ async def test_a_failed_step_does_not_wait_for_sends_that_go_on(caplog):
             await asyncio.sleep(0)
             waiting[0].cancel()
             assert not waiting[1].done()
-            controller._on_failure(ActorDiedError("it died"), None)
+            controller._act_on(Failure(ActorDiedError("it died")))
             await waiting[1]
             await handle.wait_sent()
             with pytest.raises(ActorDiedError, match="it died"):
@@ -315,8 +318,39 @@ async def test_a_failed_step_does_not_wait_for_sends_that_go_on(caplog):
     assert [(record.levelname, record.exc_info) for record in said] == [("WARNING", None)]
 
 
+@pytest.mark.parametrize(
+    ("then", "cause"),
+    [
+        ("nothing", "the link broke"),
+        ("another", "the link broke"),
+        ("a death", "was killed by SIGKILL"),
+        ("a restart", None),
+        ("the end", None),
+    ],
+)
+async def test_a_failure_that_may_be_a_consequence_waits_for_its_cause(monkeypatch, then, cause):
+    monkeypatch.setattr(failure_policy, "GRACE_S", 0.05)
+    async with asyncio.timeout(10):
+        controller = await Controller.start(1, inline_launcher())
+        controller._on_transfer_error(TransferError("the link broke"))
+        assert controller.cause is None
+        if then == "another":
+            controller._on_transfer_error(TransferError("another one, too"))
+        elif then == "a death":
+            controller._observe(ProcessDied(controller.actors[0], Death(-9, ())))
+            assert controller.cause is not None
+        elif then == "a restart":
+            controller._on_restarted([], 0)
+        elif then == "the end":
+            await controller.aclose()
+        await asyncio.sleep(0.1)
+        assert (controller.cause is None) == (cause is None)
+        assert cause is None or cause in str(controller.cause)
+        await controller.aclose()
+
+
 async def test_host_values_may_change_once_all_of_them_have_left():
-    handle = StepHandle(0, 0, [0])
+    handle = SubmittedStep(0)
     handle.sends += [asyncio.get_running_loop().create_future() for _ in range(3)]
     for send in handle.sends:
         send.add_done_callback(retrieve)  # as `HostPlane` does, which tells the mesh of errors
@@ -413,10 +447,10 @@ async def test_an_interpreter_that_cannot_start(caplog, tmp_path):
     broken.chmod(0o755)
     async with nothing_left(caplog):
         with pytest.raises(LaunchError, match=r"(?s)exited with code 1.*no module named jaxpp"):
-            async with mesh(1, launcher=local_launcher(python=str(broken))):
+            async with mesh(1, launcher=local_launcher(settings=Settings(python=str(broken)))):
                 pass
         with pytest.raises(LaunchError, match=r"could not be started: .*No such file"):
-            async with mesh(1, launcher=local_launcher(python=str(tmp_path / "absent"))):
+            async with mesh(1, launcher=local_launcher(settings=Settings(python=str(tmp_path / "absent")))):
                 pass
 
 

@@ -40,18 +40,16 @@ class Mesh:
         group = self.controller._actor_group
         group._host_transfers = self
         for process in group.processes.everyone:
-            group.links[process] = SimpleNamespace(
-                info="actor", request=self._answer(process), connection=self
-            )
+            group.links[process] = SimpleNamespace(info="actor", send=self._answer(process), connection=self)
 
     def _answer(self, process: int):
-        def request(message, reply_handler, encoded) -> None:
-            self.log.append((process, message))
-            self.handlers.append(reply_handler)
-            self.awaited.append(reply_handler.error_is_seen)
-            reply_handler.on_reply(SimpleNamespace(info="actor"), Done(message.request))
+        def send(request, encoded) -> None:
+            self.log.append((process, request.message))
+            self.handlers.append(request.waiter)
+            self.awaited.append(request.waiter.error_is_seen)
+            request.waiter.on_reply(SimpleNamespace(info="actor"), Done())
 
-        return request
+        return send
 
     async def drain(self) -> None: ...
 
@@ -69,10 +67,10 @@ async def test_values_and_frees_go_to_every_process_of_their_actors():
     await mesh.controller.put({0: [HostValue(7, F2, np.zeros(2, np.float32))]})
     put = Put(7, F2, b"")
     assert mesh.log == [
-        (0, Store(0, (put,), ())),
-        (1, Store(1, (put,), ())),
-        (2, Store(2, (), (40,))),
-        (3, Store(3, (), (40,))),
+        (0, Store((put,), ())),
+        (1, Store((put,), ())),
+        (2, Store((), (40,))),
+        (3, Store((), (40,))),
     ]
     assert mesh.awaited == [True] * 4
 
@@ -82,8 +80,8 @@ async def test_large_values_take_the_data_plane_behind_their_request():
     mesh.large = {1: [(5, data)]}
     await mesh.controller.put({0: [HostValue(7, F2, np.zeros(2, np.float32))]})
     put = Put(7, F2, b"")
-    assert mesh.log == [(0, Store(0, (put,), ())), (1, Store(1, (put,), ())), (1, [(5, data)])]
-    assert [sent.size_bytes for sent in mesh.controller.request_log._sent] == [0, 12]
+    assert mesh.log == [(0, Store((put,), ())), (1, Store((put,), ())), (1, [(5, data)])]
+    assert [sent.size_bytes for sent in mesh.controller._recovery.history.needed()] == [0, 12]
 
 
 async def test_frees_of_a_request_that_could_not_be_sent_are_kept_for_the_next():

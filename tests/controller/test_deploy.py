@@ -12,15 +12,15 @@ from jaxpp_async.controller.deploy import Deployment, LoadedPrograms, MessageEnd
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.errors import ActorDiedError, ProtocolError
 from jaxpp_async.layout.array_parts import Scattering
-from jaxpp_async.program.actor_program import ActorProgram, parse_program
+from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval, Input, Recv, Run, Send
 from jaxpp_async.protocol.actor_info import Position, Topology
 from jaxpp_async.protocol.messages import Load, Loaded
 from jaxpp_async.transport.nccl.order import NcclLink
 
 F4 = Aval((4,), "float32")
-FIRST = ActorProgram(0, (Input(0, 0, F4), Run("fwd(stage 0, mb 0)", 2, (0,), (1,)), Send(1, 1, 0)), (F4, F4))
-SECOND = ActorProgram(1, (Recv(0, 0, 0, F4),), (F4,))
+FIRST = ActorProgram(0, (Input(0, 0), Run("fwd(stage 0, mb 0)", 2, (0,), (1,)), Send(1, 1, 0)), (F4, F4))
+SECOND = ActorProgram(1, (Recv(0, 0, 0),), (F4,))
 PARTS = {1: SECOND, 0: FIRST}
 
 
@@ -39,15 +39,14 @@ def programs(*, for_successors: bool = False, per_actor: int = 1) -> LoadedProgr
 
 def test_an_actor_is_sent_only_executables_that_it_has_not_had():
     known = {"k1"}
-    message = programs().load_message(9, 0, 0, known)
-    assert message == Load(9, 0, str(FIRST), {2: "k0", 3: "k1"}, {"k0": b"zero"}, {0: "x"})
+    message = programs().load_message(0, 0, known)
+    assert message == Load(0, FIRST, {2: "k0", 3: "k1"}, {"k0": b"zero"}, {0: "x"})
     assert known == {"k0", "k1"}
-    assert parse_program(message.program) == FIRST
 
 
 def test_an_actor_without_executables_is_sent_its_program_alone():
-    message = programs().load_message(9, 0, 1, set())
-    assert (message.executables, message.blobs, message.program) == ({}, {}, str(SECOND))
+    message = programs().load_message(0, 1, set())
+    assert (message.executables, message.blobs, message.program) == ({}, {}, SECOND)
 
 
 def test_a_program_knows_its_actors_and_their_processes_in_order():
@@ -56,15 +55,14 @@ def test_a_program_knows_its_actors_and_their_processes_in_order():
     assert list(made.parts(0)) == [0, 1]
 
 
-def test_texts_and_executables_are_dropped_once_loaded_unless_a_successor_needs_them():
+def test_executables_are_dropped_once_loaded_unless_a_successor_needs_them():
     forgets, keeps = programs(), programs(for_successors=True)
     for made in (forgets, keeps):
         made.note_loaded(0)
         assert made.part(0, 0) == FIRST
-    for actor in (0, 1):  # the second has no executables: its program alone would do
-        with pytest.raises(KeyError):
-            forgets.load_message(1, 0, actor, set())
-    assert keeps.load_message(1, 0, 0, set()).blobs == {"k0": b"zero", "k1": b"one"}
+    with pytest.raises(KeyError):
+        forgets.load_message(0, 0, set())
+    assert keeps.load_message(0, 0, set()).blobs == {"k0": b"zero", "k1": b"one"}
 
 
 def test_a_program_that_could_not_be_loaded_is_gone_and_its_id_is_never_given_again():
@@ -103,7 +101,7 @@ def test_the_instruction_at_a_position_reads_as_in_the_program_if_there_is_one(a
 
 def test_a_program_needs_one_link_for_each_direction_between_two_processes():
     back = ActorProgram(1, (*SECOND.instructions, Send(0, 0, 1)), SECOND.avals)
-    forth = ActorProgram(0, (*FIRST.instructions, Recv(2, 1, 1, F4)), (F4, F4, F4))
+    forth = ActorProgram(0, (*FIRST.instructions, Recv(2, 1, 1)), (F4, F4, F4))
     assert links_of(PARTS, Scattering((), 1)) == [NcclLink(0, 1)]
     assert links_of({0: forth, 1: back}, Scattering((), 1)) == [NcclLink(0, 1), NcclLink(1, 0)]
 
@@ -116,7 +114,7 @@ def test_of_actors_of_two_processes_a_replicated_array_takes_a_link_across_and_o
     ("received", "says"),
     [
         ((), f"the one sends tag 0, {F4}, the other receives nothing"),
-        ((Recv(0, 0, 1, F4),), f"the one sends tag 0, {F4}, the other receives tag 1, {F4}"),
+        ((Recv(0, 0, 1),), f"the one sends tag 0, {F4}, the other receives tag 1, {F4}"),
     ],
 )
 def test_ends_that_do_not_agree_on_a_transfer_are_a_protocol_error_that_names_both(received, says):
@@ -141,23 +139,13 @@ class Actors:
         self.processes, self.error = Topology(2), error
         self.links = {process: SimpleNamespace(known_blobs=set()) for process in self.processes.everyone}
         self.posted, self.linked, self.said, self.log = [], [], [], []
-        self._number = 0
 
-    def number(self) -> int:
-        self._number += 1
-        return self._number
-
-    def post(self, post) -> None:
-        self.posted.append((post.process, post.message))
-        if self.error is not None and post.process == 1:
-            post.reply_handler.fail(self.error)
-        else:
-            post.reply_handler.on_reply(
-                SimpleNamespace(), Loaded(post.message.request, 0.5, {post.process: 8})
-            )
-
-    async def drain(self, process: int) -> None:
+    async def call(self, process: int, message: Load) -> Loaded:
+        self.posted.append((process, message))
         await asyncio.sleep(0)
+        if self.error is not None and process == 1:
+            raise self.error
+        return Loaded(0.5, {process: 8})
 
     async def link(self, program_id: int) -> None:
         self.linked.append(program_id)

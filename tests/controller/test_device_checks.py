@@ -15,6 +15,7 @@ from paths import SUPPORT
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.device_checks import ProcessDevices, check_agreement
 from jaxpp_async.controller.options import ActorConfig
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import LaunchError, MeshError
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.protocol.actor_info import ActorInfo
@@ -148,12 +149,11 @@ async def test_who_replaces_another_is_compared_as_well():
     controller = await fake_actor.start_fakes(2, launcher, config, max_restarts=3)
     try:
         config.env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.75"
-        texts: Any = {0: "hang", 1: "exit"}
-        await controller.load(0, texts, {}, {})
+        await controller.load(0, fake_actor.scripted("0:hang 1:exit"), {}, {})
         async with asyncio.timeout(30):
             with pytest.raises(
                 LaunchError, match=r"be replaced: actor 0.*, actor 1.* set aside 0.4, 0.75 of"
             ):
-                await controller.start_step(0, {}, {})
+                await controller.start_step(SubmittedStep(0), {}, {})
     finally:
         await controller.aclose()

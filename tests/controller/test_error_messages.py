@@ -29,9 +29,8 @@ from jaxpp_async.errors import (
     TransferError,
 )
 from jaxpp_async.launch.process_supervisor import Death
-from jaxpp_async.protocol.actor_info import ActorInfo, ProcessRank
+from jaxpp_async.protocol.actor_info import ActorInfo, ExitCode, ProcessRank
 from jaxpp_async.protocol.messages import Failed, OpenTransfer, step_id
-from jaxpp_async.protocol.parent_watch import ExitCode
 
 ACTOR = ActorInfo(1, "n1", 42, (), "ready")
 WHO = "actor 1 (host n1, pid 42)"
@@ -59,7 +58,7 @@ def place(error) -> tuple:
     ],
 )
 def test_some_failures_follow_from_another_one(kind, message, of_several, found):
-    assert is_consequence(Failed(1, kind, message, ""), of_several=of_several) is found
+    assert is_consequence(Failed(kind, message, ""), of_several=of_several) is found
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_a_process_that_jax_aborted_is_the_echo_of_its_actors_first(rank, return
 
 
 def test_an_error_on_an_actor_names_actor_step_task_and_cause_in_its_first_line():
-    error = remote_error(ACTOR, Failed(1, "ValueError", "no", "Traceback ...\n\n", STEP, RUN))
+    error = remote_error(ACTOR, Failed("ValueError", "no", "Traceback ...\n\n", STEP, RUN))
     first, at, *rest = str(error).split("\n")
     assert first == f"{WHO}, step 7, fwd(stage 1, mb 3): ValueError: no"
     assert at == f"  at {RUN}"
@@ -88,7 +87,7 @@ def test_an_error_on_an_actor_names_actor_step_task_and_cause_in_its_first_line(
 
 
 def test_an_error_outside_of_a_step_names_the_actor_alone():
-    error = remote_error(ACTOR, Failed(1, "ValueError", "no", ""))
+    error = remote_error(ACTOR, Failed("ValueError", "no", ""))
     assert str(error) == f"{WHO}: ValueError: no"
     assert error.step is None
 
@@ -105,12 +104,12 @@ def test_an_error_outside_of_a_step_names_the_actor_alone():
     ],
 )
 def test_what_is_nobodys_code_fails_a_step_with_an_error_of_its_own_class(kind, step, ends_mesh, cls):
-    assert type(remote_error(ACTOR, Failed(1, kind, "x", "", step), ends_mesh=ends_mesh)) is cls
+    assert type(remote_error(ACTOR, Failed(kind, "x", "", step), ends_mesh=ends_mesh)) is cls
 
 
 @pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: Out of memory", "std::bad_alloc"])
 def test_too_little_memory_is_told_with_where_to_read_what_is_needed(message):
-    text = str(remote_error(ACTOR, Failed(1, "XlaRuntimeError", message, "")))
+    text = str(remote_error(ACTOR, Failed("XlaRuntimeError", message, "")))
     assert text.split("\n")[1].startswith("  the actor ran out of memory; `(await step.compile")
 
 
@@ -131,6 +130,12 @@ def test_too_little_memory_is_told_with_where_to_read_what_is_needed(message):
 )
 def test_the_end_of_a_process_reads_as_its_signal_or_its_code(returncode, tail, text):
     assert describe_end(returncode, tail) == text
+
+
+def test_every_code_but_success_has_a_reason_of_its_own():
+    reasons = {describe_end(code).partition(" (")[2] for code in set(ExitCode) - {ExitCode.OK}}
+    assert "" not in reasons and len(reasons) == len(ExitCode) - 1
+    assert describe_end(ExitCode.OK) == "exited with code 0"
 
 
 def test_a_death_is_told_with_the_task_the_exception_and_the_last_lines():

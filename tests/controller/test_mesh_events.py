@@ -7,7 +7,6 @@ import logging
 import pytest
 
 from jaxpp_async.base.events import EventLog
-from jaxpp_async.controller.failure_detector import Recovered, Suspect
 from jaxpp_async.controller.mesh_events import MeshEvents, staged
 from jaxpp_async.errors import ActorDiedError, ActorUnresponsiveError, TransferError
 from jaxpp_async.protocol.actor_info import ActorInfo
@@ -60,13 +59,18 @@ def test_slow_ways_are_a_warning_and_fast_ones_no_news(log, caplog):
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_silence_and_its_end_are_told_with_how_long_it_was(log):
-    MeshEvents(log).judged(ACTOR, Suspect(1, 3.25, None))
-    MeshEvents(log).judged(ACTOR, Recovered(1, 4.5))
+def test_silence_and_its_end_are_told_with_how_long_it_was(log, caplog):
+    MeshEvents(log).suspect(ACTOR, 3.25, "run f of step 7", 10.0)
+    MeshEvents(log).recovered(ACTOR, 4.5)
     assert told(log) == [
         ("suspect", 1, None, f"{WHO} has not been heard of for 3.2 s"),
         ("recovered", 1, None, f"{WHO} is heard again, after 4.5 s"),
     ]
+    suspect, recovered = (record.getMessage() for record in caplog.records)
+    assert suspect.startswith(f"{WHO} has not been heard of for 3.2 s; it was last at run f of step 7; ")
+    assert suspect.endswith("; it is given up after 10 s")
+    assert recovered == f"{WHO} is heard again, after 4.5 s"
+    assert {(r.levelname, r.actor, r.host) for r in caplog.records} == {("WARNING", 1, "n1")}
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from docs_code import doc_code
+from sent_steps import sent_step
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.array_store import StoredArray, wait_all
 from jaxpp_async.base.printable import ErrorInWords
-from jaxpp_async.controller.requests import StepHandle
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorError, ArrayError, MeshError
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.protocol.messages import step_id
@@ -155,17 +156,17 @@ async def test_a_put_array_that_is_two_arguments_goes_once(remote_mesh):
 
 @pytest.mark.parametrize("error", [None, RuntimeError("lost")], ids=["finished", "failed"])
 async def test_a_callback_that_raises_keeps_nobody_from_hearing_of_the_end(error):
-    handle, told, reported = StepHandle(step_id(3), 0, (0,)), [], []
+    step, told, reported = sent_step(step_id(3)), [], []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: reported.append(context))
     try:
-        handle.when_done(lambda: 1 / 0)
-        handle.when_done(lambda: told.append("next"))
-        waiting = asyncio.ensure_future(asyncio.wait_for(_result(handle), 5))
+        step.when_done(lambda: 1 / 0)
+        step.when_done(lambda: told.append("next"))
+        waiting = asyncio.ensure_future(asyncio.wait_for(_result(step), 5))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        handle._end(error)
-        handle.when_done(lambda: 1 / 0)
+        step.finish() if error is None else step.fail(error)
+        step.when_done(lambda: 1 / 0)
         assert await waiting is error
         assert told == ["next"]
     finally:
@@ -174,9 +175,9 @@ async def test_a_callback_that_raises_keeps_nobody_from_hearing_of_the_end(error
     assert "step 3" in reported[0]["message"]
 
 
-async def _result(handle: StepHandle) -> Exception | None:
+async def _result(step: SubmittedStep) -> Exception | None:
     try:
-        await handle
+        await step
     except RuntimeError as error:
         return error
     return None
@@ -192,7 +193,7 @@ async def test_a_future_says_which_step_it_is_and_how_it_is(remote_mesh):
     await future
     number = future.timeline().step
     assert repr(future) == f"<StepFuture: step {number} ('scaled'), finished>"
-    future._handle.error = RuntimeError("lost\nand more")
+    future._step.error = RuntimeError("lost\nand more")
     assert repr(future) == f"<StepFuture: step {number} ('scaled'), failed: lost>"
     with pytest.raises(MeshError, match=rf"step {number} \('scaled'\) failed, so it has no stats: lost$"):
         _ = future.stats
@@ -208,13 +209,13 @@ async def test_the_page_shows_the_timeline_of_a_certain_step():
 
 
 async def test_an_error_that_is_raised_again_has_the_same_traceback_again():
-    handle, entry = StepHandle(step_id(3), 0, (0,)), StoredArray(Aval((), "float32"))
+    step, entry = sent_step(step_id(3)), StoredArray(Aval((), "float32"))
     try:
         raise ActorError("gone")
     except ActorError as error:
-        handle.fail(error)
+        step.fail(error)
         entry.fail(error)
-    for call, kind in ((lambda: handle, ActorError), (lambda: wait_all([entry]), ErrorInWords)):
+    for call, kind in ((lambda: step, ActorError), (lambda: wait_all([entry]), ErrorInWords)):
         lengths = set()
         for _ in range(3):
             with pytest.raises(kind, match=r"^gone$") as info:

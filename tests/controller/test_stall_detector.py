@@ -3,9 +3,8 @@ anywhere."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec import structs
 
 from jaxpp_async.controller.error_messages import ActorInfo, silent_error, stuck_error
 from jaxpp_async.controller.stall_detector import StallDetector, describe_position
@@ -21,23 +20,23 @@ SIZE = 4096
 # Three stages in a row: forward 0 -> 1 -> 2, backward 2 -> 1 -> 0.
 PROGRAMS = {
     0: (
-        Input(0, 0, AVAL),
+        Input(0, 0),
         Run("fwd(stage 0, mb 0)", 0, (0,), (1,)),
         Send(1, 1, 0),
-        Recv(2, 1, 3, AVAL),
+        Recv(2, 1, 3),
         Run("bwd(stage 0, mb 0)", 1, (1, 2), (3,)),  # 4
         Output(3, 0),
     ),
     1: (
-        Recv(0, 0, 0, AVAL),
+        Recv(0, 0, 0),
         Run("fwd(stage 1, mb 0)", 0, (0,), (1,)),  # 1
         Send(1, 2, 1),
-        Recv(2, 2, 2, AVAL),
+        Recv(2, 2, 2),
         Run("bwd(stage 1, mb 0)", 1, (0, 2), (3,)),  # 4
         Send(3, 0, 3),
     ),
     2: (
-        Recv(0, 1, 1, AVAL),
+        Recv(0, 1, 1),
         Run("fwd_bwd(stage 2, mb 0)", 0, (0,), (1,)),  # 1
         Send(1, 1, 2),
     ),
@@ -75,7 +74,7 @@ def reported(
     running: bool = False,
     done: int = 0,
 ):
-    return m.Reported(0, step, 5, instruction, f"#{instruction} run", running, done, transfers)
+    return m.Reported(step, 5, instruction, f"#{instruction} run", running, done, transfers)
 
 
 def stuck_after(
@@ -127,8 +126,12 @@ def test_a_step_is_stuck_when_nobody_in_the_chain_moves(positions, when, actors)
 
 def test_who_computes_elsewhere_does_not_hold_up_the_clock():
     """0 and 1 wait for each other, and not for 2, which computes."""
-    parts = {**PARTS, 2: PARTS[0], 0: replace(PARTS[2], instructions=(Recv(0, 1, 1, AVAL), *PROGRAMS[2][1:]))}
-    parts[1] = replace(PARTS[1], instructions=(Recv(0, 0, 0, AVAL), *PROGRAMS[1][1:]))
+    parts = {
+        **PARTS,
+        2: PARTS[0],
+        0: structs.replace(PARTS[2], instructions=(Recv(0, 1, 1), *PROGRAMS[2][1:])),
+    }
+    parts[1] = structs.replace(PARTS[1], instructions=(Recv(0, 0, 0), *PROGRAMS[1][1:]))
     positions = {0: at(1), 1: at(1), 2: at(1, waiting=False, computing=True)}
     found = stuck_after(StallDetector(lambda program_id, actor: parts[actor]), positions)
     assert found is not None and found[0] == 10.0 and found[1].actors == (0, 1)
@@ -212,7 +215,7 @@ def test_large_transfers_get_a_second_for_50_mb():
     stuck = StallDetector(part)
     assert conclude(large, stuck=stuck) is None
     found = stuck_after(stuck, WAITING, start=10.5)
-    trickling = {**large, 2: replace(large[2], transfers_done=1)}
+    trickling = {**large, 2: structs.replace(large[2], transfers_done=1)}
     assert stuck.conclude(15.0, found[1], unfinished, trickling) is None  # slow, but it comes
     found = stuck_after(stuck, WAITING, start=15.5)
     assert found is not None and found[0] == 25.0
@@ -254,7 +257,7 @@ def test_large_transfers_get_a_second_for_50_mb():
         ),
         ({**LOST, 1: None}, "deaf", "actor 1 lives but does not answer: its event loop is blocked", 1),
         (
-            {**LOST, 1: m.Reported(0, None)},
+            {**LOST, 1: m.Reported(None)},
             "idle",
             "actor 1 has not begun step 7, which it was told to run",
             1,

@@ -77,7 +77,7 @@ class End:
 async def test_an_end_is_given_back_whatever_came_of_the_measurement():
     host, end = ProbeServer(), End()
     host._end = end
-    assert await host.answer(Measure(1, "YWRkcg==", leads=True)) == ProbeFailed("it took too long")
+    assert await host.answer(Measure(1, b"addr", leads=True)) == ProbeFailed("it took too long")
     assert end.closed == 1
     await host.aclose()
     assert end.closed == 1

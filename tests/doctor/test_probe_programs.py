@@ -6,6 +6,7 @@ import os
 
 import jax
 
+from jaxpp_async.doctor.facts import JaxStart
 from jaxpp_async.doctor.probe_programs import probe_jax
 
 
@@ -18,12 +19,8 @@ def found(monkeypatch, tmp_path, platform: str):
 
 def test_devices_are_counted_on_the_platform_that_is_asked_for(monkeypatch, tmp_path):
     tmp_path.chmod(0o700)
-    assert found(monkeypatch, tmp_path, "cpu") == {
-        "platform": "cpu",
-        "num_devices": len(jax.devices("cpu")),
-        "device_kind": "cpu",
-        "cache_error": "",
-    }
+    expected = JaxStart("cpu", len(jax.devices("cpu")), "cpu", cache_error="")
+    assert found(monkeypatch, tmp_path, "cpu") == expected
     assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 

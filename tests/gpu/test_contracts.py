@@ -110,7 +110,7 @@ def test_loading_says_that_there_is_no_gpu():
 @pytest.fixture
 def real() -> Any:
     found = core.get_version().libnccl
-    return library._Nccl(cupy, core, str(found.path), str(found.version))
+    return library.NcclLibrary(cupy, core, str(found.path), str(found.version))
 
 
 def test_the_real_library_makes_ids(real):
@@ -140,7 +140,7 @@ def test_transfers_have_the_signature_of_the_public_header(real):
     assert re.search(rf"ncclInProgress *= *{library._IN_PROGRESS},", header)
     memory = Memory(8, 8, None)
     nobody = SimpleNamespace(ptr=0, get_last_error=lambda: "no communicator")
-    channel = library._Channel(cupy, real._calls, nobody, SimpleNamespace(ptr=0), 1, 0)
+    channel = library.Channel(cupy, real._calls, nobody, SimpleNamespace(ptr=0), 1, 0)
     channel._device = contextlib.nullcontext()
     for transfer in (channel.send, channel.recv):
         with pytest.raises(

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_actor import start_fakes
+from fake_actor import scripted, start_fakes
 from paths import SUPPORT, TESTS
 from waiting import until
 
@@ -33,6 +33,7 @@ from jaxpp_async.controller import listener as listener_module
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.listener import MOST, WINDOW_S, ControlListener, RateLimitedLog
 from jaxpp_async.controller.options import ActorConfig
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import HandshakeError, LaunchError, ProtocolError
 from jaxpp_async.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.launch.hosts import Settings, parse_hosts
@@ -79,11 +80,11 @@ class Job:
 
     async def start(self) -> None:
         program_id = self.controller.new_program_id()
-        await self.controller.load(program_id, {0: "done", 1: "done"}, {}, {})  # type: ignore[dict-item]
+        await self.controller.load(program_id, scripted("done"), {}, {})
 
         async def work() -> None:
             while True:
-                await self.controller.start_step(program_id, {}, {})
+                await self.controller.start_step(SubmittedStep(program_id), {}, {})
                 self.num_steps += 1
                 await asyncio.sleep(0.001)
 
@@ -272,7 +273,7 @@ async def test_the_secret_is_in_no_error_text(setup, caplog):
 
 async def test_strangers_without_a_token(attacked, caplog):
     for data in STRANGERS:
-        if b"jpp2".startswith(data[:4]):
+        if b"jpp3".startswith(data[:4]):
             continue  # a beginning: see below
         assert await is_refused(attacked, data) == b""
     await logged(caplog, "does not speak this protocol")
@@ -296,14 +297,14 @@ async def test_reflected_greetings(attacked, caplog):
     wire = Wire("actor", b"w" * 32, version=VERSION, identity=Identity(0, 0))
     hello = wire.take_outgoing()
     challenge = await is_refused(attacked, hello, b"", eof=True)
-    assert challenge.startswith(b"jpp2")
+    assert challenge.startswith(b"jpp3")
     await is_refused(attacked, challenge)  # the controller's own words as an actor's first
     await logged(caplog, "bad greeting")
     caplog.clear()
     reader, writer = await knock(attacked, hello)
     answer = await reader.read(4096)
     body = b"\x91\xc4\x20" + answer[-32:]  # the controller's proof as an actor's
-    writer.write(b"jpp2" + struct.pack(">H", len(body)) + body)
+    writer.write(b"jpp3" + struct.pack(">H", len(body)) + body)
     async with asyncio.timeout(WITHIN_S):
         assert await reader.read() == b""
     writer.close()
@@ -366,7 +367,7 @@ async def test_half_open_and_slow_peers(attacked, caplog, monkeypatch):
     monkeypatch.setattr(connection_module, "HANDSHAKE_TIMEOUT_S", 0.6)
     hello = Wire("actor", b"w" * 32, version=VERSION, identity=Identity(0, 0)).take_outgoing()
     began_s = time.monotonic()
-    ends = [await knock(attacked, data) for data in (b"", b"j", b"jpp2", b"jpp2\x0f\x00", hello[:40], hello)]
+    ends = [await knock(attacked, data) for data in (b"", b"j", b"jpp3", b"jpp3\x0f\x00", hello[:40], hello)]
     slow = await knock(attacked, b"")
 
     async def drip() -> None:
@@ -388,7 +389,7 @@ async def test_half_open_and_slow_peers(attacked, caplog, monkeypatch):
 
 async def test_lengths_that_are_none(attacked):
     for size in (4090, 4091, 65535):
-        await is_refused(attacked, b"jpp2" + struct.pack(">H", size) + b"\x91" * size, eof=True)
+        await is_refused(attacked, b"jpp3" + struct.pack(">H", size) + b"\x91" * size, eof=True)
     for size in (2**31, 2**63, 2**64 - 1):
         await is_refused(attacked, struct.pack(">QQ", size, 0) + bytes(16))
     reader, writer = await knock(attacked, b"")
@@ -515,7 +516,7 @@ async def test_a_connection_that_is_over_before_it_has_a_socket():
 
 
 async def test_an_authenticated_peer_that_breaks_the_rules_ends_its_connection_only(caplog):
-    def refuse(message: Any) -> None:
+    def refuse(message: Any, number: int | None) -> None:
         raise ProtocolError(f"nobody asked for {type(message).__name__}")
 
     ended: list[Any] = []
@@ -527,8 +528,8 @@ async def test_an_authenticated_peer_that_breaks_the_rules_ends_its_connection_o
         await connection_module.attach_socket(connection, sock)
     async with asyncio.timeout(WITHIN_S):
         await asyncio.gather(ours.opened, theirs.opened)
-        theirs.send(Done(7))
-        theirs.send(Done(8))
+        theirs.send(Done(), 7)
+        theirs.send(Done(), 8)
         await asyncio.gather(ours.wait_closed(), theirs.wait_closed())
     assert [str(error) for error in ended] == ["nobody asked for Done"]
     assert [r for r in caplog.records if r.name == "asyncio" and r.levelno > logging.INFO] == []
@@ -538,7 +539,7 @@ async def test_what_came_before_a_broken_frame_is_told_before_the_connection_end
     record_heartbeat: list[Any] = []
     ours = connection_module.Connection(
         Wire("controller", b"s" * 32, version="1"),
-        on_message=record_heartbeat.append,
+        on_message=lambda message, number: record_heartbeat.append((number, message)),
         on_closed=record_heartbeat.append,
     )
     theirs = connection_module.Connection(Wire("actor", b"s" * 32, version="1", identity=Identity(0, 0)))
@@ -546,9 +547,9 @@ async def test_what_came_before_a_broken_frame_is_told_before_the_connection_end
         await connection_module.attach_socket(connection, sock)
     async with asyncio.timeout(WITHIN_S):
         await asyncio.gather(ours.opened, theirs.opened)
-        ours.data_received(b"".join(theirs.wire.encode(Done(7))) + b"\xff" * 60)
+        ours.data_received(b"".join(theirs.wire.encode(Done(), 7)) + b"\xff" * 60)
         await asyncio.gather(ours.wait_closed(), theirs.wait_closed())
-    assert record_heartbeat[0] == Done(7)
+    assert record_heartbeat[0] == (7, Done())
     assert [str(error) for error in record_heartbeat[1:]] == ["frame 1: the MAC of its length does not match"]
 
 

@@ -25,14 +25,13 @@ from paths import SUPPORT
 from resources import complaints, differences, everything, nothing_left
 
 import jaxpp_async as jpp
+from jaxpp_async.controller import submitted_step
 from jaxpp_async.controller.options import ActorConfig
-from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ArrayError, MeshClosedError
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.launch.hosts import parse_hosts
 from jaxpp_async.launch.remote import CommandReach, RemoteLauncher
-from jaxpp_async.program.instructions import ProcessId
-from jaxpp_async.session import abandoned_steps
+from jaxpp_async.session.step_runner import StepRunner
 from jaxpp_async.testing import assert_close
 
 MODEL = mlp(2)
@@ -302,8 +301,7 @@ async def test_operations_are_cancelled_while_actors_die_and_are_replaced(tmp_pa
 
 async def copied(mesh: jpp.RemoteMesh) -> None:
     """Wait for a replica of the state: without one, two deaths in a row end the mesh."""
-    while (task := mesh._running()._recovery.replication._task) is not None:
-        await asyncio.wait([task])
+    await mesh._running()._recovery_driver._no_replica_in_making.wait()
 
 
 async def copied_anew(mesh: jpp.RemoteMesh) -> None:
@@ -311,7 +309,7 @@ async def copied_anew(mesh: jpp.RemoteMesh) -> None:
     await copied(mesh)
     gc.collect()
     await mesh._running().inspect()  # sends what is to be freed: the copy would have it too
-    await asyncio.wait([mesh._running()._recovery.replication.take()])
+    await mesh._running()._recovery_driver.make_replica()
 
 
 # ---------------------------------------------------------------- a mesh begins and ends
@@ -339,7 +337,7 @@ async def entered(launcher: Any) -> Any:
 
 
 async def test_who_waits_behind_a_step_that_was_cancelled_is_told_once(inline, monkeypatch, caplog):
-    monkeypatch.setattr(abandoned_steps, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(submitted_step, "PATIENCE_S", 0.0)
     long = inline.distributed(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: y @ x, x), name="long")
     x = await inline.run(long, np.eye(400, dtype=np.float32))  # compiled, and its argument lies there
     events = inline.events(history=False)
@@ -358,16 +356,14 @@ async def test_who_waits_behind_a_step_that_was_cancelled_is_told_once(inline, m
         break
     assert len([r for r in caplog.records if "cancelled by its caller" in r.message]) == 1
     await inline.run(long, x)
-    assert not inline._runner._abandoned_steps._queue
+    assert not inline._runner._unfinished_steps._steps
 
 
 async def cancelled(call: Coroutine[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancel a call that has just sent its step."""
-    is_sent, sent = asyncio.Event(), abandoned_steps.StepQueueEntry.sent
+    is_sent, start = asyncio.Event(), StepRunner._start
     with monkeypatch.context() as patch:
-        patch.setattr(
-            abandoned_steps.StepQueueEntry, "sent", lambda entry, handle: (sent(entry, handle), is_sent.set())
-        )
+        patch.setattr(StepRunner, "_start", lambda *args: (start(*args), is_sent.set())[0])
         task = asyncio.create_task(call)
         await is_sent.wait()
     task.cancel()
@@ -377,8 +373,10 @@ async def cancelled(call: Coroutine[Any, Any, Any], monkeypatch: pytest.MonkeyPa
 
 async def test_a_step_that_is_refused_has_not_waited(inline, monkeypatch):
     told: list[str] = []
-    monkeypatch.setattr(abandoned_steps, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(inline._runner._abandoned_steps, "report", lambda handle, name: told.append(name))
+    monkeypatch.setattr(submitted_step, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(
+        inline._runner._unfinished_steps, "_report", lambda ahead, waiting: told.append(waiting.name)
+    )
     long = inline.distributed(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: y @ x, x), name="long")
     short = inline.distributed(lambda x: x + 1, name="short")
     x = await inline.run(long, np.eye(400, dtype=np.float32))
@@ -390,68 +388,20 @@ async def test_a_step_that_is_refused_has_not_waited(inline, monkeypatch):
     await asyncio.sleep(0.001)
     assert told == []
     await inline.run(short, x)
-    assert told == ["short"] and not inline._runner._abandoned_steps._queue
+    assert told == ["short"] and not inline._runner._unfinished_steps._steps
 
 
 async def test_who_waits_behind_an_init_that_was_cancelled_is_told(inline, monkeypatch):
     told: list[str] = []
-    monkeypatch.setattr(abandoned_steps, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(inline._runner._abandoned_steps, "report", lambda handle, name: told.append(name))
+    monkeypatch.setattr(submitted_step, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(
+        inline._runner._unfinished_steps, "_report", lambda ahead, waiting: told.append(waiting.name)
+    )
     step = inline.distributed(lambda x: x + 1, name="after")
     x = await inline.run(step, np.eye(400, dtype=np.float32))
     await cancelled(step.init(0, lambda k: jax.lax.fori_loop(0, 30, lambda _, y: y @ k, k), x), monkeypatch)
     await inline.run(step, x)
     assert told == ["after"]
-
-
-class Line:
-    """Steps of an `AbandonedSteps` by name, and what was told of them."""
-
-    def __init__(self, names: str):
-        self.told: list[str] = []
-        self.steps = abandoned_steps.AbandonedSteps(
-            lambda handle, name: self.told.append(f"{name} behind {handle.step}")
-        )
-        self.entries = {name: self.steps.begin(name) for name in names}
-
-    def act(self, action: str) -> None:
-        """`+a`: it is sent; `!a`: its caller goes; `-a`: it ends, or, not yet sent, will not be."""
-        entry = self.entries[action[1]]
-        if action[0] == "+":
-            entry.sent(StepHandle(list(self.entries).index(action[1]), 0, [ProcessId(0)]))
-        elif action[0] == "!":
-            self.steps.mark_abandoned(entry.handle or StepHandle(-1, 0, []))
-        elif entry.handle is not None:
-            entry.handle.fail(ArrayError("over"))
-        else:
-            with pytest.raises(ArrayError), entry:
-                raise ArrayError("refused")
-
-
-# What happens to the steps a, b and c, in this order; then what is told.
-LINES = [
-    ("+a +b", []),
-    ("+a !a", ["b behind 0"]),  # b waits already, to be sent
-    ("+a +b +c !a", ["b behind 0"]),
-    ("+a !a -b", ["c behind 0"]),
-    ("+a +b !a !b", ["c behind 1", "c behind 0"]),
-    ("+a !a -b -c", []),
-    ("+a +b !a -a", []),
-    ("+a -a !a", []),
-]
-
-
-@pytest.mark.parametrize(("actions", "told"), LINES)
-async def test_whose_wait_is_told(actions, told, monkeypatch):
-    monkeypatch.setattr(abandoned_steps, "PATIENCE_S", 0.0)
-    line = Line("abc")
-    for action in actions.split():
-        line.act(action)
-    await asyncio.sleep(0.001)
-    assert line.told == told
-    line.act("-c")
-    await asyncio.sleep(0.001)
-    assert line.told == told  # once each
 
 
 # Which launcher, and after how many turns of the loop.

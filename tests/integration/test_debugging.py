@@ -534,7 +534,7 @@ FIRST_LINES = [
     ),
     (launch_error(ProcessRank(1), "did not start", ("hello",)), "actor 1 did not start"),
     (
-        remote_error(ACTOR, Failed(0, "ValueError", "no", "Traceback ...", step_id(3), RUN)),
+        remote_error(ACTOR, Failed("ValueError", "no", "Traceback ...", step_id(3), RUN)),
         r"actor 1 \(host node, pid 77\), step 3, fwd\(stage 1, mb 2\): ValueError: no",
     ),
 ]
@@ -543,8 +543,8 @@ FIRST_LINES = [
 def test_what_fails_a_step_without_being_anyones_code_keeps_its_class():
     for cls in (ProtocolError, TransferError):
         name = f"jaxpp_async.errors.{cls.__name__}"
-        assert type(remote_error(ACTOR, Failed(0, name, "no", "Traceback ...", step_id(3), RUN))) is cls
-        assert type(remote_error(ACTOR, Failed(0, name, "no", "Traceback ..."))) is RemoteError  # a request's
+        assert type(remote_error(ACTOR, Failed(name, "no", "Traceback ...", step_id(3), RUN))) is cls
+        assert type(remote_error(ACTOR, Failed(name, "no", "Traceback ..."))) is RemoteError  # a request's
 
 
 @pytest.mark.parametrize(
@@ -556,9 +556,7 @@ def test_what_fails_a_step_without_being_anyones_code_keeps_its_class():
     ],
 )
 def test_an_actor_without_memory_is_told_in_plain_words(kind, message, said):
-    assert (
-        "the actor ran out of memory; `" in str(remote_error(ACTOR, Failed(0, kind, message, "")))
-    ) == said
+    assert ("the actor ran out of memory; `" in str(remote_error(ACTOR, Failed(kind, message, "")))) == said
 
 
 @pytest.mark.parametrize(("error", "first"), FIRST_LINES)

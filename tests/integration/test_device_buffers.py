@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from fake_device import FakeDevices, FakeDeviceTransport
+from faulty_network import FaultyNetwork
 from waiting import until
 
 import jaxpp_async as jpp
@@ -23,7 +24,6 @@ from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.launch.inline import InlineLauncher
 from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Run, Send
 from jaxpp_async.protocol import messages as m
-from jaxpp_async.transport.memory import MemoryNetwork
 
 # All that holds for actors on CPUs; each runs here on devices that are late.
 from tests.actors.test_actor import (  # noqa: F401
@@ -37,7 +37,7 @@ from tests.actors.test_actor import (  # noqa: F401
     store_array,
     test_a_fetch_sees_the_array_that_a_later_step_consumes,
     test_a_late_host_argument_is_waited_for,
-    test_a_step_sent_twice_runs_once,
+    test_a_step_that_is_not_the_next_one_of_its_epoch_is_refused,
     test_a_transfer_that_fails_names_its_instruction,
     test_abort_ends_waiting_steps_and_the_actors_go_on,
     test_an_argument_handed_back_is_a_copy,
@@ -118,16 +118,16 @@ def step(number, inputs, outputs):
 async def test_a_send_starts_when_the_device_has_computed(gate, late_devices):
     """And the next run is given to the device meanwhile, though it has not computed the first."""
     sent = []
-    network = MemoryNetwork(delay=lambda sender, peer, tag, size: sent.append(tag & 0xFFFF) or 0.0)
+    network = FaultyNetwork(delay=lambda sender, peer, tag, size: sent.append(tag & 0xFFFF) or 0.0)
     first = [
-        Input(0, 0, V),
+        Input(0, 0),
         Run("a", 0, (0,), (1,)),
         Send(1, 1, 0),
         Delete(1),
         Run("b", 0, (0,), (2,)),
         Send(2, 1, 1),
     ]
-    second = [Recv(0, 0, 0, V), Recv(1, 0, 1, V), Output(0, 0), Output(1, 1)]
+    second = [Recv(0, 0, 0), Recv(1, 0, 1), Output(0, 0), Output(1, 1)]
     async with harness(2, network=network) as h:
         await h.load(0, [*first, Delete(2)], [V] * 3, [blob(double, V)])
         await h.load(1, second, [V] * 2, [])
@@ -160,8 +160,8 @@ async def test_an_argument_that_is_not_there_yet_is_sent_when_it_is(late_devices
     ready = []
     monkeypatch.setattr(type(jax.numpy.zeros(1)), "is_ready", lambda array: bool(ready))
     async with harness(2) as h:
-        await h.load(0, [Input(0, 0, V), Send(0, 1, 0), Delete(0)], [V], [], uncounted=[0])
-        await h.load(1, [Recv(0, 0, 0, V), Output(0, 0)], [V], [])
+        await h.load(0, [Input(0, 0), Send(0, 1, 0), Delete(0)], [V], [], uncounted=[0])
+        await h.load(1, [Recv(0, 0, 0), Output(0, 0)], [V], [])
         await h.put(0, 1, np.full(8, 3, np.float32))
         steps = [
             await h.start(0, m.Step, **step(0, {0: 1}, {})),
@@ -185,10 +185,10 @@ async def test_an_argument_that_is_not_there_yet_is_sent_when_it_is(late_devices
 
 async def receiving(h, n=6):
     """Actor 0 sends `n` numbers one after the other; actor 1 adds them up, one receive buffer at a time."""
-    first, second = [], [Input(0, 0, V, True)]
+    first, second = [], [Input(0, 0, True)]
     for k in range(n):
-        first += [Input(k, k, V), Send(k, 1, k), Delete(k)]
-        second += [Recv(20 + k, 0, k, V), Run(f"acc {k}", 0, (k, 20 + k), (k + 1,), (0,)), Delete(20 + k)]
+        first += [Input(k, k), Send(k, 1, k), Delete(k)]
+        second += [Recv(20 + k, 0, k), Run(f"acc {k}", 0, (k, 20 + k), (k + 1,), (0,)), Delete(20 + k)]
     await h.load(0, first, [V] * n, [], uncounted=range(n))
     await h.load(1, [*second, Output(n, 0)], [V] * (21 + n), [blob(add, V, V)])
     for k in range(n):
@@ -246,8 +246,8 @@ async def test_memory_is_written_again_only_when_the_device_has_read_it(gate, la
 
 async def test_what_outlives_its_receive_buffer_is_copied_before_that_is_given_back(gate, late_devices):
     async with harness(2) as h:
-        await h.load(0, [Input(0, 0, V), Send(0, 1, 0), Delete(0)], [V], [], uncounted=[0])
-        await h.load(1, [Recv(0, 0, 0, V), Output(0, 0)], [V], [])
+        await h.load(0, [Input(0, 0), Send(0, 1, 0), Delete(0)], [V], [], uncounted=[0])
+        await h.load(1, [Recv(0, 0, 0), Output(0, 0)], [V], [])
         await h.put(0, 1, np.full(8, 7, np.float32))
         place = h.actors[1]._programs[0].buffers[0]
         free = len(place.free)
@@ -271,10 +271,10 @@ async def test_replicas_are_sent_once_and_spread_on_the_devices(late_devices):
     aval = Aval((8, 4), "float32", ("a",))  # split over "a", the same on both devices of "b"
     axes = {"spmd_mesh": (("a", 2), ("b", 2)), "axis_types": ("auto", "auto")}
     sizes = []
-    network = MemoryNetwork(delay=lambda sender, peer, tag, size: sizes.append(size) or 0.0)
+    network = FaultyNetwork(delay=lambda sender, peer, tag, size: sizes.append(size) or 0.0)
     async with harness(2, network=network, **axes) as h:
-        await h.load(0, [Input(0, 0, aval), Send(0, 1, 0), Delete(0)], [aval], [], uncounted=[0])
-        await h.load(1, [Recv(0, 0, 0, aval), Output(0, 0)], [aval], [])
+        await h.load(0, [Input(0, 0), Send(0, 1, 0), Delete(0)], [aval], [], uncounted=[0])
+        await h.load(1, [Recv(0, 0, 0), Output(0, 0)], [aval], [])
         value = np.arange(32, dtype=np.float32).reshape(8, 4)
         await h.put(0, 1, value, ("a",))
         sizes.clear()
@@ -296,7 +296,7 @@ async def test_replicas_are_sent_once_and_spread_on_the_devices(late_devices):
 
 async def test_a_device_that_fails_ends_the_step_with_its_words(gate, late_devices):
     async with harness() as h:
-        program = [Input(0, 0, V), Run("bwd(stage 1, mb 3)", 0, (0,), (1,)), Output(1, 0)]
+        program = [Input(0, 0), Run("bwd(stage 1, mb 3)", 0, (0,), (1,)), Output(1, 0)]
         await h.load(0, program, [V] * 2, [blob(double, V)])
         await h.put(0, 1, np.ones(8, np.float32))
         gate.failure = RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
@@ -339,8 +339,8 @@ async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_earl
     culprit, instruction = (1, "recv") if what == "spreading" else (0, "send")
     gate.open = True
     async with harness(2, **AXES) as h:
-        await h.load(0, [Input(0, 0, SPLIT), Send(0, 1, 0), Delete(0)], [SPLIT], [], uncounted=[0])
-        await h.load(1, [Recv(0, 0, 0, SPLIT), Output(0, 0)], [SPLIT], [])
+        await h.load(0, [Input(0, 0), Send(0, 1, 0), Delete(0)], [SPLIT], [], uncounted=[0])
+        await h.load(1, [Recv(0, 0, 0), Output(0, 0)], [SPLIT], [])
         value = np.arange(32, dtype=np.float32).reshape(8, 4)
         await h.put(0, 1, value, ("a",))
         place = h.actors[1]._programs[0].buffers[0]
@@ -377,7 +377,7 @@ async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_earl
 async def test_a_mesh_whose_device_refuses_a_copy_says_so_and_closes(monkeypatch):
     monkeypatch.setattr(FakeDevices, "refuses", None)
     params, batch = problem()
-    network = MemoryNetwork()
+    network = FaultyNetwork()
     launcher = InlineLauncher(
         actor="fake_device:DeviceActor",
         make_transport=lambda kind, process_id: FakeDeviceTransport(network, process_id),

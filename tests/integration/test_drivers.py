@@ -55,7 +55,7 @@ if __name__ == "__main__":
 # Actors without JAX: for what has nothing to do with programs.
 FAKE = """
 import asyncio
-from fake_actor import start_fakes
+from fake_actor import scripted, start_fakes
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.controller.options import ActorConfig
 
@@ -66,7 +66,7 @@ async def main():
     program = mesh.new_program_id()
     try:
         print("pids", *(info.pid for info in mesh.actors), flush=True)
-        await mesh.load(program, {{0: {text!r}, 1: {text!r}}}, {{}}, {{}})
+        await mesh.load(program, scripted({text!r}), {{}}, {{}})
     finally:
         print("now", flush=True)
         await mesh.aclose()

@@ -20,11 +20,11 @@ from paths import SUPPORT
 import jaxpp_async as jpp
 from jaxpp_async.base.events import Event, EventLog, Events
 from jaxpp_async.controller.error_messages import ActorInfo
-from jaxpp_async.controller.failure_detector import Recovered, Suspect
 from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ActorConfig
 from jaxpp_async.errors import ActorDiedError, LaunchError, RemoteError
 from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.launch.hosts import Settings
 
 
 async def kinds(events: Events) -> list[str]:
@@ -121,8 +121,8 @@ def test_what_is_told():
     log = EventLog()
     mesh_events, info = MeshEvents(log), ActorInfo(1, "n1", 47, ("cpu:0",), "ready")
     mesh_events.started(info)
-    mesh_events.judged(info, Suspect(1, 3.2, None))
-    mesh_events.judged(info, Recovered(1, 4.0))
+    mesh_events.suspect(info, 3.2, None, 10.0)
+    mesh_events.recovered(info, 4.0)
     mesh_events.failed(RemoteError("the user's own", actor=1))  # nobody died
     mesh_events.failed(ActorDiedError("actor 1 was killed", actor=1, host="n1", pid=47, step=7))
     mesh_events.restarted([info], 3)
@@ -179,7 +179,7 @@ async def test_the_life_of_a_mesh(tmp_path):
 
 
 async def test_a_mesh_that_does_not_start_is_closed():
-    mesh = jpp.RemoteMesh(1, launcher=LocalLauncher(python="/no/such/python"))
+    mesh = jpp.RemoteMesh(1, launcher=LocalLauncher(settings=Settings(python="/no/such/python")))
     with pytest.raises(LaunchError):
         await mesh.__aenter__()
     async with asyncio.timeout(5):

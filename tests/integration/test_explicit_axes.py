@@ -13,13 +13,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from on_devices import mesh_of, run_on_devices
 from planning import f32, plan_step
+from program_text import parse_aval
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.jax_runtime import Devices
 from jaxpp_async.actors.receive_buffers import ReceivePool
 from jaxpp_async.actors.shards import Layouts, fetch_shards
 from jaxpp_async.errors import RemoteError, ShardingError
-from jaxpp_async.program.actor_program import format_aval, parse_aval
+from jaxpp_async.program.actor_program import format_aval
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.testing import assert_close
 

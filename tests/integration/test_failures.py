@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
+from faulty_network import FaultyNetwork
 from models import grads_step, mlp
 from paths import ROOT
 from resources import nothing_left
@@ -35,10 +36,11 @@ from jaxpp_async.errors import (
     TransferError,
 )
 from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.launch.hosts import Settings
 from jaxpp_async.launch.inline import InlineLauncher
 from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.testing import assert_close
-from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
+from jaxpp_async.transport.memory import MemoryTransport
 
 MODEL = mlp(2)
 STEP = grads_step(MODEL, jpp.Std1F1B(2))
@@ -231,7 +233,7 @@ async def test_launches_that_fail(tmp_path):
         async with jpp.RemoteMesh(2, setup="faults:refuse", env=env):
             pass
     assert error.value.actor in (0, 1) and error.value.pid
-    absent = LocalLauncher(python=str(tmp_path / "absent"))
+    absent = LocalLauncher(settings=Settings(python=str(tmp_path / "absent")))
     with pytest.raises(LaunchError, match=r"actor \d could not be started: .*No such file"):
         async with jpp.RemoteMesh(2, launcher=absent):
             pass
@@ -245,7 +247,7 @@ async def test_a_cancelled_run_leaves_the_mesh_usable(remote_mesh, launcher):
     mesh = await remote_mesh(2, launcher=launcher)
     step, (params, batch) = mesh.distributed(STEP), arguments()
     compiling = asyncio.create_task(mesh.run(step, params, batch))
-    while not mesh._running()._actor_group.links[0].reply_handlers:  # noqa: ASYNC110 - there is no event for it
+    while not mesh._running()._actor_group.links[0].open:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0)
     compiling.cancel()  # while actors compile
     with pytest.raises(asyncio.CancelledError):
@@ -315,7 +317,7 @@ def test_ctrl_c_in_the_middle_of_a_step():
 @pytest.mark.parametrize("sender", [CONTROLLER, 0])
 async def test_host_values_that_get_lost_on_their_way(sender):
     """No step waits for them: their transfers have a deadline of their own."""
-    network = MemoryNetwork()
+    network = FaultyNetwork()
     launcher = InlineLauncher(make_transport=lambda kind, peer: MemoryTransport(network, peer))
     large = np.zeros(1 << 16, np.float32)
     async with jpp.RemoteMesh(1, launcher=launcher, progress_timeout_s=0.5) as mesh:

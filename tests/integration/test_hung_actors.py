@@ -25,15 +25,10 @@ from models import grads_step, mlp
 from resources import differences, held
 
 import jaxpp_async as jpp
-from jaxpp_async.controller import failure_policy
 from jaxpp_async.errors import ActorUnresponsiveError, TransferError
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.testing import assert_close
 from tests.integration.test_failures import Said
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(failure_policy, "Watch"), reason="meshes do not watch their actors yet"
-)
 
 MODEL = mlp(2)
 STEP = grads_step(MODEL, jpp.Std1F1B(2))

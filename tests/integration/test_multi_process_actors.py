@@ -28,7 +28,6 @@ from jaxpp_async.errors import ActorDiedError, ActorUnresponsiveError, Checkpoin
 from jaxpp_async.launch.hosts import addresses_of_hosts, parse_hosts, place, spread
 from jaxpp_async.layout import array_parts
 from jaxpp_async.layout.array_parts import Gathering, Scattering, parts_of
-from jaxpp_async.layout.state_replicas import choose_holders
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.protocol.actor_info import (
     ActorInfo,
@@ -103,11 +102,6 @@ def test_an_actor_is_as_its_worst_process():
 def test_where_an_actor_is_says_the_hindmost():
     behind, ahead = Position(3, 0, 5, waiting=True), Position(3, 0, 5, waiting=False, computing=True)
     assert furthest_behind([ahead, behind]) == behind and furthest_behind([ahead, None]) is None
-
-
-def test_copies_lie_on_other_hosts_rank_by_rank():
-    assert choose_holders([["a", "b"], ["b", "a"], ["a", "b"]]) == {0: 1, 1: 2, 2: 0}
-    assert choose_holders([["a"], ["a"], ["b"], ["b"]]) == {0: 2, 1: 3, 2: 0, 3: 1}
 
 
 def test_hosts_reach_each_other_from_outside():
@@ -204,7 +198,7 @@ async def test_no_loop_waits_for_parts_that_are_still_on_a_device():
     with ThreadPoolExecutor(1) as workers:
         nothing: Any = None
         values = HostValues(nothing, nothing, nothing, workers, nothing, ProcessRank(0))
-        fetched = await values.fetch(Fetch(1, (5,), (0,)), [look], 0)
+        fetched = await values.fetch(Fetch((5,), (0,)), [look], 0)
     assert fetched.arrays == (((4,), "uint8", b"\0\1\0\1"),)
     assert len(told) == 2 and threading.main_thread() not in told
 

@@ -4,7 +4,6 @@ restarts."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 from types import SimpleNamespace
 
 import jax
@@ -23,7 +22,7 @@ from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.mesh import RemoteMesh
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval, Recv, Send
-from jaxpp_async.protocol.messages import Done, LinksOffered
+from jaxpp_async.protocol.messages import LinksOffered
 from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 from jaxpp_async.transport.nccl.library import NcclFailure
 from jaxpp_async.transport.nccl.order import NcclLink
@@ -215,10 +214,12 @@ class _Asked:
     def __init__(self):
         self.together = []
 
-    async def ask_each(self, requests, expected, what):
-        if expected is LinksOffered:
-            return {p: LinksOffered(r.request, b"", (b"",) * r.num_ids) for p, r in requests.items()}
-        assert expected is Done
+    async def wait_open(self):
+        """No restart is under way."""
+
+    async def call_each(self, requests, what):
+        if what == "offer links":
+            return {p: LinksOffered(b"", (b"",) * r.num_ids) for p, r in requests.items()}
         self.together.append({process: request.links for process, request in requests.items()})
         return {}
 
@@ -228,11 +229,10 @@ async def test_nobody_is_told_to_join_a_link_while_its_peer_makes_others():
     deadline of a leaf's link must not run meanwhile."""
     leaves = range(1, 9)
     sends = [Send(0, leaf, leaf) for leaf in leaves]
-    parts = {0: _part(0, *sends, *(Recv(1, leaf, 10 + leaf, AVAL) for leaf in leaves))}
-    parts |= {leaf: _part(leaf, Recv(0, 0, leaf, AVAL), Send(1, 0, 10 + leaf)) for leaf in leaves}
-    actor_group, numbers = _Asked(), itertools.count()
-    request_log = SimpleNamespace(number=lambda: next(numbers), wait_open=_at_once)
-    linking = LinkSetup(actor_group, request_log, SimpleNamespace(parts=lambda program_id: parts))
+    parts = {0: _part(0, *sends, *(Recv(1, leaf, 10 + leaf) for leaf in leaves))}
+    parts |= {leaf: _part(leaf, Recv(0, 0, leaf), Send(1, 0, 10 + leaf)) for leaf in leaves}
+    actor_group = _Asked()
+    linking = LinkSetup(actor_group, actor_group, SimpleNamespace(parts=lambda program_id: parts))
     await linking.link(0)
     for asked in actor_group.together:
         assert all(len(links) == 1 for links in asked.values())
@@ -241,10 +241,6 @@ async def test_nobody_is_told_to_join_a_link_while_its_peer_makes_others():
     assert len(actor_group.together) == 2 * len(leaves)
     await linking.link(0)
     assert len(actor_group.together) == 2 * len(leaves), "made once"
-
-
-async def _at_once():
-    """Nothing is in the way."""
 
 
 async def test_a_step_without_its_links_fails_and_hangs_nobody(launcher, monkeypatch):
@@ -306,7 +302,7 @@ def test_actors_with_gpus_get_the_environment_that_waiting_kernels_need(monkeypa
     assert [request.environment()[name] for name in config.defaults] == ["16", "LAZY"]
 
 
-AVAL, SPLIT = Aval((4,), "float32"), Aval((4,), "float32", ("data",))
+AVAL, OTHER, SPLIT = Aval((4,), "float32"), Aval((6,), "float32"), Aval((4,), "float32", ("data",))
 
 
 def _part(actor, *instructions, avals=(AVAL, AVAL)):
@@ -316,14 +312,14 @@ def _part(actor, *instructions, avals=(AVAL, AVAL)):
 @pytest.mark.parametrize(
     ("parts", "links"),
     [
-        ([_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5, AVAL))], [NcclLink(0, 1)]),
+        ([_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5))], [NcclLink(0, 1)]),
         ([_part(0), _part(1)], []),
         (
-            [_part(0, Send(0, 1, 5), avals=(SPLIT,)), _part(1, Recv(0, 0, 5, SPLIT))],
+            [_part(0, Send(0, 1, 5), avals=(SPLIT,)), _part(1, Recv(0, 0, 5), avals=(SPLIT,))],
             [NcclLink(0, 1), NcclLink(0, 1, 1, 1)],
         ),
         (
-            [_part(1, Send(0, 0, 0), Recv(1, 0, 1, AVAL)), _part(0, Recv(0, 1, 0, AVAL), Send(1, 1, 1))],
+            [_part(1, Send(0, 0, 0), Recv(1, 0, 1)), _part(0, Recv(0, 1, 0), Send(1, 1, 1))],
             [NcclLink(0, 1), NcclLink(1, 0)],
         ),
     ],
@@ -336,10 +332,13 @@ def test_the_links_of_a_program(parts, links):
     ("parts", "said"),
     [
         ([_part(0, Send(0, 1, 5)), _part(1)], "sends tag 5.*receives nothing"),
-        ([_part(0), _part(1, Recv(0, 0, 5, AVAL))], "sends nothing.*receives tag 5"),
-        ([_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5, SPLIT))], "transfer 0 from actor 0 to actor 1"),
+        ([_part(0), _part(1, Recv(0, 0, 5))], "sends nothing.*receives tag 5"),
         (
-            [_part(0, Send(0, 1, 5), Send(1, 1, 6)), _part(1, Recv(0, 0, 6, AVAL), Recv(1, 0, 5, AVAL))],
+            [_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5), avals=(OTHER,))],
+            "transfer 0 from actor 0 to actor 1",
+        ),
+        (
+            [_part(0, Send(0, 1, 5), Send(1, 1, 6)), _part(1, Recv(0, 0, 6), Recv(1, 0, 5))],
             "transfer 0 .*sends tag 5.*receives tag 6",
         ),
     ],

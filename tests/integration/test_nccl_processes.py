@@ -42,7 +42,7 @@ def transfers(*avals: Aval, actors: int = 2) -> dict[int, ActorProgram]:
     for tag, (actor, buffer) in enumerate(itertools.product(range(actors), range(len(avals)))):
         receiver = (actor + 1) % actors
         made[actor].append(Send(buffer, receiver, tag))
-        made[receiver].append(Recv(len(avals) + buffer, actor, tag, avals[buffer]))
+        made[receiver].append(Recv(len(avals) + buffer, actor, tag))
     return {actor: ActorProgram(actor, tuple(found), avals + avals) for actor, found in made.items()}
 
 

@@ -24,13 +24,14 @@ import namespaces
 import numpy as np
 import psutil
 import pytest
-from fake_actor import start_fakes
+from fake_actor import scripted, start_fakes
 from jax.sharding import PartitionSpec as P
 from namespaces import Host, Network
 from resources import nothing_left
 
 import jaxpp_async as jpp
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import (
     ActorUnresponsiveError,
     LaunchError,
@@ -165,9 +166,8 @@ async def refused(net: Network, hosts: Sequence[str], **options: Any) -> None:
 
 async def hanging_step(controller: Controller) -> Any:
     program = controller.new_program_id()
-    hang: Any = dict.fromkeys(range(len(controller.actors)), "hang")  # the fake's whole program
-    await controller.load(program, hang, {}, {})
-    return controller.start_step(program, {}, {})
+    await controller.load(program, scripted("hang", len(controller.actors)), {}, {})
+    return controller.start_step(SubmittedStep(program), {}, {})
 
 
 # ---------------------------------------------------------------- addresses

@@ -10,6 +10,7 @@ import random
 import jax
 import jax.numpy as jnp
 import pytest
+from faulty_network import FaultyNetwork
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import f32, plan_step
@@ -20,7 +21,7 @@ from jaxpp_async.launch.inline import InlineLauncher
 from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules import dependencies
 from jaxpp_async.testing import assert_close
-from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
+from jaxpp_async.transport.memory import MemoryTransport
 from tests.actors.test_execution_plan import Step
 from tests.schedules.test_schedule_properties import schedules
 
@@ -80,7 +81,7 @@ class SlowLauncher(InlineLauncher):
     """Inline actors whose transfers take random times."""
 
     def __init__(self, rng: random.Random):
-        network = MemoryNetwork(delay=lambda *_: rng.choice([0.0, 0.0, 0.001, 0.004]))
+        network = FaultyNetwork(delay=lambda *_: rng.choice([0.0, 0.0, 0.001, 0.004]))
         super().__init__(make_transport=lambda kind, peer: MemoryTransport(network, peer))
 
 

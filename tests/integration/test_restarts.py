@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from faulty_network import FaultyNetwork
 from models import grads_step, mlp
 from resources import everything, nothing_left
 from waiting import until
@@ -30,7 +31,7 @@ from waiting import until
 import jaxpp_async as jpp
 from jaxpp_async.actors import host_values
 from jaxpp_async.controller import failure_policy, recovery
-from jaxpp_async.controller.recovery import Budget
+from jaxpp_async.controller.recovery import FailureFound, State
 from jaxpp_async.controller.requests import ActorLink, PendingRequest
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -43,12 +44,11 @@ from jaxpp_async.errors import (
 )
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.launch.inline import InlineLauncher
-from jaxpp_async.layout.state_replicas import choose_holders
 from jaxpp_async.protocol.messages import ReceiveReplica, ReplicaTaken, SendReplica, Step
 from jaxpp_async.protocol.task_group import awake_timeout
 from jaxpp_async.storage import tensor_files
 from jaxpp_async.transport.base import COPY_CHANNEL, SEQUENCE_BITS
-from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
+from jaxpp_async.transport.memory import MemoryTransport
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -134,7 +134,8 @@ async def killing_one_of_all(mesh: jpp.RemoteMesh, actor: int, turns: int, work:
     async with asyncio.timeout(RESTART_S):
         await until(
             lambda: (
-                controller._actor_group.handles[actor] is not before and not controller._recovery.is_under_way
+                controller._actor_group.handles[actor] is not before
+                and not controller._recovery.is_restarting
             ),
             every_s=0,
         )
@@ -195,20 +196,20 @@ async def test_a_copy_asks_for_nothing_more_once_a_restart_begins(undisturbed, m
     """What it asked would fail with the abort, and count as a failure of its own."""
     copied: list[Any] = []
     asked: list[Any] = []
-    on_reply, request = PendingRequest.on_reply, ActorLink.request
+    on_reply, send = PendingRequest.on_reply, ActorLink.send
 
     def reply(self: PendingRequest, link: ActorLink, message: Any) -> None:
         on_reply(self, link, message)
         copied.extend([message] if type(message) is ReplicaTaken else [])
         if len(copied) == 2 and message is copied[1]:  # the last word that the first copy waits for
-            mesh._running()._recovery.begin(ActorDiedError("made up", actor=1))
+            mesh._running()._recovery_driver.handle(FailureFound(ActorDiedError("made up", actor=1)))
 
-    def ask(self: ActorLink, message: Any, reply_handler: Any, *encoded: bytes) -> None:
-        asked.extend([message] if isinstance(message, ReceiveReplica | SendReplica) else [])
-        request(self, message, reply_handler, *encoded)
+    def ask(self: ActorLink, request: Any, encoded: Any = None) -> None:
+        asked.extend([request.message] if isinstance(request.message, ReceiveReplica | SendReplica) else [])
+        send(self, request, encoded)
 
     monkeypatch.setattr(PendingRequest, "on_reply", reply)
-    monkeypatch.setattr(ActorLink, "request", ask)
+    monkeypatch.setattr(ActorLink, "send", ask)
     async with a_mesh(max_restarts=1, backup_every=1) as mesh:
         before = mesh._running()._actor_group.epoch
         assert_same(await train(mesh, mesh.distributed(train_step, donate_argnums=0)), undisturbed)
@@ -265,9 +266,7 @@ async def test_nothing_is_left_of_a_restart(mesh, undisturbed):
 
 async def settled(mesh: jpp.RemoteMesh) -> dict[str, Any]:
     """What is held, once the last replica of the state is complete."""
-    replication: Any = mesh._running()._recovery.replication
-    while replication._task is not None:
-        await asyncio.wait([replication._task])
+    await mesh._running()._recovery_driver._no_replica_in_making.wait()
     gc.collect()
     found = await everything(mesh)
     # Inline actors share one process: JAX's own count has what the test itself and the copies hold.
@@ -297,10 +296,8 @@ async def test_a_second_death_while_the_first_is_mended(undisturbed):
                 kill(mesh, 0)
                 for _ in range(TURNS[i]):
                     await asyncio.sleep(0)
-                await until(lambda: mesh._running()._is_recovering, every_s=0)
-                epoch = mesh._running()._actor_group.epoch
                 # its successor is being started
-                await until(lambda epoch=epoch: mesh._running()._actor_group.epoch > epoch, every_s=0)
+                await until(lambda: mesh._running()._recovery.state is State.RENEWING, every_s=0)
                 kill(mesh, 0)
             state, losses = await run
             assert_same(await losses, undisturbed[i])
@@ -354,20 +351,19 @@ async def test_a_link_that_stays_broken_counts(monkeypatch):
 
 async def test_copies_are_taken_between_saves_that_follow_each_other(mesh, tmp_path):
     step, state = mesh.distributed(train_step, donate_argnums=0), start()
-    replication: Any = mesh._running()._recovery.replication
+    replicas: Any = mesh._running()._recovery.replicas
     state, _ = await mesh.run(step, state, BATCHES[0])
     await settled(mesh)
-    before, saving = replication._generation, None
+    before, saving = replicas.whole.generation, None
     for batch in BATCHES[1:]:
         saving = await mesh.save(tmp_path / "saved", state, wait=False)
         state, _ = await mesh.run(step, state, batch)
     assert saving is not None
     await saving
     await settled(mesh)
-    assert replication._generation > before
-    assert sum(isinstance(sent.message, Step) for sent in mesh._running().request_log._sent) < 2 * len(
-        BATCHES
-    )
+    assert replicas.whole.generation > before
+    remembered = mesh._running()._recovery.history.needed()
+    assert sum(isinstance(sent.message, Step) for sent in remembered) < 2 * len(BATCHES)
 
 
 async def test_what_is_restored_beside_a_save_does_not_need_its_files_later(tmp_path, monkeypatch):
@@ -379,7 +375,7 @@ async def test_what_is_restored_beside_a_save_does_not_need_its_files_later(tmp_
         monkeypatch.setattr(tensor_files, "write", lambda *args: go_on.wait(10) and write(*args))
         saving = await mesh.save(tmp_path / "two", state, wait=False)
         restoring = asyncio.ensure_future(mesh.restore(tmp_path / "one", ((step, 0))))
-        await until(lambda: mesh._running().request_log.needs_files, every_s=0)
+        await until(lambda: mesh._running()._recovery.history.needs_files, every_s=0)
         go_on.set()
         back = await restoring
         await saving
@@ -401,11 +397,14 @@ async def test_a_copy_that_lacks_an_array_is_none(monkeypatch, caplog):
         step = mesh.distributed(train_step, donate_argnums=0)
         state, _ = await mesh.run(step, start(), BATCHES[0])
         await settled(mesh)
-        replication: Any = mesh._running()._recovery.replication
-        before = replication._generation
+        driver: Any = mesh._running()._recovery_driver
+        before = driver.recovery.replicas.whole
         monkeypatch.setattr(host_values, "fetch_shards", fetch)
-        await asyncio.wait([replication.take()])
-        assert replication._generation == before and "no replica of the state could be made" in caplog.text
+        await driver.make_replica()
+        assert (
+            driver.recovery.replicas.whole is before
+            and "no replica of the state could be made" in caplog.text
+        )
         kill(mesh, 1)
         state, _ = await mesh.run(step, state, BATCHES[1])
 
@@ -453,7 +452,7 @@ async def test_time_in_which_the_driver_was_blocked_counts_for_nobody():
 @pytest.mark.parametrize("dies", [False, True], ids=["in training", "in a restart"])
 async def test_copies_that_do_not_arrive(undisturbed, dies):
     """A link that swallows them is found, and what they are needed for does not wait for ever."""
-    network = MemoryNetwork()
+    network = FaultyNetwork()
     launcher = InlineLauncher(make_transport=lambda kind, peer: MemoryTransport(network, peer))
     swallowed: list[int] = []
 
@@ -507,10 +506,11 @@ async def test_an_error_of_the_users_own_is_no_reason_to_restart():
         failing = mesh.distributed(lambda x: x + 1)
         array = await failing(np.float32(1))
         handle: Any = mesh._running()._actor_group.handles[0]
-        mesh._running()._on_failure(RemoteError("it does not divide", exception_type="ValueError"), None)
+        error = RemoteError("it does not divide", exception_type="ValueError")
+        mesh._running()._act_on(failure_policy.Failure(error))
         with pytest.raises((RemoteError, MeshClosedError), match="it does not divide"):
             await failing(array)
-        assert not mesh._running()._is_recovering
+        assert not mesh._running()._recovery.is_restarting
         assert not handle._task.cancelled()
 
 
@@ -533,33 +533,6 @@ async def test_a_mesh_is_closed_in_the_middle_of_a_restart(caplog):
 def test_options(options):
     with pytest.raises(MeshError, match=f"{next(iter(options))} is"):
         jpp.RemoteMesh(2, **options)
-
-
-def test_the_budget_counts_what_is_recent():
-    budget = Budget(2, window_s=600.0)
-    assert [budget.take(now) for now in (0.0, 1.0, 2.0, 600.5, 601.5, 602.0)] == [
-        True,
-        True,
-        False,
-        True,
-        True,
-        False,
-    ]
-    assert not Budget(0).take(0.0)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        (["a", "a"], {0: 1, 1: 0}),
-        (["a", "b"], {0: 1, 1: 0}),
-        (["a", "a", "b", "b"], {0: 2, 1: 3, 2: 0, 3: 1}),
-        (["a", "a", "a", "b"], {0: 1, 1: 2, 2: 3, 3: 0}),
-        (["a", "a", "b", "b", "c", "c"], {0: 2, 1: 3, 2: 4, 3: 5, 4: 0, 5: 1}),
-    ],
-)
-def test_copies_lie_on_other_hosts_where_they_can(hosts, expected):
-    assert choose_holders(hosts) == expected
 
 
 # ---------------------------------------------------------------- processes

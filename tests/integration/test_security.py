@@ -26,6 +26,7 @@ from jaxpp_async.launch.hosts import Host, ProcessPlacement, Settings, parse_hos
 from jaxpp_async.launch.slurm import srun_command
 from jaxpp_async.launch.spawn import ActorRequest
 from jaxpp_async.launch.ssh import ssh_command
+from jaxpp_async.protocol.actor_info import Position
 from jaxpp_async.protocol.frames import Identity, Wire, derive_keys
 from jaxpp_async.protocol.line_protocol import RECORD
 
@@ -34,14 +35,14 @@ PACKAGE = Path(jaxpp_async.__file__).parent
 # ---------------------------------------------------------------- host agents
 
 SECRET = "ab" * 32
-REQUEST = ActorRequest("/py", {"A": "1"}, {"secret": SECRET, "process_id": 0}, 1, 2, (0, 1), False)
+REQUEST = ActorRequest("/py", {"A": "1"}, {"secret": SECRET, "process_id": 0}, 1, 2, (0, 1))
 ORDERS = [kp.StartActor("0.1", REQUEST, "/"), kp.SignalActor("0.1", 9), kp.Close()]
 RECORDS = [
     kp.AgentHello("h", 1, "/py", {"jax": None, "jaxlib": "1"}),
     kp.ActorStarted("0.0", 7),
     kp.StartFailed("0.0", "no"),
     kp.OutputLine("0.0", "caf\u00e9 \x1e"),
-    kp.ActorEnded("0.0", -9, (1, 2, 3, True, False)),
+    kp.ActorEnded("0.0", -9, Position(1, 2, 3, True, False)),
     kp.ActorEnded("0.0", 0, None),
 ]
 HOSTILE = [None, -1, 2**70, 1e400, "", "x" * 1000, [], {}, [[[]]], True, {"a": {}}, "\ud800", "\0", 0.5]
@@ -53,21 +54,22 @@ def test_records_come_back_as_they_were(record):
 
 
 WRONG_FIELDS = [
-    ["AgentHello", [5, 1, "", {}]],
-    ["AgentHello", ["h", 1, "", None]],
-    ["AgentHello", ["h", 1, "", {"jax": 1}]],
-    ["AgentHello", ["h", 1, ""]],
-    ["ActorStarted", [["0.0"], 1]],
-    ["ActorStarted", ["0.0", "1"]],
-    ["OutputLine", ["0.0", 5]],
-    ["OutputLine", ["0.0", "", 1]],
-    ["OutputLine", {"key": "0.0", "text": ""}],
-    ["ActorEnded", ["0.0", 1, "abcde"]],
-    ["ActorEnded", ["0.0", 1, [1, 2]]],
-    ["ActorEnded", ["0.0", None, None]],
-    ["StartActor", []],
+    ["AgentHello", 5, 1, "", {}],
+    ["AgentHello", "h", 1, "", None],
+    ["AgentHello", "h", 1, "", {"jax": 1}],
+    ["AgentHello", "h", 1, ""],
+    ["AgentHello", ["h", 1, "", {}]],
+    ["ActorStarted", ["0.0"], 1],
+    ["ActorStarted", "0.0", "1"],
+    ["OutputLine", "0.0", 5],
+    ["OutputLine", "0.0", "", 1],
+    {"type": "OutputLine", "key": "0.0", "text": ""},
+    ["ActorEnded", "0.0", 1, "abcde"],
+    ["ActorEnded", "0.0", 1, [1, 2]],
+    ["ActorEnded", "0.0", None, None],
+    ["StartActor"],
     ["Close"],
-    [["OutputLine"], []],
+    [["OutputLine"], "0.0", ""],
     [{}, {}],
     ["OutputLine", {}],
     {"OutputLine": 1},
@@ -92,7 +94,7 @@ def test_records_that_are_no_json(text):
 @pytest.mark.parametrize("signum", [-1, 0, 65, 2**70, "9", None, 9.0, True])
 def test_signals_that_are_none(signum):
     with pytest.raises(ValueError, match="no message of a host agent"):
-        kp.read_order(json.dumps(["SignalActor", ["0", signum]]).encode())
+        kp.read_order(json.dumps(["SignalActor", "0", signum]).encode())
 
 
 def test_mutated_lines_are_read_or_refused():
@@ -117,7 +119,7 @@ def test_mutated_lines_are_read_or_refused():
         if isinstance(message, kp.StartActor):
             assert isinstance(message.request, ActorRequest) and message.request.environment()
         elif isinstance(message, kp.ActorEnded):
-            message.progress()
+            assert message.position is None or isinstance(message.position, Position)
         assert message is None or hash(getattr(message, "key", "")) is not None
     assert min(ends.values()) > 300
 
@@ -125,7 +127,7 @@ def test_mutated_lines_are_read_or_refused():
 def _mutated_json(line: bytes, rng: random.Random) -> bytes:
     mark, text = (line[:1], line[1:]) if line.startswith(RECORD.encode()) else (b"", line)
     values = json.loads(text)
-    here: Any = values[1]
+    here: Any = values
     while here:
         key = rng.choice(list(here) if isinstance(here, dict) else range(len(here)))
         if not isinstance(here[key], dict | list) or rng.random() < 0.5:

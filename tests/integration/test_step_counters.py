@@ -19,8 +19,9 @@ import jaxpp_async as jpp
 from jaxpp_async.actors import host_values, loaded_program, receive_buffers, shards
 from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.loaded_program import LoadedTask
-from jaxpp_async.actors.setup import ComputeThread
+from jaxpp_async.actors.setup import JobThread
 from jaxpp_async.base.spinning import LoopSpin
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.protocol.frames import FrameKey
 from jaxpp_async.transport.memory import MemoryTransport
@@ -136,7 +137,7 @@ async def test_an_empty_step_takes_few_macs_and_calls(remote_mesh, monkeypatch):
     program_id = controller.new_program_id()
     await controller.load(program_id, {actor: ActorProgram(actor, (), ()) for actor in (0, 1)}, {}, {})
     for _ in range(5):
-        await controller.start_step(program_id, {}, {})
+        await controller.start_step(SubmittedStep(program_id), {}, {})
     calls: list[int] = []
     package = str(Path(jpp.__file__).parent)
 
@@ -147,14 +148,14 @@ async def test_an_empty_step_takes_few_macs_and_calls(remote_mesh, monkeypatch):
         calls.append(0)
         sys.setprofile(count)
         try:
-            await controller.start_step(program_id, {}, {})
+            await controller.start_step(SubmittedStep(program_id), {}, {})
         finally:
             sys.setprofile(None)
     # Functions of this package, of the controller and both actors: 146, and 229 before anybody counted.
     assert statistics.median(calls) <= 155, calls
     tally = Tally()
     tally.watch(monkeypatch, FrameKey, "sign")
-    await controller.start_step(program_id, {}, {})
+    await controller.start_step(SubmittedStep(program_id), {}, {})
     assert tally == {"sign": 4 * 2}  # two requests and two replies, each signed once and looked at once
 
 
@@ -211,7 +212,7 @@ async def test_actors_do_no_more_than_their_programs_say(remote_mesh, monkeypatc
     tally.watch(monkeypatch, MemoryTransport, "post_recv")
     tally.watch(monkeypatch, MemoryTransport, "send")
     tally.watch(monkeypatch, MemoryTransport, "recv")
-    tally.watch(monkeypatch, ComputeThread, "submit")
+    tally.watch(monkeypatch, JobThread, "submit")
     tally.watch(monkeypatch, LoadedTask, "run")
     tally.watch(monkeypatch, Executor, "arrived")
     tally.watch(monkeypatch, Executor, "ran")
@@ -253,7 +254,7 @@ async def test_a_task_that_takes_its_time_leaves_the_event_loop_alone(remote_mes
     await once()
     await once()
     tally = Tally()
-    tally.watch(monkeypatch, ComputeThread, "submit")
+    tally.watch(monkeypatch, JobThread, "submit")
     await once()
     assert not tally
     monkeypatch.setattr(loaded_program, "QUICK_S", 0.0)  # from now on nothing is
@@ -276,7 +277,7 @@ async def test_a_task_with_a_loop_is_never_run_on_the_event_loop(remote_mesh, mo
         await mesh.run(step, x, 3)
         await mesh.run(plain, x, 3)
     tally = Tally()
-    tally.watch(monkeypatch, ComputeThread, "submit")
+    tally.watch(monkeypatch, JobThread, "submit")
     await mesh.run(plain, x, 3)
     assert not tally
     found = await mesh.run(step, x, 5)

@@ -9,6 +9,7 @@ from models import grads_step, mlp
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.step_run import StepRun
+from jaxpp_async.controller.state_replicas import Stage
 from jaxpp_async.errors import RemoteError
 from jaxpp_async.protocol.messages import step_id, step_kind, step_number, step_text
 
@@ -63,7 +64,7 @@ async def test_moves_and_inits_are_not_counted():
             assert repr(future).startswith(f"<StepFuture: step {2 * number + 1} ('train'), ")
             await future
             assert future.timeline().step == mesh.last_step_timeline().step == 2 * number + 1
-        while mesh._running()._recovery.replication._task is not None:
+        while mesh._running()._recovery.replicas.stage is not Stage.IDLE:
             await mesh.fetch(params)
         mesh._running()._actor_group.handles[1].kill()
         await mesh.run(step, params, BATCH)

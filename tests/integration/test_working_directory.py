@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from jaxpp_async.errors import MeshError
-from jaxpp_async.launch.commands import command_here, command_there
+from jaxpp_async.launch.run_module import command_here, command_there
 from jaxpp_async.transport.ucx.context import check_config_file
 
-MODULES = ("secrets", "json", "random", "socket", "numpy", "jax", "uvloop", "msgpack", "ucxx", "jaxpp_async")
+MODULES = ("secrets", "json", "random", "socket", "numpy", "jax", "uvloop", "msgspec", "ucxx", "jaxpp_async")
 
 SCRIPT = """
 import asyncio
@@ -100,9 +100,9 @@ def test_no_program_imports_from_it(folder, command):
 WHO_ASKS = """
 import subprocess, sys
 sys.path.insert(0, sys.argv[1])
-from jaxpp_async.launch import commands
-subprocess.run(commands.command_here("probe", "word"), env=commands.inherited_environment(), check=True)
-print(commands.command_there("py", "m")[1:-2])
+from jaxpp_async.launch import run_module
+subprocess.run(run_module.command_here("probe", "word"), env=run_module.inherited_environment(), check=True)
+print(run_module.command_there("py", "m")[1:-2])
 """
 
 
@@ -136,7 +136,7 @@ def test_programs_here_run_the_package_of_whoever_starts_them(tmp_path, options,
 
 
 FOLDERS = """
-from jaxpp_async.launch.commands import script_folder
+from jaxpp_async.launch.run_module import script_folder
 print(script_folder())
 """
 

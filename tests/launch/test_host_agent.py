@@ -13,7 +13,8 @@ import jaxpp_async
 from jaxpp_async.base.install_hints import SAME_VERSIONS
 from jaxpp_async.launch.host_agent import descendants, hello, obey_orders
 from jaxpp_async.launch.host_agent_protocol import Close, SignalActor, write_order
-from jaxpp_async.protocol.parent_watch import ExitCode, Lease
+from jaxpp_async.protocol.actor_info import ExitCode
+from jaxpp_async.protocol.parent_watch import Lease
 
 
 class Agent:
@@ -56,10 +57,10 @@ def test_the_end_of_stdin_is_the_end_of_the_driver_and_half_an_order_is_none():
 
 
 def test_what_is_no_order_ends_the_agent_without_quoting_it(capfd):
-    agent, code = run_agent(b'["StartActor", ["a-secret"]]\n')
+    agent, code = run_agent(b'["StartActor", "a-secret"]\n')
     assert (agent.obeyed, code) == ([], ExitCode.CONFIG)
     said = capfd.readouterr().err
-    assert said.endswith("is run by a mesh, not by hand: no message of a host agent (ProtocolError)\n")
+    assert said.endswith("is run by a mesh, not by hand: no message of a host agent (ValidationError)\n")
     assert "a-secret" not in said
 
 

@@ -24,8 +24,7 @@ from jaxpp_async.launch.host_agent_protocol import (
 )
 from jaxpp_async.launch.process_supervisor import Death
 from jaxpp_async.launch.spawn import ActorRequest
-from jaxpp_async.protocol.actor_info import Position
-from jaxpp_async.protocol.parent_watch import ExitCode
+from jaxpp_async.protocol.actor_info import ExitCode, Position
 
 HELLO = AgentHello("node1", 77, "/usr/bin/python3", {"jax": "0.10", "ray": None})
 REQUEST = ActorRequest("python3", {"A": "1"}, {"secret": "s3cret"}, index=1, count=2, cpus=(0, 1))
@@ -110,7 +109,7 @@ def test_an_order_arrives_as_it_was_written(order):
         ActorStarted("a", 1),
         StartFailed("a", "no such file"),
         OutputLine("a", "\x1b[0m"),
-        ActorEnded("a", -9, (1, 2, 3, True, False)),
+        ActorEnded("a", -9, Position(1, 2, 3, True, False)),
     ],
     ids=lambda r: type(r).__name__,
 )
@@ -122,7 +121,7 @@ def test_a_record_arrives_as_it_was_written(record):
 def test_what_is_no_signal_is_refused(signum):
     with pytest.raises(ValueError, match=rf"^{signum} is no signal$"):
         SignalActor("a", signum)
-    with pytest.raises(ValueError, match=r"^no message of a host agent \(ValueError\)$"):
+    with pytest.raises(ValueError, match=r"^no message of a host agent \(ValidationError\)$"):
         read_order(f'["SignalActor", ["a", {signum}]]'.encode())
 
 
@@ -131,8 +130,9 @@ def test_a_request_prints_without_its_secret():
 
 
 def test_a_death_tells_where_the_actor_was_if_that_is_known():
-    assert ActorEnded("a", 1, (7, 0, 3, True, False)).progress() == Position(7, 0, 3, waiting=True)
-    assert ActorEnded("a", 1, None).progress() is None
+    for position in (Position(7, 0, 3, waiting=True), None):
+        told = read_record(write_record(ActorEnded("a", 1, position)).decode())
+        assert told.position == position and type(told.position) is type(position)
 
 
 # ---------------------------------------------------------------- coming up
@@ -165,11 +165,11 @@ async def test_a_host_that_says_nothing_in_time_is_not_up():
 
 async def test_a_broken_record_is_kept_as_a_word_of_the_host():
     host = Host()
-    await host.say('\x1e["Nonsense", []]')
+    await host.say('\x1e["Nonsense"]')
     await host.end(2)
     with pytest.raises(ProgramNotStartedError) as caught:
         await host.link.wait_hello(60.0)
-    assert caught.value.said == ("no message of a host agent (KeyError)",)
+    assert caught.value.said == ("no message of a host agent (ValidationError)",)
 
 
 # ---------------------------------------------------------------- actors
@@ -198,7 +198,7 @@ async def test_signals_go_to_the_actor_that_is_meant():
 
 async def test_the_end_of_an_actor_comes_with_its_last_lines_and_its_position():
     host, actor = await started_actor()
-    await host.say(OutputLine("a", "Killed"), ActorEnded("a", -9, (7, 0, 3, False, True)))
+    await host.say(OutputLine("a", "Killed"), ActorEnded("a", -9, Position(7, 0, 3, False, True)))
     assert await actor.wait_dead() == Death(-9, ("Killed",))
     assert actor.progress() == Position(7, 0, 3, waiting=False, computing=True)
 

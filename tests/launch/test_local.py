@@ -27,14 +27,15 @@ from jaxpp_async.launch import share_out
 from jaxpp_async.launch.local import LocalLauncher
 from jaxpp_async.launch.process_supervisor import TAIL_LINES, OutputLines, ProcessSupervisor
 from jaxpp_async.launch.spawn import ActorRequest, spawn_actor
-from jaxpp_async.protocol.parent_watch import ExitCode
+from jaxpp_async.protocol.actor_info import ExitCode
 from jaxpp_async.transport.registry import make_process_transport
 
 HERE = SUPPORT
 
 DRIVER = """
 import asyncio, sys
-from fake_actor import start_fakes
+from fake_actor import scripted, start_fakes
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.launch import LocalLauncher
 
 async def main():
@@ -42,8 +43,8 @@ async def main():
     controller = await start_fakes(2, launcher)
     try:
         program = controller.new_program_id()
-        await controller.load(program, {{0: "hang", 1: "hang"}}, {{}}, {{}})
-        step = controller.start_step(program, {{}}, {{}})
+        await controller.load(program, scripted("hang"), {{}}, {{}})
+        step = controller.start_step(SubmittedStep(program), {{}}, {{}})
         print(*(info.pid for info in controller.actors), flush=True)
         {then}
     finally:

@@ -20,12 +20,13 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_actor import NullTransport, start_fakes
+from fake_actor import NullTransport, scripted, start_fakes
 from own_launcher import SubprocessLauncher
 from resources import nothing_left
 from rich.console import Console
 
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorDiedError, LaunchError, MeshError
 from jaxpp_async.launch import LaunchSpec
 from jaxpp_async.launch import host_agent_protocol as kp
@@ -63,8 +64,8 @@ async def start(launcher: Any, num_actors: int = 2) -> Controller:
 
 async def hanging_step(controller: Controller) -> Any:
     program = controller.new_program_id()
-    await controller.load(program, dict.fromkeys(range(len(controller.actors)), "hang"), {}, {})
-    return controller.start_step(program, {}, {})
+    await controller.load(program, scripted("hang", len(controller.actors)), {}, {})
+    return controller.start_step(SubmittedStep(program), {}, {})
 
 
 async def test_a_launcher_of_ones_own(caplog):
@@ -328,7 +329,7 @@ def test_records_are_lines(record):
 
 
 def test_orders_are_lines():
-    request = ActorRequest("/py", {"A": "1"}, {"secret": "ab"}, 1, 2, (0, 1), False)
+    request = ActorRequest("/py", {"A": "1"}, {"secret": "ab"}, 1, 2, (0, 1))
     for order in (kp.StartActor("0.1", request, "/"), kp.SignalActor("0.1", 9), kp.Close()):
         assert kp.read_order(b".." + kp.write_order(order)) == order
     assert kp.read_order(b"...") is None and "ab" not in repr(kp.StartActor("0", request, "/"))

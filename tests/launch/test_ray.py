@@ -10,10 +10,11 @@ import time
 
 import psutil
 import pytest
-from fake_actor import start_fakes
+from fake_actor import scripted, start_fakes
 
 import jaxpp_async as jpp
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorDiedError, InstallError, LaunchError, MeshError
 from jaxpp_async.launch import ray as ray_module
 from jaxpp_async.launch.hosts import Settings
@@ -61,8 +62,8 @@ async def test_actors_run_and_end_in_a_cluster(ray):
     words = [word for p in psutil.process_iter(["cmdline"]) for word in p.info["cmdline"] or ()]
     assert actors[0].environ()["TOKEN"] == "swordfish" and not any("swordfish" in word for word in words)
     program = controller.new_program_id()
-    await controller.load(program, {0: "hang", 1: "hang"}, {}, {})
-    step = controller.start_step(program, {}, {})
+    await controller.load(program, scripted("hang"), {}, {})
+    step = controller.start_step(SubmittedStep(program), {}, {})
     os.kill(actors[1].pid, signal.SIGKILL)
     with pytest.raises(ActorDiedError, match="was killed by SIGKILL"):
         await step

@@ -24,10 +24,9 @@ def test_the_first_line_has_the_configuration_and_what_only_the_host_knows():
     assert said == {"secret": "x\ny", "parent_pid": os.getpid(), "cores": list(cpus), "progress_page": 9}
 
 
-def test_an_actor_that_is_not_pinned_gets_no_cores_unless_they_are_named():
+def test_an_actor_gets_its_share_of_the_cores_that_are_named():
     cpu = min(os.sched_getaffinity(0))
-    assert first_line(ActorRequest("python3", {}, {}, pin_cores=False))["cores"] == []
-    assert first_line(ActorRequest("python3", {}, {}, pin_cores=False, cpus=(cpu,)))["cores"] == [cpu]
+    assert first_line(ActorRequest("python3", {}, {}, cpus=(cpu,)))["cores"] == [cpu]
 
 
 def test_the_hosts_environment_wins_over_defaults_and_the_request_over_both(monkeypatch):

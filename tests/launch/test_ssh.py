@@ -26,13 +26,14 @@ import numpy as np
 import psutil
 import pytest
 import sshd as sshd_of_tests
-from fake_actor import start_fakes
+from fake_actor import scripted, start_fakes
 from resources import nothing_left
 from sshd import Sshd
 from waiting import until
 
 import jaxpp_async as jpp
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorDiedError, HandshakeError, LaunchError
 from jaxpp_async.launch.hosts import Host, Settings, parse_hosts
 from jaxpp_async.launch.login_errors import explain_python, explain_ssh
@@ -127,7 +128,7 @@ SAID_BY_PYTHON = [
         "does not have the pack",
     ),
     ("/opt/py: No module named jaxpp_async.launch.host_agent", 1, "has an older jaxpp-async"),
-    ("ModuleNotFoundError: No module named 'msgpack'", 1, "without the package msgpack"),
+    ("ModuleNotFoundError: No module named 'msgspec'", 1, "without the package msgspec"),
     ("Unknown option: -P\nusage: /opt/py [option] ...", 2, "/opt/py there is older than Python 3.11"),
     ("Segmentation fault", -11, "ended with signal 11 before it was ready: Segmentation fault"),
     ("", 3, "ended with code 3"),
@@ -178,8 +179,8 @@ async def start(made: Any, num_actors: int = 2) -> Controller:
 
 async def hanging_step(controller: Controller) -> Any:
     program = controller.new_program_id()
-    await controller.load(program, {0: "hang", 1: "hang"}, {}, {})
-    return controller.start_step(program, {}, {})
+    await controller.load(program, scripted("hang"), {}, {})
+    return controller.start_step(SubmittedStep(program), {}, {})
 
 
 def host_agents(sshd: Sshd) -> set[int]:

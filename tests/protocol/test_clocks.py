@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxpp_async.protocol.clocks import DRIFT, NUM_READINGS, Clocks, Offset, clock_name
+from jaxpp_async.protocol.clocks import DRIFT, FORGET_S, NUM_READINGS, Clocks, Offset, clock_name
 
 
 def test_processes_of_one_host_share_a_clock():
@@ -88,3 +88,43 @@ def test_readings_of_then_say_more_than_those_of_much_later():
     clock = clocks.clock_of(1)
     assert len(clock.readings) == NUM_READINGS and kept[0] not in clock.readings
     assert clock.offset(1.0, kept) == Offset(6.5, 0.5) != clock.offset(1.0)
+
+
+@pytest.mark.parametrize(
+    ("events", "asked", "offset_s"),
+    [
+        ([("beat", 0.0, "a"), ("beat", 0.5, "a")], [], 0.0),
+        ([("beat", 0.0, "b"), ("beat", 0.5, "b")], [0.0], None),
+        ([("beat", 0.0, "b"), ("answer", 1.0, 0.0, 50.5), ("beat", 1.0, "b")], [0.0, 1.0], 50.0),
+        ([("beat", 0.0, "b"), ("answer", 1.0, 0.0, None), ("beat", 1.0, "b")], [0.0, 1.0], None),
+        ([("beat", 0.0, "b"), ("beat", FORGET_S, "b")], [0.0, FORGET_S], None),
+        # the answer to a question that was given up
+        ([("beat", 0.0, "b"), ("beat", FORGET_S, "b"), ("answer", 6.0, 0.0, 50.0)], [0.0, FORGET_S], None),
+        ([("beat", 0.0, "b"), ("forget", 0.5), ("beat", 1.0, "b")], [0.0, 1.0], None),
+        ([("beat", 0.0, "b"), ("forget", 0.5), ("answer", 1.0, 0.0, 50.0)], [0.0], None),
+        ([("beat", 0.0, "b"), ("beat", 0.5, "c"), ("answer", 1.0, 0.0, 50.0)], [0.0, 0.5], None),
+    ],
+    ids=[
+        "ours is never read",
+        "one question is open",
+        "a reading, and the next",
+        "no time in the answer",
+        "no answer",
+        "an answer that comes too late",
+        "a successor is asked too",
+        "an answer of a predecessor",
+        "an answer of a predecessor on another host",
+    ],
+)
+def test_when_another_clock_is_read(events, asked, offset_s):
+    clocks, found = Clocks("a"), list[float]()
+    for what, now_s, *more in events:
+        if what == "beat" and clocks.begin_reading(1, *more, now_s):
+            found.append(now_s)
+        elif what == "answer":
+            clocks.end_reading(1, *more, now_s)
+        elif what == "forget":
+            clocks.forget(1)
+    offset = clocks.clock_of(1).offset(1.0)
+    assert found == asked
+    assert offset_s == (offset.offset_s if offset is not None else None)

@@ -227,7 +227,7 @@ async def test_what_a_process_logs(controller, caplog):
         "[actor 0] from a thread",
     ]
     assert {(seen.actor, seen.step, seen.process) for seen in (apples, thread)} == {
-        (0, step_number(step.step), controller.actors[0].pid)
+        (0, step_number(step.id), controller.actors[0].pid)
     }
     assert "ValueError: no apples" in caplog.text and thread.threadName == "picker"
     [warned] = by_logger(caplog, "py.warnings")

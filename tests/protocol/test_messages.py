@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
-import typing
+import inspect
 
 import pytest
+from message_examples import examples, subclasses
+from msgspec import structs
 
-from jaxpp_async.protocol import messages
-from jaxpp_async.protocol.codec import decode, encode, message_types
+from jaxpp_async.protocol.actor_info import Position
+from jaxpp_async.protocol.codec import Encoder, decoder_of
 from jaxpp_async.protocol.messages import (
     Beat,
+    BeginSnapshot,
     Cluster,
+    Done,
     Failed,
     Hardware,
     Message,
+    MessagePart,
+    ReadFile,
     Reply,
-    Reported,
+    Report,
     Request,
     Rollback,
+    Rules,
+    Step,
     Sweep,
+    accepted_messages,
     step_id,
     step_kind,
     step_number,
@@ -56,41 +64,27 @@ def test_a_cluster_has_as_many_processes_as_addresses():
     assert Cluster("host:1", ("10.0.0.1", "10.0.0.2"), rank=1).size == 2
 
 
-def test_every_request_and_reply_begins_with_the_number_of_the_request():
-    for cls in (*typing.get_args(Request), *typing.get_args(Reply)):
-        assert dataclasses.fields(cls)[0].name == "request", cls.__name__
-
-
-def test_every_message_of_the_unions_is_found_in_the_module_under_its_own_name():
-    for name, cls in message_types(Message).items():
-        assert getattr(messages, name) is cls
-
-
-def test_every_message_is_frozen_data_without_a_dictionary_of_its_own():
-    for cls in message_types(Message).values():
-        assert cls.__dataclass_params__.frozen, cls.__name__
-        assert "__slots__" in vars(cls), cls.__name__
+@pytest.mark.parametrize("cls", subclasses(MessagePart), ids=lambda cls: cls.__name__)
+def test_every_message_is_frozen_and_travels_under_its_own_name(cls):
+    assert cls.__struct_config__.frozen and cls.__struct_config__.forbid_unknown_fields
+    assert cls.__struct_config__.tag == (cls.__name__ if issubclass(cls, Message) else None)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Rollback(1, None),
-        Rollback(1, 3),
-        Sweep(2, b"/tmp/\xff", ("a", "b"), remove_folder=True),
-        Beat((1, 2, 3, True, False), "clock"),
+        Rollback(None),
+        Rollback(3),
+        Sweep(b"/tmp/\xff", ("a", "b"), remove_folder=True),
+        Beat(Position(1, 2, 3, True, False), "clock"),
         Beat(None),
-        Failed(None, "ValueError", "no", ""),
+        Failed("ValueError", "no", ""),
     ],
     ids=repr,
 )
 def test_messages_with_fields_that_may_be_missing_arrive_as_they_were(message):
-    assert decode(encode(message), message_types(Message)) == message
-
-
-def test_two_reports_are_equal_though_their_clocks_show_different_times():
-    assert Reported(1, None, now_s=1.0) == Reported(1, None, now_s=2.0)
-    assert Reported(1, 5) != Reported(1, None)
+    known = (*accepted_messages("actor"), *accepted_messages("controller"), Beat)
+    assert decoder_of(known).decode(Encoder(1000).encode(message, 7)) == (7, message)
 
 
 def test_hardware_of_cpus_says_nothing_of_gpus():
@@ -102,3 +96,59 @@ def test_hardware_of_cpus_says_nothing_of_gpus():
         0.0,
         False,
     )
+
+
+# ---------------------------------------------------------------- rules
+
+REQUESTS = [cls for cls in accepted_messages("actor") if cls.__module__ == Request.__module__]
+
+
+@pytest.mark.parametrize("cls", REQUESTS, ids=lambda cls: cls.__name__)
+def test_every_request_declares_its_rules_below_its_docstring(cls):
+    rules = vars(cls).get("rules")
+    assert isinstance(rules, Rules), f"{cls.__name__} has no rules of its own"
+    assert issubclass(rules.reply, Reply) and rules.reply is not Failed
+    lines = inspect.getsource(cls).splitlines()
+    (at,) = (k for k, line in enumerate(lines) if line.startswith("    rules = Rules("))
+    assert '"""' in "".join(lines[at - 2 : at]), "the rules stand below the docstring"
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"changes_state": True}, "ordered and repeated"),
+        ({"changes_state": True, "ordered": True}, "ordered and repeated"),
+        ({"changes_state": True, "repeated": True}, "ordered and repeated"),
+        ({"reads_files": True, "ordered": True, "repeated": True}, "changes state"),
+        ({"ended_by": Sweep, "ordered": True, "repeated": True}, "changes state"),
+        ({"ended_by": Report, "ordered": True, "repeated": True, "changes_state": True}, "is repeated"),
+    ],
+    ids=str,
+)
+def test_rules_that_contradict_each_other_are_refused(rules, said):
+    with pytest.raises(ValueError, match=said):
+        Rules(Done, **rules)
+
+
+def test_what_a_restart_does_with_each_request():
+    """The behaviour that users rely on: who adds a request says here what is to become of it."""
+    assert {cls.__name__ for cls in REQUESTS if cls.rules.changes_state} == {
+        "BeginSnapshot", "ReadFile", "Step", "Store",
+    }  # fmt: skip
+    assert {cls.__name__ for cls in REQUESTS if cls.rules.repeated and not cls.rules.changes_state} == {
+        "CheckFiles", "Fetch", "Inspect", "Load", "Sweep", "WriteFile",
+    }  # fmt: skip
+    assert [cls for cls in REQUESTS if cls.rules.reads_files] == [ReadFile]
+    assert {cls: cls.rules.ended_by for cls in REQUESTS if cls.rules.ended_by} == {BeginSnapshot: Sweep}
+
+
+def test_a_request_that_has_an_end_has_the_scope_of_its_end():
+    assert BeginSnapshot(b"/a", ()).scope == Sweep(b"/a").scope == b"/a"
+    assert Rollback(1).scope is None
+
+
+def test_only_a_step_changes_when_it_is_sent_again():
+    for request in examples("actor"):
+        again = request.again(2**40)
+        expected = structs.replace(request, epoch=2**40) if isinstance(request, Step) else request
+        assert again == expected

@@ -1,20 +1,16 @@
-"""Direct tests of the codes with which an actor's process ends itself."""
+"""Direct tests of the lease, and of the codes with which an actor's process ends itself."""
 
 from __future__ import annotations
 
 import pytest
 
-from jaxpp_async.protocol.parent_watch import EXIT_REASONS, ExitCode, Lease
+from jaxpp_async.protocol.actor_info import ExitCode
+from jaxpp_async.protocol.parent_watch import Lease
 
 
 @pytest.mark.parametrize(("lease_s", "beat_s"), [(1.0, 0.2), (15.0, 3.0), (600.0, 3.0)])
 def test_the_driver_gives_five_signs_of_life_a_lease_but_at_least_one_every_three_seconds(lease_s, beat_s):
     assert Lease(lease_s).beat_s == beat_s
-
-
-def test_every_code_but_success_has_a_reason_and_all_codes_differ():
-    assert set(EXIT_REASONS) == set(ExitCode) - {ExitCode.OK}
-    assert len(set(EXIT_REASONS.values())) == len(EXIT_REASONS)
 
 
 def test_codes_of_our_own_stay_clear_of_those_that_shells_and_signals_take():

@@ -3,13 +3,15 @@ a seed."""
 
 from __future__ import annotations
 
+import datetime
 import random
 import struct
 from collections.abc import Callable
 from typing import Any
 
-import msgpack
-from conversations import FLOATS, INTEGERS, Conversation
+from conversations import Conversation
+from message_examples import FLOATS, INTEGERS
+from msgspec.msgpack import Ext
 
 LENGTHS = (0, 1, 15, 2**16, 2**20, 2**20 + 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 
@@ -17,14 +19,18 @@ STRANGERS = (
     b"",
     b"j",
     b"jpp",
-    b"jpp2",
-    b"jpp1\x00\x01\xc0",
+    b"jpp3",
+    b"jpp2\x00\x01\xc0",
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     bytes.fromhex("160301020001000001fc0303") + bytes(64),  # how TLS begins
     b"SSH-2.0-OpenSSH_9.2\r\n",
     b"\0" * 5000,
     b"\xff" * 5000,
 )
+
+
+LOG = b"\x92\xc0\x96\xa3Log\x01\xa1a\xa1b\xc0"
+"""An envelope with a `Log`, up to its attributes."""
 
 
 def bombs() -> tuple[bytes, ...]:
@@ -36,6 +42,10 @@ def bombs() -> tuple[bytes, ...]:
         b"\xdc\x01\x00" * 1300,
         b"\x91" * 4000,
         b"\x91" * 900 + b"\xc0",
+        b"\x92\x01" + b"\x91" * 4000,
+        b"\x92\x01" + b"\x91" * 900_000,
+        b"\x92\x01\x92\xa5Fetch" + b"\x91" * 900_000,
+        b"\x92\x01\x92\xa1?" + b"\x91" * 900_000,  # an unknown message, whose fields are skipped
         b"\x81\xc0" * 2000,
         b"\x81\x01" * 900 + b"\x01",
         b"\xdf\xff\xff\xff\xff",
@@ -43,16 +53,17 @@ def bombs() -> tuple[bytes, ...]:
         b"\xdb\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
         b"\xc9\xff\xff\xff\xff\x01",
-        b"\x96\xa3Log\x01\xa1a\xa1b\xc0\x81\xa1a" + b"\x91" * 600 + b"\xc0",  # well-formed, and deep
-        b"\x96\xa3Log\x01\xa1a\xa1b\xc0\x81\xa1a" + b"\x81\x01" * 600 + b"\xc0",
-        b"\x96\xa3Log\x01\xa1a\xa1b\xc0\x82\xa1a\x01\xa1a\x02",  # one key twice
-        b"\x96\xa3Log\x01\xa1a\xa1b\xc0\x81\x91\x90\x01",  # an array as a key
-        b"\x96\xa3Log\x01\xa1a\xa1b\xc0\x81\x80\x01",  # a map as a key
-        b"\x93\xa5Abort\x01\xcb\x7f\xf8\0\0\0\0\0\0",  # NaN, and too few fields
-        b"\x94\xa5Abort\x01\x02\xa2\xff\xfe",  # a text that is none
-        b"\x92\xa7Inspect\xd7\xff" + b"\xff" * 8,  # a timestamp that is none
-        b"\x92\xa7Inspect\xc7\x01\xff\x00",
-        b"\x91" + b"\xdb\x00\x0f\x00\x00" + b"x" * 0xF0000,  # a very long name
+        LOG + b"\x81\xa1a" + b"\x91" * 600 + b"\xc0",  # well-formed, and deep
+        LOG + b"\x81\xa1a" + b"\x81\x01" * 600 + b"\xc0",
+        LOG + b"\x82\xa1a\x01\xa1a\x02",  # one key twice
+        LOG + b"\x81\x91\x90\x01",  # an array as a key
+        LOG + b"\x81\x80\x01",  # a map as a key
+        b"\x92\x01\x92\xa5Abort\xcb\x7f\xf8\0\0\0\0\0\0",  # NaN, and too few fields
+        b"\x92\x01\x93\xa5Abort\x02\xa2\xff\xfe",  # a text that is none
+        b"\x92\xcb\x7f\xf8\0\0\0\0\0\0\x91\xa7Inspect",  # a number that is none
+        b"\x92\xd7\xff" + b"\xff" * 8 + b"\x91\xa7Inspect",  # a timestamp that is none
+        b"\x92\xc7\x01\xff\x00\x91\xa7Inspect",
+        b"\x92\x01\x91" + b"\xdb\x00\x0f\x00\x00" + b"x" * 0xF0000,  # a very long name
         b"\xdd\x00\x0f\xff\xff" + b"\xc0" * 0xFFFFF,  # a very long array of nothing
         b"\xc1",
     )
@@ -102,7 +113,7 @@ def _double(data: bytearray, rng: random.Random) -> None:
 
 def _set_length(data: bytearray, rng: random.Random) -> None:
     """A frame's length stands first; a greeting's behind its magic."""
-    if data.startswith(b"jpp2"):
+    if data.startswith(b"jpp3"):
         data[4:6] = struct.pack(">H", rng.choice((0, 1, 4089, 4090, 4091, 65535)))
     else:
         data[:8] = struct.pack(">Q", rng.choice(LENGTHS))
@@ -152,7 +163,7 @@ def mutate_pieces(
             pieces[index:] = elsewhere.pieces(role)[index:]
         case 9:
             bomb = rng.choice(bombs())[:4096]
-            pieces[index] = rng.choice((rng.choice(STRANGERS), b"jpp2" + struct.pack(">H", len(bomb)) + bomb))
+            pieces[index] = rng.choice((rng.choice(STRANGERS), b"jpp3" + struct.pack(">H", len(bomb)) + bomb))
     return pieces
 
 
@@ -182,9 +193,9 @@ HOSTILE: tuple[Any, ...] = (
     {None: None},
     {1: {2: {}}},
     (1,) * 300,
-    msgpack.ExtType(4, b"x"),
-    msgpack.ExtType(127, b""),
-    msgpack.Timestamp(0, 0),
+    Ext(4, b"x"),
+    Ext(127, b""),
+    datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC),
 )
 
 

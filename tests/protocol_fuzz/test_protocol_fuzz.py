@@ -6,24 +6,29 @@ alone.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import struct
 import tracemalloc
+import typing
 
-import msgpack
 import pytest
 from campaign import Campaign
-from conversations import GREETINGS, KNOWN, Conversation, converse, draw, framed
-from mutations import bombs
+from conversations import DECODERS, GREETINGS, KNOWN, Conversation, converse, framed
+from message_examples import draw, subclasses
+from msgspec import msgpack
+from mutations import LOG, bombs, mutate_value
 
 from jaxpp_async.errors import HandshakeError, ProtocolError
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.protocol import codec
 from jaxpp_async.protocol import messages as m
-from jaxpp_async.protocol.codec import MAX_DEPTH
-from jaxpp_async.protocol.frames import _HEADER, MAX_HANDSHAKE_BYTES, TO_ACTOR, TO_CONTROLLER
+from jaxpp_async.protocol.codec import Encoder
+from jaxpp_async.protocol.frames import _HEADER, MAX_HANDSHAKE_BYTES, Challenge, Hello, Proof
 
+ENCODER = Encoder(1 << 20)
+TO_ACTOR, TO_CONTROLLER = DECODERS["actor", "control"], DECODERS["controller", "control"]
 NUM_FRAMES = 10_000
 MIB = 1 << 20
 
@@ -53,13 +58,13 @@ def test_ten_thousand_mutated_frames():
         assert refused > 300 and refused > 5 * taken > 0, where
 
 
-@pytest.mark.parametrize("known", KNOWN.values(), ids=map("-".join, KNOWN))
-def test_every_message_type_is_among_the_frames(known):
+@pytest.mark.parametrize("side", KNOWN, ids="-".join)
+def test_every_message_type_is_among_the_frames(side):
     rng = random.Random(0)
-    for cls in known.values():
-        for _ in range(20):
+    for cls in KNOWN[side]:
+        for number in range(20):
             message = draw(cls, rng)
-            assert codec.decode(codec.encode(message), known) == message
+            assert DECODERS[side].decode(ENCODER.encode(message, number)) == (number, message)
 
 
 def control() -> Conversation:
@@ -80,7 +85,7 @@ def test_a_bomb_takes_no_memory(index):
         for role in ("actor", "controller"):
             wire = conversation.wire(role)
             with pytest.raises(HandshakeError):
-                wire.feed(b"jpp2" + struct.pack(">H", len(bomb[:4000])) + bomb[:4000])
+                wire.feed(b"jpp3" + struct.pack(">H", len(bomb[:4000])) + bomb[:4000])
 
     def as_payload() -> None:
         for role in ("actor", "controller"):
@@ -90,7 +95,7 @@ def test_a_bomb_takes_no_memory(index):
                 wire.feed(piece)
             data = framed(conversation.keys[role == "controller"], bomb)
             if b"Log" in bomb and role == "controller" and index == _TWICE:
-                assert wire.feed(data) == [m.Log(1, "a", "b", None, {"a": 2})]
+                assert wire.feed(data) == [(None, m.Log(1, "a", "b", None, {"a": 2}))]
                 continue
             with pytest.raises(ProtocolError):
                 wire.feed(data)
@@ -105,35 +110,88 @@ _TWICE = next(i for i, bomb in enumerate(bombs()) if bomb.endswith(b"\x82\xa1a\x
 """A key that stands twice is no error: the last one counts, as in a dict."""
 
 
-@pytest.mark.parametrize("header", [b"\x91", b"\x81\x01"])
-def test_plain_values_have_a_depth(header):
-    def log(depth: int) -> bytes:
-        return b"\x96\xa3Log\x01\xa1a\xa1b\xc0\x81\xa1a" + header * depth + b"\xc0"
-
-    assert codec.decode(log(MAX_DEPTH), TO_CONTROLLER).level == 1
-    for depth in (MAX_DEPTH + 1, 200, 490, 510, 900, 1020):
-        with pytest.raises(
-            ProtocolError, match=f"Log.fields: expected at most {MAX_DEPTH} levels|not msgpack"
-        ):
-            codec.decode(log(depth), TO_CONTROLLER)
+@pytest.mark.parametrize("header", [b"\x91", b"\x81\xa1a"])
+@pytest.mark.parametrize("depth", [1, 32, 510, 1020, 9000, 100_000])
+def test_no_field_of_a_message_nests_deeper_than_its_type(header, depth):
+    said = r"Log.fields\[...\]: expected int \| float \| str, got|not a message"
+    with pytest.raises(ProtocolError, match=said):
+        TO_CONTROLLER.decode(LOG + b"\x81\xa1a" + header * depth + b"\xc0")
 
 
-@pytest.mark.parametrize("count", [0, 255, 256, 257, 5000])
+def test_no_field_of_a_message_can_be_anything():
+    """A field of the type `Any` would take values of any depth, for which this package's code is not made."""
+    hints = [hint for cls in subclasses(m.MessagePart) for hint in typing.get_type_hints(cls).values()]
+    assert len(hints) > 100 and not any("Any" in str(hint) for hint in hints)
+
+
+@pytest.mark.parametrize("count", [0, 15, 16, 17, 255, 256, 257, 5000])
 def test_long_arrays_are_no_bombs(count):
-    frees = tuple(range(count))
-    assert codec.decode(codec.encode(m.Store(1, (), frees)), TO_ACTOR) == m.Store(1, (), frees)
-    kept = m.ReplicaTaken(1, (m.ReplicaArray(2, Aval((3,), "float32"), (12,)),) * count)
-    assert codec.decode(codec.encode(kept), TO_CONTROLLER) == kept
+    store = m.Store((), tuple(range(count)))
+    assert TO_ACTOR.decode(ENCODER.encode(store, 1)) == (1, store)
+    kept = m.ReplicaTaken((m.ReplicaArray(2, Aval((3,), "float32"), (12,)),) * count)
+    assert TO_CONTROLLER.decode(ENCODER.encode(kept, 1)) == (1, kept)
 
 
 def test_a_long_array_that_is_wrong_is_refused_by_name():
-    data = msgpack.packb(["Store", 1, [], [0] * 5000 + ["x"]])
-    with pytest.raises(ProtocolError, match=r"Store.frees: expected int, got str"):
-        codec.decode(data, TO_ACTOR)
+    data = msgpack.encode([1, ["Store", [], [0] * 5000 + ["x"]]])
+    with pytest.raises(ProtocolError, match=r"Store.frees\[5000\]: expected int, got str"):
+        TO_ACTOR.decode(data)
     with pytest.raises(ProtocolError, match="not msgpack"):
-        codec.decode(data[:-1], TO_ACTOR)
+        TO_ACTOR.decode(data[:-2])
     with pytest.raises(ProtocolError, match="not msgpack"):
-        codec.decode(data + b"\0", TO_ACTOR)
+        TO_ACTOR.decode(msgpack.encode([1, ["Inspect"]]) + b"\0")
+
+
+LENGTHS = {
+    "array": (b"\xdc\xff\xff", b"\xdd\x7f\xff\xff\xff", b"\xdd\xff\xff\xff\xff"),
+    "map": (b"\xde\xff\xff", b"\xdf\x7f\xff\xff\xff", b"\xdf\xff\xff\xff\xff"),
+    "text": (b"\xd9\xff", b"\xda\xff\xff", b"\xdb\xff\xff\xff\xff"),
+    "bytes": (b"\xc4\xff", b"\xc5\xff\xff", b"\xc6\xff\xff\xff\xff"),
+    "extension": (b"\xc7\xff\x01", b"\xc8\xff\xff\x01", b"\xc9\xff\xff\xff\xff\x01"),
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_a_length_that_is_announced_anywhere_takes_no_memory(kind):
+    """Behind each byte of a message of each type, as if a value there were long."""
+    rng = random.Random(3)
+    cut = [
+        (decoder, data[:end])
+        for side, decoder in (("actor", TO_ACTOR), ("controller", TO_CONTROLLER))
+        for cls in m.accepted_messages(side)
+        for data in [ENCODER.encode(draw(cls, rng), 1)]
+        for end in sorted(rng.sample(range(len(data)), min(len(data), 20)))
+    ]
+
+    def decode_all() -> None:
+        for decoder, before in cut:
+            for header in LENGTHS[kind]:
+                with contextlib.suppress(ProtocolError):  # it may be the end of a text
+                    decoder.decode(before + header)
+
+    decode_all()  # what the first errors load and cache is no leak
+    assert peak_bytes(decode_all) < MIB
+
+
+@pytest.mark.parametrize("part", [Hello, Challenge, Proof])
+def test_greetings_are_decoded_strictly_and_take_no_memory(part):
+    """Anybody can send a greeting: it is decoded before its sender has proven anything."""
+    rng, good = random.Random(4), codec.pack(draw(part, random.Random(4)))
+    headers = [header for headers in LENGTHS.values() for header in headers]
+    hostile = [good[:end] + header for end in range(len(good)) for header in headers]
+    hostile += [b"\x91" * 4000, b"\x81\xa1a" * 1300, good + b"\xc0", b"", b"\x96" + b"\x91" * 4000]
+    hostile += [msgpack.encode(mutate_value(msgpack.decode(good), rng)) for _ in range(300)]
+
+    def decode_all() -> int:
+        taken = 0
+        for data in hostile:
+            with contextlib.suppress(ProtocolError):
+                assert type(codec.decode_as(part, data)) is part
+                taken += 1
+        return taken
+
+    assert decode_all() < len(hostile) / 5
+    assert peak_bytes(decode_all) < MIB
 
 
 def test_lengths_up_to_2_to_the_64_are_refused_before_a_byte_is_kept():
@@ -151,4 +209,4 @@ def test_lengths_up_to_2_to_the_64_are_refused_before_a_byte_is_kept():
         assert not wire._buffer
     stranger = conversation.wire("controller")
     with pytest.raises(HandshakeError, match=f"at most {MAX_HANDSHAKE_BYTES}"):
-        stranger.feed(b"jpp2\xff\xff")
+        stranger.feed(b"jpp3\xff\xff")

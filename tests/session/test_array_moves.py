@@ -6,7 +6,6 @@ import pytest
 
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import ValueType
-from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ActorDiedError, ArrayError
 from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Send
 from jaxpp_async.session.argument_binding import Slot
@@ -31,23 +30,23 @@ def test_an_array_is_sent_as_it_is_to_every_actor_that_needs_it():
     first, source, last = (program.instructions for program in programs)
     sends = [(i.to_actor, i.tag) for i in source if isinstance(i, Send)]
     assert [to for to, _ in sends] == [0, 2]
-    assert first == (Recv(0, 1, sends[0][1], F4), Output(0, 0))
-    assert last == (Recv(0, 1, sends[1][1], F4), Output(0, 0))
-    assert [i for i in source if isinstance(i, Input)] == [Input(0, 0, F4)]
+    assert first == (Recv(0, 1, sends[0][1]), Output(0, 0))
+    assert last == (Recv(0, 1, sends[1][1]), Output(0, 0))
+    assert [i for i in source if isinstance(i, Input)] == [Input(0, 0)]
     assert not any(isinstance(i, Output | Delete) for i in source)
     assert executables == ()
 
 
 def test_an_actor_that_has_the_array_already_keeps_it():
     programs, _ = build(Move(ValueType(F4), 0, (0,), ()), 2, HERE)
-    assert [program.instructions for program in programs] == [(Input(0, 0, F4), Output(0, 0)), ()]
+    assert [program.instructions for program in programs] == [(Input(0, 0), Output(0, 0)), ()]
 
 
 def test_copies_are_made_where_the_arrays_lie_and_nothing_is_sent():
     F2 = Aval((2,), "float32")
     first, second = build_copies(((ValueType(F4), (0, 1)), (ValueType(F2), (1,))), 2)
-    assert first.instructions == (Input(0, 0, F4), Output(0, 0))
-    assert set(second.instructions) == {Input(0, 0, F4), Output(0, 0), Input(1, 1, F2), Output(1, 1)}
+    assert first.instructions == (Input(0, 0), Output(0, 0))
+    assert set(second.instructions) == {Input(0, 0), Output(0, 0), Input(1, 1), Output(1, 1)}
 
 
 SMALL = Moved("batch['x']", 10, 0, (1,))
@@ -104,15 +103,14 @@ class Mesh:
         self.loaded.append(sorted(parts))
         return {}
 
-    def start_step(self, program_id, inputs, outputs, *, kind):
-        assert kind == "move"
-        self.started.append((program_id, dict(inputs), dict(outputs)))
-        handle = StepHandle(0, program_id, [])
+    def start_step(self, step, inputs, outputs):
+        assert step.kind == "move"
+        self.started.append((step.program_id, dict(inputs), dict(outputs)))
         if self.fails is None:
-            handle.finish()
+            step.finish()
         else:
-            handle.fail(self.fails)
-        return handle
+            step.fail(self.fails)
+        return step
 
     def new_array(self, value_type, actors):
         return RemoteArray(self, self.new_array_id(), value_type, actors)

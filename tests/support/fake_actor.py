@@ -1,7 +1,7 @@
-"""A stand-in for `actors.actor.Actor` that the tests of the control plane steer through the program's text.
-No JAX.
+"""A stand-in for `actors.actor.Actor` that the tests of the control plane steer through the program. No JAX.
 
-`Load.program` says what a step does, e.g. `"done"`, `"hang"`, `"raise"`; host values are kept as bytes.
+The label of the program's one instruction says what a step does, e.g. `"done"`, `"hang"`, `"raise"`; host
+values are kept as bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxpp_async.base.gpu_inventory import memory_fraction
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import Run
 from jaxpp_async.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -23,6 +25,16 @@ GPUS = "JAXPP_TEST_GPUS"
 """Names of the GPUs that an actor of this environment says it has."""
 
 STATS = m.StepStats(0.5, 0.25, 1.0, 4096, 3, bytes(16))
+
+
+def scripted(does: str, num_actors: int = 2) -> dict[int, ActorProgram]:
+    """Programs for fake actors, by actor.
+
+    Args:
+        does: what each actor does in a step, such as `"hang"`, or what some do, such as `"1:raise 0:hang"`.
+        num_actors: the number of actors.
+    """
+    return {actor: ActorProgram(actor, (Run(does, 0, (), ()),), ()) for actor in range(num_actors)}
 
 
 class NullTransport:
@@ -76,7 +88,7 @@ class FakeActor:
     current_step: int | None = None
 
     def __init__(
-        self, actor_id: int, *, make_transport: Callable[..., Any], send: Callable[[Any], None], **_: Any
+        self, actor_id: int, *, make_transport: Callable[..., Any], send: Callable[..., None], **_: Any
     ):
         self._id, self._send = actor_id, send
         self._programs: dict[int, str] = {}
@@ -85,52 +97,52 @@ class FakeActor:
         self._steps: list[m.Step] = []
         self._aborted = False
 
-    def handle(self, message: Any) -> None:
+    def handle(self, message: Any, number: int) -> None:
         try:
-            getattr(self, f"_on_{type(message).__name__.lower()}")(message)
+            reply = getattr(self, f"_on_{type(message).__name__.lower()}")(message)
         except Exception as error:
             step = message.step if isinstance(message, m.Step) else None
             text = traceback.format_exc()
-            self._send(
-                m.Failed(
-                    message.request, type(error).__name__, str(error), text, step, "run fwd(stage 1, mb 3)"
-                )
-            )
+            reply = m.Failed(type(error).__name__, str(error), text, step, "run fwd(stage 1, mb 3)")
+        if reply is not None:
+            self._send(reply, number)
 
     async def aclose(self) -> None:
         if "stubborn" in self._programs.values():
             await asyncio.sleep(60)
 
-    def _on_configure(self, message: m.Configure) -> None:
+    def _on_configure(self, message: m.Configure) -> m.Ready | None:
         if message.setup == "raise":
             raise RuntimeError("no such setup")
         if message.setup == "exit":
             print("about to leave", flush=True)
             os._exit(7)
         if message.setup == "silent":
-            return
+            return None
         versions = {"jax": "0.0.1"} if message.setup == "old jax" else {}
         self._send(m.Log(20, "jaxpp_async.actor", "configured"))
         gpus = tuple(os.environ.get(GPUS, "").split())
         fraction = memory_fraction(os.environ) if gpus else 0.0
         hardware = m.Hardware("fake", 1, gpus=gpus, memory_fraction=fraction)
-        self._send(m.Ready(message.request, b"null", ("fake:0",), versions, hardware))
+        return m.Ready(b"null", ("fake:0",), versions, hardware)
 
-    def _on_connect(self, message: m.Connect) -> None:
-        self._send(m.Connected(message.request, {}))
+    def _on_connect(self, message: m.Connect) -> m.Connected:
+        return m.Connected({})
 
-    def _on_load(self, message: m.Load) -> None:
-        if message.program == "bad":
+    def _on_load(self, message: m.Load) -> m.Loaded:
+        (run,) = message.program.instructions
+        assert isinstance(run, Run)
+        if run.label == "bad":
             raise ValueError("cannot compile")
-        self._programs[message.program_id] = message.program
+        self._programs[message.program_id] = run.label
         self._blobs |= message.blobs
-        self._send(m.Loaded(message.request, 0.1, {0: len(message.blobs)}))
+        return m.Loaded(0.1, {0: len(message.blobs)})
 
-    def _on_store(self, message: m.Store) -> None:
+    def _on_store(self, message: m.Store) -> m.Done:
         self._keep(message.puts, message.frees)
-        self._send(m.Done(message.request))
+        return m.Done()
 
-    def _on_step(self, message: m.Step) -> None:
+    def _on_step(self, message: m.Step) -> m.StepDone | None:
         self._keep(message.puts, message.frees)
         self._steps.append(message)
         what = self._programs[message.program_id]
@@ -144,34 +156,33 @@ class FakeActor:
         if mine == "exit":
             print("last words", file=sys.stderr, flush=True)
             os._exit(3)
-        if mine != "hang":
-            self._send(m.StepDone(message.request, message.step, STATS))
+        return m.StepDone(message.step, STATS) if mine != "hang" else None
 
-    def _on_fetch(self, message: m.Fetch) -> None:
+    def _on_fetch(self, message: m.Fetch) -> m.Fetched:
         arrays = [self._arrays[i] for i in message.array_ids]
-        self._send(m.Fetched(message.request, tuple((p.aval.shape, p.aval.dtype, p.data) for p in arrays)))
+        return m.Fetched(tuple((p.aval.shape, p.aval.dtype, p.data) for p in arrays))
 
-    def _on_abort(self, message: m.Abort) -> None:
+    def _on_abort(self, message: m.Abort) -> m.Done:
         self._aborted = True
         print(f"aborted: {message.cause.splitlines()[0]}", flush=True)
-        self._send(m.Done(message.request))
+        return m.Done()
 
-    def _on_resettransport(self, message: m.ResetTransport) -> None:
-        self._send(m.TransportReset(message.request, b"null"))
+    def _on_resettransport(self, message: m.ResetTransport) -> m.TransportReset:
+        return m.TransportReset(b"null")
 
-    def _on_rollback(self, message: m.Rollback) -> None:
-        self._send(m.Done(message.request))
+    def _on_rollback(self, message: m.Rollback) -> m.Done:
+        return m.Done()
 
-    def _on_report(self, message: m.Report) -> None:
+    def _on_report(self, message: m.Report) -> m.Reported:
         # A step that hangs here is one that computes: nobody waits for anybody.
         last = self._steps[-1].step if self._steps else None
-        self._send(m.Reported(message.request, last, running=last is not None))
+        return m.Reported(last, running=last is not None)
 
-    def _on_inspect(self, message: m.Inspect) -> None:
+    def _on_inspect(self, message: m.Inspect) -> m.Inspected:
         numbers = {"arrays": len(self._arrays), "blobs": len(self._blobs), "steps": len(self._steps)}
         numbers["cores"] = len(os.sched_getaffinity(0))
         numbers["secrets"] = sum(len(v) == 64 and v.isalnum() for v in os.environ.values())
-        self._send(m.Inspected(message.request, numbers))
+        return m.Inspected(numbers)
 
     def _keep(self, puts: tuple[m.Put, ...], frees: tuple[int, ...]) -> None:
         for put in puts:

@@ -19,12 +19,12 @@ STORM_PER_S, STORM_S = 10_000, 1.0
 
 
 class RecordsActor(FakeActor):
-    def __init__(self, actor_id: int, *, send: Callable[[Any], None], **seams: Any):
+    def __init__(self, actor_id: int, *, send: Callable[..., None], **seams: Any):
         super().__init__(actor_id, send=send, **seams)
         self.current_step: int | None = None
         self._has_stormed = False
 
-    def _on_step(self, message: m.Step) -> None:
+    def _on_step(self, message: m.Step) -> m.StepDone | None:
         self.current_step = m.step_number(message.step)
         what = self._programs[message.program_id]
         if what == "log":
@@ -32,7 +32,7 @@ class RecordsActor(FakeActor):
         elif what == "storm" and not self._has_stormed:
             self._has_stormed = True
             threading.Thread(target=_storm, daemon=True).start()
-        super()._on_step(message)
+        return super()._on_step(message)
 
 
 def _log() -> None:

@@ -52,7 +52,7 @@ async def everything(mesh: jpp.RemoteMesh) -> dict[str, Any]:
         **{f"actor {actor}: {name}": n for actor, numbers in actors.items() for name, n in numbers.items()},
         **held(),
         "driver's arrays": count_memory(jax.live_arrays()),
-        "waiting": [len(link.reply_handlers) for link in controller._actor_group.links.values()],
+        "waiting": [len(link.open) for link in controller._actor_group.links.values()],
         "under way": len(controller._under_way),
     }
 

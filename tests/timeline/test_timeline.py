@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 from docs_code import doc_code
 from models import grads_step, mlp
+from program_text import parse_program
 
 import jaxpp_async as jpp
 from jaxpp_async.errors import ActorDiedError, MeshClosedError, MeshError, StepAbortedError
-from jaxpp_async.program.actor_program import ActorProgram, format_program, parse_program
+from jaxpp_async.program.actor_program import ActorProgram, format_program
 from jaxpp_async.program.instructions import Recv, Run, Send, task_kind
 from jaxpp_async.protocol.clocks import Clocks
 from jaxpp_async.timeline import Recorded, Timeline, chrome_trace, make_timeline, write_trace
@@ -541,10 +542,17 @@ async def test_every_instruction_of_a_real_step_is_on_its_timeline(remote_mesh, 
     check_trace(json.loads((tmp_path / "step.json").read_text()))
 
 
+def use_clocks(mesh: jpp.RemoteMesh, clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a mesh estimate its processes' clocks with `clocks`, in reading them and in following steps."""
+    controller = mesh._running()
+    monkeypatch.setattr(controller._health_monitor, "clocks", clocks)
+    monkeypatch.setattr(controller, "_clock_of", clocks.clock_of)
+
+
 async def test_actors_whose_clock_is_not_ours_are_asked_for_it(remote_mesh, monkeypatch):
     """It is ours: the offset must come out as nothing, but for the error that it says it has."""
     mesh = await remote_mesh(2, launcher="local")
-    monkeypatch.setattr(mesh._controller._failure_policy.clocks, "_clocks", clocks := Clocks("elsewhere"))
+    use_clocks(mesh, clocks := Clocks("elsewhere"), monkeypatch)
     model = mlp(2)
     step = mesh.distributed(grads_step(model, jpp.Std1F1B(2)))
     params, batch = model.init(0), model.batch(0, 4)
@@ -572,9 +580,9 @@ def processes(timeline: Timeline) -> list[tuple[int, str, int]]:
 async def test_a_timeline_stays_what_it_was_after_a_restart_and_after_the_end(monkeypatch):
     """Its processes and their clocks, however those of the successors are."""
     async with jpp.RemoteMesh(2, max_restarts=1) as mesh:
-        watch = mesh._controller._failure_policy.clocks
-        monkeypatch.setattr(watch, "_clocks", clocks := Clocks("elsewhere"))
-        monkeypatch.setattr(watch, "record_heartbeat", lambda identity, beat: None)
+        clocks = Clocks("elsewhere")
+        monkeypatch.setattr(clocks, "begin_reading", lambda process, name, now_s: False)
+        use_clocks(mesh, clocks, monkeypatch)
         for actor in (0, 1):
             clocks.note(actor, 0.0, 0.5, 1.0)
         step, args = a_step(mesh)
@@ -605,7 +613,7 @@ async def test_a_step_that_a_restart_ran_again_has_the_timeline_of_the_run_that_
         programs = (await step.compile(*args)).compiled.programs
         await mesh.run(step, *args)
         future = await mesh.submit(step, *args)
-        sent_first_s = future._handle.sent_s
+        sent_first_s = future._step.sent_s
         mesh._controller._actor_group.handles[1].kill()
         with pytest.raises(MeshError, match="once it has finished"):
             future.timeline()

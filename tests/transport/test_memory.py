@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from faulty_network import FaultyNetwork
 from transport_conformance import EAGER, LARGE, TransportConformance, data, join, tag, transfer, within
 
 from jaxpp_async.errors import TransferError
@@ -30,7 +31,7 @@ class TestMemoryConformance(TransportConformance):
     """All of it, on Memory."""
 
 
-async def pair_on(network: MemoryNetwork) -> tuple[MemoryTransport, MemoryTransport]:
+async def pair_on(network: FaultyNetwork) -> tuple[MemoryTransport, MemoryTransport]:
     a, b = MemoryTransport(network, 0), MemoryTransport(network, 1)
     await join(a, b)
     return a, b
@@ -38,7 +39,7 @@ async def pair_on(network: MemoryNetwork) -> tuple[MemoryTransport, MemoryTransp
 
 async def test_random_delays_keep_the_order_within_a_tag():
     rng = random.Random(3)
-    network = MemoryNetwork(delay=lambda *_: rng.choice((0, 0.001, 0.003)))
+    network = FaultyNetwork(delay=lambda *_: rng.choice((0, 0.001, 0.003)))
     a, b = await pair_on(network)
     sent = [data(EAGER, i) for i in range(30)]
     got = [np.zeros(EAGER, np.uint8) for _ in range(30)]
@@ -49,14 +50,14 @@ async def test_random_delays_keep_the_order_within_a_tag():
 
 async def test_a_delay_sees_where_from_where_to_tag_and_size():
     seen = []
-    network = MemoryNetwork(delay=lambda *where: seen.append(where) or 0.0)
+    network = FaultyNetwork(delay=lambda *where: seen.append(where) or 0.0)
     a, b = await pair_on(network)
     await transfer(a, b, 100, 4)
     assert seen == [(0, 1, tag(4), 100)]
 
 
 async def test_a_message_sent_before_an_abort_may_arrive_after_it():
-    network = MemoryNetwork(delay=lambda *_: 0.005)
+    network = FaultyNetwork(delay=lambda *_: 0.005)
     a, b = await pair_on(network)
     large = a.send(data(LARGE, 1), 1, tag(1))
     small = a.send(data(EAGER, 1), 1, tag(2))
@@ -68,7 +69,7 @@ async def test_a_message_sent_before_an_abort_may_arrive_after_it():
 
 @pytest.mark.parametrize(("size", "send_completes"), [(EAGER, True), (LARGE, False)])
 async def test_a_dropped_message_never_arrives(size, send_completes):
-    network = MemoryNetwork(drop=lambda *_: True)
+    network = FaultyNetwork(drop=lambda *_: True)
     a, b = await pair_on(network)
     send, receive = a.send(data(size, 1), 1, tag(1)), b.recv(np.zeros(size, np.uint8), 0, tag(1))
     await asyncio.sleep(0)
@@ -78,7 +79,7 @@ async def test_a_dropped_message_never_arrives(size, send_completes):
 
 
 async def test_a_failed_link_fails_transfers_until_both_connect_anew():
-    network = MemoryNetwork()
+    network = FaultyNetwork()
     a, b = await pair_on(network)
     receive, send = b.recv(np.zeros(8), 0, tag(1)), a.send(data(LARGE, 1), 1, tag(2))
     network.fail_link(0, 1)
@@ -91,7 +92,7 @@ async def test_a_failed_link_fails_transfers_until_both_connect_anew():
 
 
 async def test_eager_bytes_none_completes_every_send():
-    a, b = await pair_on(MemoryNetwork(eager_bytes=None))
+    a, b = await pair_on(FaultyNetwork(eager_bytes=None))
     sent, got = data(LARGE, 1), np.zeros(LARGE, np.uint8)
     await within(a.send(sent, 1, tag(1)))
     sent[:] = 0

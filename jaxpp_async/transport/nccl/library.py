@@ -1,4 +1,4 @@
-"""Declare, as Python protocols, the few NCCL and CUDA calls that the transport makes, and implement them.
+"""Make the few NCCL and CUDA calls that the transport needs.
 
 This is the only module that imports NCCL's bindings; tests give the transport a library that needs no GPU.
 The transport decides which calls are made, and in which order. Any call may take long, so none may be made on
@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 
@@ -35,100 +35,6 @@ WORD_BYTES = 8
 class NcclFailure(JaxppAsyncError):
     """The error for a failure of NCCL or CUDA, such as a refused call, a lost peer or a missing GPU. The
     message gives the reason."""
-
-
-class CompletionEvent(Protocol):
-    """A CUDA event that was recorded in a stream. A thread can wait for it, and so for all earlier work in
-    the stream."""
-
-    def wait(self) -> None:
-        """Sleep until all work that was given to the stream before this event has finished. This blocks the
-        calling thread.
-
-        Raises:
-            NcclFailure: the device has failed.
-        """
-        ...
-
-
-class Channel(Protocol):
-    """One end of an NCCL communicator of two ranks, with its own CUDA stream. Only one thread may call the
-    methods, and no method waits for the peer."""
-
-    def is_ready(self) -> bool:
-        """Return whether NCCL has finished the last call. Until then, no other call may be made.
-
-        Raises:
-            NcclFailure: the communicator has failed, and can only be aborted.
-        """
-        ...
-
-    def send(self, memory: Memory) -> None:
-        """Enqueue a send to the other rank, after all work in the stream. `memory` must already contain the
-        value to send.
-
-        Raises:
-            NcclFailure: NCCL refused the send.
-        """
-        ...
-
-    def recv(self, memory: Memory) -> None:
-        """Enqueue a receive from the other rank, after all work in the stream.
-
-        Raises:
-            NcclFailure: NCCL refused the receive.
-        """
-        ...
-
-    def mark(self) -> CompletionEvent:
-        """Record an event after all work that is in the stream now, and return it."""
-        ...
-
-    def abort(self) -> None:
-        """End all work and free the communicator, which may take seconds; no other method may be called
-        afterwards. This also completes the events that were recorded earlier."""
-        ...
-
-
-class NcclLibrary(Protocol):
-    """The interface to NCCL and CUDA in one process, which makes communicators and the device memory for
-    their first messages."""
-
-    @property
-    def version(self) -> str:
-        """The version of NCCL, such as `"2.32.3"`; both ends of a communicator need the same one."""
-        ...
-
-    def make_id(self) -> bytes:
-        """Make an id, with which two processes can make one communicator together. The process that makes the
-        id must be one of the communicator's two ranks."""
-        ...
-
-    def join(self, unique_id: bytes, rank: int, device: int) -> Channel:
-        """Begin to make a communicator of two ranks, and return this process's end. `Channel.is_ready` says
-        when the other end has joined. The call may take seconds.
-
-        Args:
-            unique_id: the communicator's id.
-            rank: this process's rank, 0 or 1.
-            device: the index, among this process's devices, of the device to use.
-
-        Raises:
-            NcclFailure: NCCL refused the call.
-        """
-        ...
-
-    def word(self, device: int, value: int) -> Memory:
-        """Allocate eight bytes on a device, store the integer `value` in them, and return their memory. The
-        first message of a communicator is sent from, or received into, such memory."""
-        ...
-
-    def read_word(self, word: Memory) -> int:
-        """Return the integer that is now stored in device memory that `NcclLibrary.word` allocated."""
-        ...
-
-
-# ---------------------------------------------------------------- the real one
 
 
 _NCCL_UINT8 = 1
@@ -163,44 +69,55 @@ def load_library() -> NcclLibrary:
         ) from error
     if not num_devices:
         raise NcclFailure("transport 'nccl' moves GPU memory, and this process sees no GPU")
-    return _Nccl(cupy, core, str(found.path), str(found.version))
+    return NcclLibrary(cupy, core, str(found.path), str(found.version))
 
 
-class _Nccl:
-    """The implementation of `NcclLibrary` with nccl4py, CuPy and libnccl."""
+class NcclLibrary:
+    """The calls of NCCL and CUDA in one process, made through nccl4py, CuPy and libnccl: communicators, and
+    the device memory for their first messages."""
 
     def __init__(self, cupy: Any, core: Any, path: str, version: str):
         self._cupy, self._core, self._version = cupy, core, version
         # the same library that nccl4py and XLA have loaded: a process loads it once
         library = ctypes.CDLL(path)
-        arguments = [
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-        ]
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        arguments = [pointer, ctypes.c_size_t, number, number, pointer, pointer]
         library.ncclSend.argtypes = library.ncclRecv.argtypes = arguments
         self._calls = library
 
     @property
     def version(self) -> str:
+        """The version of NCCL, such as `"2.32.3"`; both ends of a communicator need the same one."""
         return self._version
 
     def make_id(self) -> bytes:
+        """Make an id, with which two processes can make one communicator together. The process that makes the
+        id must be one of the communicator's two ranks."""
         with _failures():
             return self._core.get_unique_id().as_bytes
 
     def join(self, unique_id: bytes, rank: int, device: int) -> Channel:
+        """Begin to make a communicator of two ranks, and return this process's end. `Channel.is_ready` says
+        when the other end has joined. The call may take seconds.
+
+        Args:
+            unique_id: the communicator's id.
+            rank: this process's rank, 0 or 1.
+            device: the index, among this process's devices, of the device to use.
+
+        Raises:
+            NcclFailure: NCCL refused the call.
+        """
         config = self._core.NCCLConfig(blocking=False, max_ctas=MAX_CTAS)
         with _failures(), self._cupy.cuda.Device(device):
             identity = self._core.UniqueId.from_bytes(unique_id)
             communicator = self._core.Communicator.init(2, rank, identity, config)
             stream = self._cupy.cuda.Stream(non_blocking=True)
-        return _Channel(self._cupy, self._calls, communicator, stream, 1 - rank, device)
+        return Channel(self._cupy, self._calls, communicator, stream, 1 - rank, device)
 
     def word(self, device: int, value: int) -> Memory:
+        """Allocate eight bytes on a device, store the integer `value` in them, and return their memory. The
+        first message of a communicator is sent from, or received into, such memory."""
         with _failures(), self._cupy.cuda.Device(device):
             # copied from the host, because a computation on the device would be compiled first
             array = self._cupy.asarray(numpy.array([value], numpy.uint64))
@@ -208,12 +125,14 @@ class _Nccl:
         return Memory(array.data.ptr, WORD_BYTES, array)
 
     def read_word(self, word: Memory) -> int:
+        """Return the integer that is now stored in device memory that `NcclLibrary.word` allocated."""
         with _failures(), word.owner.device:
             return int(word.owner.get()[0])
 
 
-class _Channel:
-    """The implementation of `Channel` with a non-blocking communicator."""
+class Channel:
+    """One end of a non-blocking NCCL communicator of two ranks, with its own CUDA stream. Only one thread may
+    call the methods, and no method waits for the peer."""
 
     def __init__(self, cupy: Any, calls: Any, communicator: Any, stream: Any, other: int, device: int):
         self._cupy, self._calls, self._communicator, self._other = cupy, calls, communicator, other
@@ -221,6 +140,11 @@ class _Channel:
         self._handle: int = communicator.ptr
 
     def is_ready(self) -> bool:
+        """Return whether NCCL has finished the last call. Until then, no other call may be made.
+
+        Raises:
+            NcclFailure: the communicator has failed, and can only be aborted.
+        """
         with _failures():
             result = self._communicator.get_async_error()
         if result == _SUCCESS:
@@ -230,9 +154,20 @@ class _Channel:
         raise NcclFailure(_with_remedy(f"{result!r}: {self._last_error()}"))
 
     def send(self, memory: Memory) -> None:
+        """Enqueue a send to the other rank, after all work in the stream. `memory` must already contain the
+        value to send.
+
+        Raises:
+            NcclFailure: NCCL refused the send.
+        """
         self._call(self._calls.ncclSend, memory)
 
     def recv(self, memory: Memory) -> None:
+        """Enqueue a receive from the other rank, after all work in the stream.
+
+        Raises:
+            NcclFailure: NCCL refused the receive.
+        """
         self._call(self._calls.ncclRecv, memory)
 
     def _call(self, function: Any, memory: Memory) -> None:
@@ -248,19 +183,23 @@ class _Channel:
             return self._communicator.get_last_error() or "NCCL_DEBUG=INFO says more"
 
     def mark(self) -> CompletionEvent:
+        """Record an event after all work that is in the stream now, and return it."""
         with _failures(), self._device:
             # block: a thread that waits for the event sleeps, instead of keeping a core busy
             event = self._cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._stream)
-        return _Event(event)
+        return CompletionEvent(event)
 
     def abort(self) -> None:
+        """End all work and free the communicator, which may take seconds; no other method may be called
+        afterwards. This also completes the events that were recorded earlier."""
         with _failures(), self._device:
             self._communicator.abort()
 
 
-class _Event:
-    """The implementation of `CompletionEvent` with a CUDA event."""
+class CompletionEvent:
+    """A CUDA event that was recorded in a stream. A thread can wait for it, and so for all earlier work in
+    the stream."""
 
     __slots__ = ("_event",)
 
@@ -268,6 +207,12 @@ class _Event:
         self._event = event
 
     def wait(self) -> None:
+        """Sleep until all work that was given to the stream before this event has finished. This blocks the
+        calling thread.
+
+        Raises:
+            NcclFailure: the device has failed.
+        """
         with _failures():
             self._event.synchronize()
 

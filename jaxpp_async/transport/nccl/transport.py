@@ -25,16 +25,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport.base import (
-    SEQUENCE_BITS,
-    Memory,
-    OnEnd,
-    Peer,
-    TransportBase,
-    check_tag,
-    seal,
-    unseal,
-)
+from jaxpp_async.transport.base import SEQUENCE_BITS, Memory, OnEnd, Peer, Transport, check_tag, seal, unseal
 from jaxpp_async.transport.nccl.library import NcclFailure, NcclLibrary, load_library
 from jaxpp_async.transport.nccl.link_end import LinkEnd, NcclTransfer
 from jaxpp_async.transport.nccl.order import NO_TRANSFERS, NcclLink, StepOrder, TransferDirection
@@ -50,10 +41,10 @@ topology of the whole machine."""
 _SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 
 
-class NcclTransport(TransportBase):
-    """A transport over NCCL, on the running event loop. The class implements `registry.OrderedTransport`,
-    except that NCCL cannot match messages by tag, complete a send that nobody receives, or notice that sizes
-    differ.
+class NcclTransport(Transport):
+    """A transport over NCCL, on the running event loop, which has to know the order of a program's transfers
+    before each step. NCCL cannot match messages by tag, complete a send that nobody receives, or notice that
+    sizes differ.
 
     Transfers with a peer can be posted once the peer is connected and `join` has made the links to it.
 

@@ -35,7 +35,7 @@ from jaxpp_async.transport.base import (
     Memory,
     OnEnd,
     Peer,
-    TransportBase,
+    Transport,
     check_tag,
     hosts_of,
     seal,
@@ -77,7 +77,7 @@ ERROR_HANDLING = "JAXPP_UCX_ERROR_HANDLING"
 actors that it starts on this host; see `UCXTransport`."""
 
 
-class UCXTransport(TransportBase):
+class UCXTransport(Transport):
     """A transport over UCX, on the running event loop (asyncio's own or uvloop); see `Transport` for the
     interface.
 

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from jaxpp_async.launch import run_module
-from jaxpp_async.launch.commands import command_here, command_there, inherited_environment, script_folder
+from jaxpp_async.launch.run_module import command_here, command_there, inherited_environment, script_folder
 
 
 def test_every_interpreter_is_told_to_leave_the_working_directory_out_of_its_path():
