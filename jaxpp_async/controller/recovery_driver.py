@@ -266,7 +266,6 @@ class RecoveryDriver:
 
     async def _wake_up(self, command: r.WakeUp) -> None:
         await asyncio.sleep(command.after_s)
-        self.handle(r.TimePassed())
 
     def _end_mesh(self, command: r.EndMesh) -> None:
         self._end(command.error, command.dead)

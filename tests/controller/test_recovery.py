@@ -151,9 +151,15 @@ EVENTS: dict[str, Any] = {
     "an outcome from an earlier epoch": (lambda m: outcome(m, epoch=m.epoch - 1), {}),
     "a command fails": (lambda m: outcome(m, TransferError("x")), dict.fromkeys(WORKING, State.PAUSING)),
     "a start fails": (lambda m: outcome(m, LaunchError("x", actor=1)), dict.fromkeys(WORKING, State.PAUSING)),
-    "the devices differ": (lambda m: outcome(m, MeshError("x")), dict.fromkeys(WORKING, State.ENDED)),
-    "a bug": (lambda m: outcome(m, KeyError("x")), dict.fromkeys(WORKING, State.ENDED)),
-    "time passes": (lambda _: r.TimePassed(), {State.PAUSING: State.STOPPING}),
+    "the devices differ": (
+        lambda m: outcome(m, MeshError("x")),
+        dict.fromkeys((*WORKING, State.PAUSING), State.ENDED),
+    ),
+    "a bug": (lambda m: outcome(m, KeyError("x")), dict.fromkeys((*WORKING, State.PAUSING), State.ENDED)),
+    "the pause is over": (
+        lambda m: r.CarriedOut(m.epoch, r.WakeUp(r.GRACE_S)),
+        {State.PAUSING: State.STOPPING},
+    ),
     "a step is sent": (lambda _: r.StepSent(), {}),
     "a replica is wanted": (lambda _: r.ReplicaWanted(), {}),
     "the mesh is closed": (lambda _: r.MeshClosed(), dict.fromkeys(ALL[:-1], State.ENDED)),
@@ -265,7 +271,7 @@ def test_pauses_between_attempts_and_how_many_there_are(failure, pauses):
         (wake,) = machine.handle(r.NotCarriedOut(machine.epoch, commands[-1], failure), 0.0)
         assert isinstance(wake, r.WakeUp)
         found.append(wake.after_s)
-        commands = machine.handle(r.TimePassed(), 0.0)
+        commands = machine.handle(r.CarriedOut(machine.epoch, wake), 0.0)
         if isinstance(commands[-1], r.EndMesh):
             break
     assert found == pauses

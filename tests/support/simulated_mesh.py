@@ -206,7 +206,7 @@ class SimulatedMesh:
     def tell(self, event: r.Event) -> None:
         """Report an event to the machine, and carry out the commands that follow."""
         machine = self.machine
-        if isinstance(event, r.FailureFound | r.CarriedOut | r.NotCarriedOut | r.TimePassed):
+        if isinstance(event, r.FailureFound | r.CarriedOut | r.NotCarriedOut):
             self.meanings.add((machine.state, machine._meaning(event)))
         for command in machine.handle(event, self.now):
             if self.error is not None:
@@ -455,9 +455,11 @@ class SimulatedMesh:
             self.send(request)  # type: ignore[arg-type]
 
     def do_WakeUp(self, command: r.WakeUp) -> None:
+        epoch = self.machine.epoch
+
         def wake() -> None:
             self.now += command.after_s
-            self.tell(r.TimePassed())
+            self.tell(r.CarriedOut(epoch, command))
 
         self.later(wake)
 
