@@ -345,6 +345,7 @@ class Recovery:
         self._up: set[ActorId] = set()  # the lost actors whose successors have started in this attempt
         self._open: set[Command] = set()
         self._cause: ActorError | None = None
+        self._undone = ""  # the text of the failure that the last restart undid
         self._failed_starts = 0
         self._now = self._began_s = 0.0  # the time of the last event, and of the first of this restart
         self._story: deque[str] = deque(maxlen=STORY_LINES)
@@ -447,8 +448,8 @@ class Recovery:
             case CarriedOut() if self._cause is not None:  # the pause is over
                 return self._refusal(self._cause, counts=self._retry_counts)
             case NotCarriedOut(_, _, error):
-                cause = self._cause or ActorDiedError("a failure that is undone already")
-                if isinstance(error, MeshError):
+                cause = self._cause or ActorDiedError(self._undone)
+                if isinstance(error, MeshError) and self._cause is not None:
                     # The new processes have other devices or another NCCL, and so would further ones.
                     return abandoned(cause, f"lost actors could not be replaced: {error}", LaunchError)
                 # This is a bug or a launcher's own error. The mesh must not hang in the middle of a restart.
@@ -559,7 +560,7 @@ class Recovery:
         else:
             pause = WakeUp(GRACE_S if isinstance(event.error, TransferError | RemoteError) else 0.0)
         self._open = {pause}
-        return [pause]
+        return [StopWork(), pause]
 
     def _replicate(self, event: Event) -> list[Command]:
         """Begin to make a replica, go on with it, or give it up."""
@@ -574,7 +575,7 @@ class Recovery:
         """End the mesh with the error that tells why no restart helps."""
         error = self._last_error(event)
         assert error is not None  # the event means that the mesh ends
-        if self.is_restarting:
+        if self.is_restarting or isinstance(event, NotCarriedOut):
             self._tell(self.state, event, State.ENDED)
             story = "\n".join(f"  {line}" for line in self._story)
             error.args = (f"{error}\nThe story of the restart:\n{story}",)
@@ -617,7 +618,7 @@ class Recovery:
         replaced = tuple(sorted(self._lost))
         self._lost.clear()
         self._up.clear()
-        self._cause, self._failed_starts = None, 0
+        self._undone, self._cause, self._failed_starts = str(self._cause), None, 0
         return [Resume(self.epoch, tuple(self.history.take_again()), replaced, self._now - self._began_s)]
 
 

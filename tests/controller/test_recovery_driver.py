@@ -350,6 +350,20 @@ async def test_actors_that_do_not_go_back_in_time_are_a_failure(monkeypatch):
         assert str(failed.error) == "actors did not go back to the last replica of their arrays in time"
 
 
+async def test_work_that_is_cancelled_by_nobody_who_should_is_a_failure():
+    async with scripted() as driver:
+        gone = asyncio.get_running_loop().create_future()
+        gone.cancel()
+
+        async def link_again() -> None:
+            await gone
+
+        driver._linking.link_again = link_again  # type: ignore[method-assign]
+        driver.give(r.MakeLinks())
+        failed = await driver.outcome()
+        assert isinstance(failed, r.NotCarriedOut) and "its work was cancelled" in str(failed.error)
+
+
 async def test_the_end_of_a_pause_is_an_outcome_like_others():
     async with scripted() as driver:
         driver.give(pause := r.WakeUp(0.0))
