@@ -147,24 +147,12 @@ class ReplicaWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class TimePassed:
-    """The time that `WakeUp` named has come."""
-
-
-@dataclass(frozen=True, slots=True)
 class MeshClosed:
     """The mesh is being closed, or has failed for a reason that no restart undoes."""
 
 
 Event: TypeAlias = (
-    MeshStarted
-    | FailureFound
-    | CarriedOut
-    | NotCarriedOut
-    | StepSent
-    | ReplicaWanted
-    | TimePassed
-    | MeshClosed
+    MeshStarted | FailureFound | CarriedOut | NotCarriedOut | StepSent | ReplicaWanted | MeshClosed
 )
 
 
@@ -269,7 +257,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class WakeUp:
-    """A command to report `TimePassed` after some seconds.
+    """A command to wait for some seconds.
 
     Args:
         after_s: the seconds.
@@ -317,14 +305,14 @@ class Meaning(Enum):
 
     STARTED = "the mesh has started"
     LOSS = "a failure that a restart can undo"
-    ECHO = "a consequence of what the restart undoes already"
     FINAL = "a failure that no restart can undo"
     PART = "a command was carried out, others of its state are open"
     ALL = "the last command of its state was carried out"
     FAULT = "a command failed, and another attempt may succeed"
     RETRY = "the pause before another attempt is over"
-    REPLICA = "a replica is due, or goes on, or failed"
+    REPLICA = "a replica is due or wanted, or one of its commands has an outcome"
     CLOSE = "the mesh is closed"
+    ECHO = "a consequence of what the restart undoes already"
     NOTHING = "an outcome from an earlier epoch, or a replica that is not due"
 
 
@@ -357,6 +345,7 @@ class Recovery:
         self._up: set[ActorId] = set()  # the lost actors whose successors have started in this attempt
         self._open: set[Command] = set()
         self._cause: ActorError | None = None
+        self._undone = ""  # the text of the failure that the last restart undid
         self._failed_starts = 0
         self._now = self._began_s = 0.0  # the time of the last event, and of the first of this restart
         self._story: deque[str] = deque(maxlen=STORY_LINES)
@@ -386,6 +375,8 @@ class Recovery:
             now: the time in seconds.
         """
         self._now = now
+        if isinstance(event, StepSent):
+            self.replicas.count_step()
         meaning = self._meaning(event)
         before, commands = self.state, REACTIONS[self.state][meaning](self, event)
         if self.state is not before or meaning is Meaning.LOSS:
@@ -404,12 +395,7 @@ class Recovery:
                 if self.is_restarting and self._is_echo(error):
                     return Meaning.ECHO
                 return Meaning.LOSS if self._last_error(event) is None else Meaning.FINAL
-            case TimePassed():
-                if self.state is not State.PAUSING:
-                    return Meaning.NOTHING
-                return Meaning.RETRY if self._last_error(event) is None else Meaning.FINAL
             case StepSent():
-                self.replicas.count_step()
                 return Meaning.REPLICA if self.is_enabled and self.replicas.is_due else Meaning.NOTHING
             case ReplicaWanted(if_due):
                 is_wanted = self.is_enabled and (self.replicas.is_due or not if_due)
@@ -418,6 +404,8 @@ class Recovery:
                 return Meaning.NOTHING
             case CarriedOut(_, command) | NotCarriedOut(_, command) if self.replicas.waits_for(command):
                 return Meaning.REPLICA
+            case CarriedOut(_, WakeUp() as command) if command in self._open:
+                return Meaning.RETRY if self._last_error(event) is None else Meaning.FINAL
             case CarriedOut(_, command) if command in self._open:
                 return Meaning.PART if len(self._open) > 1 else Meaning.ALL
             case NotCarriedOut(_, command, error) if command in self._open:
@@ -457,11 +445,11 @@ class Recovery:
         match event:
             case FailureFound(error, _):
                 return self._refusal(error, counts=self._counts(error))
-            case TimePassed() if self._cause is not None:
+            case CarriedOut() if self._cause is not None:  # the pause is over
                 return self._refusal(self._cause, counts=self._retry_counts)
             case NotCarriedOut(_, _, error):
-                cause = self._cause or ActorDiedError("a failure that is undone already")
-                if isinstance(error, MeshError):
+                cause = self._cause or ActorDiedError(self._undone)
+                if isinstance(error, MeshError) and self._cause is not None:
                     # The new processes have other devices or another NCCL, and so would further ones.
                     return abandoned(cause, f"lost actors could not be replaced: {error}", LaunchError)
                 # This is a bug or a launcher's own error. The mesh must not hang in the middle of a restart.
@@ -566,11 +554,13 @@ class Recovery:
         """
         assert isinstance(event, NotCarriedOut) and isinstance(event.error, ActorError)
         self.state, self._cause = State.PAUSING, event.error
-        self._open.clear()
-        if not isinstance(event.error, LaunchError):
-            return [WakeUp(GRACE_S if isinstance(event.error, TransferError | RemoteError) else 0.0)]
-        self._failed_starts += 1
-        return [WakeUp(min(2.0**self._failed_starts, MAX_PAUSE_S))]
+        if isinstance(event.error, LaunchError):
+            self._failed_starts += 1
+            pause = WakeUp(min(2.0**self._failed_starts, MAX_PAUSE_S))
+        else:
+            pause = WakeUp(GRACE_S if isinstance(event.error, TransferError | RemoteError) else 0.0)
+        self._open = {pause}
+        return [StopWork(), pause]
 
     def _replicate(self, event: Event) -> list[Command]:
         """Begin to make a replica, go on with it, or give it up."""
@@ -585,7 +575,7 @@ class Recovery:
         """End the mesh with the error that tells why no restart helps."""
         error = self._last_error(event)
         assert error is not None  # the event means that the mesh ends
-        if self.is_restarting:
+        if self.is_restarting or isinstance(event, NotCarriedOut):
             self._tell(self.state, event, State.ENDED)
             story = "\n".join(f"  {line}" for line in self._story)
             error.args = (f"{error}\nThe story of the restart:\n{story}",)
@@ -628,7 +618,7 @@ class Recovery:
         replaced = tuple(sorted(self._lost))
         self._lost.clear()
         self._up.clear()
-        self._cause, self._failed_starts = None, 0
+        self._undone, self._cause, self._failed_starts = str(self._cause), None, 0
         return [Resume(self.epoch, tuple(self.history.take_again()), replaced, self._now - self._began_s)]
 
 
@@ -732,21 +722,16 @@ _wait, _next, _pause = Recovery._wait, Recovery._advance, Recovery._pause
 _copy, _end, _close = Recovery._replicate, Recovery._end, Recovery._close
 
 _REACTIONS: Final = {
-    # state             STARTED LOSS    ECHO FINAL PART   ALL    FAULT   RETRY   REPLICA CLOSE   NOTHING
-    State.STARTING:     (_run,  _no,    _no, _end, _no,   _no,   _no,    _no,    _no,    _close, _no),
-    State.RUNNING:      (_no,   _begin, _no, _end, _no,   _no,   _no,    _no,    _copy,  _close, _no),
-    State.STOPPING:     (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
-    State.REAPING:      (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
-    State.RENEWING:     (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
-    State.CONNECTING:   (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
-    State.LOADING:      (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
-    State.LINKING:      (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
-    State.RESTORING:    (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
-    State.HANDING_OVER: (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
-    State.ROLLING_BACK: (_no,   _begin, _no, _end, _wait, _next, _pause, _no,    _no,    _close, _no),
-    State.PAUSING:      (_no,   _begin, _no, _end, _no,   _no,   _no,    _retry, _no,    _close, _no),
-    State.ENDED:        (_no,   _no,    _no, _no,  _no,   _no,   _no,    _no,    _no,    _no,    _no),
+    # state           STARTED LOSS    FINAL PART   ALL    FAULT   RETRY   REPLICA CLOSE
+    State.STARTING:   (_run,  _no,    _end, _no,   _no,   _no,    _no,    _no,    _close),
+    State.RUNNING:    (_no,   _begin, _end, _no,   _no,   _no,    _no,    _copy,  _close),
+    **dict.fromkeys(COURSE.keys() - {State.RUNNING},
+                      (_no,   _begin, _end, _wait, _next, _pause, _no,    _no,    _close)),
+    State.PAUSING:    (_no,   _begin, _end, _no,   _no,   _no,    _retry, _no,    _close),
+    State.ENDED:      (_no,   _no,    _no,  _no,   _no,   _no,    _no,    _no,    _no),
 }  # fmt: skip
 
-REACTIONS: Final = {state: dict(zip(Meaning, row, strict=True)) for state, row in _REACTIONS.items()}
-"""The reaction to each meaning of an event, in each state."""
+REACTIONS: Final = {
+    state: dict(zip(Meaning, (*row, _no, _no), strict=True)) for state, row in _REACTIONS.items()
+}
+"""The reaction to each meaning of an event, in each state. `ECHO` and `NOTHING` have none in any state."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, Final, cast
 
 from jaxpp_async.base.printable import first_line
@@ -163,6 +163,12 @@ class RecoveryDriver:
         """
         try:
             result = await work
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not by `StopWork`: something that the command awaited was cancelled. Nobody would hear of it.
+            self._report_failure(command, epoch, RuntimeError(f"its work was cancelled: {error!r}"))
         except Exception as error:
             self._report_failure(command, epoch, error)
         else:
@@ -188,12 +194,13 @@ class RecoveryDriver:
 
     def _stop_work(self, command: r.StopWork) -> Coroutine[Any, Any, None]:
         # At once: if they sent a request now, the abort would fail it, and that would be another failure.
-        self._tasks.cancel()
+        cancelled = self._tasks.cancel()
         self._linking.cancel()
-        return self._stopped()
+        return self._stopped(cancelled)
 
-    async def _stopped(self) -> None:
-        await self._tasks.aclose()
+    async def _stopped(self, cancelled: Collection[asyncio.Task[None]]) -> None:
+        if cancelled:
+            await asyncio.wait(cancelled)
         await self._linking.aclose()
 
     async def _reap(self, command: r.Reap) -> None:
@@ -266,7 +273,6 @@ class RecoveryDriver:
 
     async def _wake_up(self, command: r.WakeUp) -> None:
         await asyncio.sleep(command.after_s)
-        self.handle(r.TimePassed())
 
     def _end_mesh(self, command: r.EndMesh) -> None:
         self._end(command.error, command.dead)

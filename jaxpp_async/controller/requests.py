@@ -265,7 +265,7 @@ class ActorLink:
     def _dispatch_without_request(self, message: Message, number: int | None) -> Failed | None:
         if number is None and type(message) is Failed:
             return message
-        if number is not None and number < self._first_number:
+        if number is not None and 0 <= number < self._first_number:
             return None  # a late reply to a request that a restart has made again
         raise ProtocolError(f"{self.info} answered request {number}, which nobody made", actor=self.info.id)
 

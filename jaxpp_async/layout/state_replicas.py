@@ -20,6 +20,11 @@ from jaxpp_async.transport.base import COPY_CHANNEL, SEQUENCE_BITS, Transport, m
 Bytes: TypeAlias = np.ndarray[Any, Any]
 """A flat uint8 array."""
 
+_SHARD_BITS = 14
+"""The bits of a tag's sequence number that tell the shards of a copy apart. The others tell generations
+apart. Shards with equal tags are matched in order.
+"""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateReplica:
@@ -41,17 +46,20 @@ class StateReplica:
         """The total size of the copy in bytes."""
         return sum(shard.nbytes for shards in self.shards for shard in shards)
 
-    def shards_with_tags(self, epoch: int) -> list[tuple[Bytes, int]]:
+    def shards_with_tags(self, epoch: int, generation: int) -> list[tuple[Bytes, int]]:
         """List the nonempty shards of all arrays in the order of sending, each with its wire tag.
 
-        The transport uses the tag to match a send with its receive.
+        The transport uses the tag to match a send with its receive. If one end of a move fails, the other end
+        may stay open until the next epoch. The replica that is made next must not get its bytes, so the tag
+        contains the generation.
 
         Args:
-            epoch: the mesh's current epoch, which counts the aborts of the whole mesh and is part of every
-                tag.
+            epoch: the mesh's current epoch, which counts restarts.
+            generation: the number of the round of copying to which the copy belongs.
         """
+        first = generation << _SHARD_BITS
         return [
-            (shard, make_tag(epoch, COPY_CHANNEL, k % (1 << SEQUENCE_BITS)))
+            (shard, make_tag(epoch, COPY_CHANNEL, (first | k % (1 << _SHARD_BITS)) % (1 << SEQUENCE_BITS)))
             for k, shard in enumerate(shard for shards in self.shards for shard in shards)
             if shard.nbytes
         ]
@@ -113,7 +121,10 @@ class ReplicaStore:
         """
         copy = self.get(message.generation, message.owner)
         await _finish(
-            [transport.send(data, message.to, tag) for data, tag in copy.shards_with_tags(message.epoch)]
+            [
+                transport.send(data, message.to, tag)
+                for data, tag in copy.shards_with_tags(message.epoch, message.generation)
+            ]
         )
 
     async def receive(self, transport: Transport, message: ReceiveReplica) -> None:
@@ -130,7 +141,10 @@ class ReplicaStore:
         shards = tuple(tuple(np.empty(n, np.uint8) for n in array.shard_bytes) for array in message.arrays)
         copy = StateReplica(message.arrays, shards)
         await _finish(
-            [transport.recv(data, message.source, tag) for data, tag in copy.shards_with_tags(message.epoch)]
+            [
+                transport.recv(data, message.source, tag)
+                for data, tag in copy.shards_with_tags(message.epoch, message.generation)
+            ]
         )
         self.put(message.generation, message.owner, copy)
 

@@ -47,19 +47,18 @@ class OwnedTasks:
         task.add_done_callback(self._on_done_awaited if is_awaited else self._on_done)
         return task
 
-    def cancel(self) -> None:
-        """Cancel all tasks, without waiting until they have ended."""
-        for task in self._tasks:
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """Cancel all tasks except the one that calls this, and return them, without waiting for their end."""
+        others = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in others:
             task.cancel()
+        return others
 
     async def aclose(self) -> None:
         """Cancel all tasks except the one that calls this, and wait until they have ended. Their errors are
         logged, not raised.
         """
-        others = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*self.cancel(), return_exceptions=True)
 
     def _on_done_awaited(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

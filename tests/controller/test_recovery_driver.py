@@ -350,10 +350,24 @@ async def test_actors_that_do_not_go_back_in_time_are_a_failure(monkeypatch):
         assert str(failed.error) == "actors did not go back to the last replica of their arrays in time"
 
 
-async def test_time_passes_behind_the_pause_that_was_asked_for():
+async def test_work_that_is_cancelled_by_nobody_who_should_is_a_failure():
     async with scripted() as driver:
-        driver.give(r.WakeUp(0.0))
-        await until(lambda: r.TimePassed() in driver.machine.events, every_s=0)
+        gone = asyncio.get_running_loop().create_future()
+        gone.cancel()
+
+        async def link_again() -> None:
+            await gone
+
+        driver._linking.link_again = link_again  # type: ignore[method-assign]
+        driver.give(r.MakeLinks())
+        failed = await driver.outcome()
+        assert isinstance(failed, r.NotCarriedOut) and "its work was cancelled" in str(failed.error)
+
+
+async def test_the_end_of_a_pause_is_an_outcome_like_others():
+    async with scripted() as driver:
+        driver.give(pause := r.WakeUp(0.0))
+        assert (await driver.outcome()).command is pause
 
 
 # ---------------------------------------------------------------- replicas
@@ -430,7 +444,7 @@ async def test_who_makes_a_replica_waits_until_it_is_whole_or_given_up():
             await asyncio.sleep(0)
         assert not making.done() and driver.machine.events == [r.ReplicaWanted()]
         driver.machine.replicas.stage = s.Stage.IDLE
-        driver.handle(r.TimePassed())
+        driver.handle(r.StepSent())
         await making
 
 

@@ -134,7 +134,7 @@ async def test_a_wrong_reply_fails_its_request_and_one_to_a_step_breaks_the_prot
     for reply in (m.Done(), m.StepDone(m.step_id(8), STATS)):
         mesh.answer(reply, number=1)
         assert isinstance(mesh.failures.pop(), ProtocolError)
-    for number in (None, 77):
+    for number in (None, 77, -1):
         mesh.links[0].connection.on_message(m.Done(), number)  # type: ignore[misc]
         assert f"answered request {number}, which nobody made" in str(mesh.failures.pop())
 

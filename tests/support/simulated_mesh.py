@@ -109,6 +109,7 @@ class SimulatedMesh:
         num_actors, per_actor: the numbers of actors and of processes of each actor.
         num_requests: how many requests are made.
         num_failures: how many actors die or links break at most.
+        fails_late: whether failures come one after the other, when a replica is whole and all is at rest.
         max_restarts, replica_every: the options of the machine.
     """
 
@@ -120,6 +121,7 @@ class SimulatedMesh:
         per_actor: int = 1,
         num_requests: int = 12,
         num_failures: int = 2,
+        fails_late: bool = False,
         max_restarts: int = 100,
         replica_every: int = 3,
     ):
@@ -137,6 +139,7 @@ class SimulatedMesh:
         self.error: ActorError | None = None
         self.now, self.num_sent = 0.0, 0
         self.requests_left, self.failures_left = num_requests, num_failures
+        self.fails_late = fails_late
         self.meanings: set[tuple[r.State, r.Meaning]] = set()
         self.tell(r.MeshStarted())
 
@@ -144,21 +147,33 @@ class SimulatedMesh:
 
     def run(self) -> None:
         """Let things happen at random, then let everything come to rest, and check the invariants."""
+        self.let_things_happen()
+        self.come_to_rest()
+        self.check_end()
+
+    def let_things_happen(self) -> None:
+        """Make requests and let failures happen until none are left."""
         rng = self.rng
         while self.error is None and (self.requests_left or self.failures_left):
             choice = rng.random()
             if choice < 0.25 and self.requests_left:
                 self.requests_left -= 1
                 self.make_request()
-            elif (choice < 0.30 and self.failures_left) or (
-                choice < 0.35 and self.machine.state is not r.State.RUNNING and self.failures_left
+            elif self.fails_at_any_time and choice < (
+                0.30 if self.machine.state is r.State.RUNNING else 0.35
             ):
                 self.failures_left -= 1
                 self.fail()
             elif not self.happen() and not self.requests_left:
-                self.failures_left = 0
-        self.come_to_rest()
-        self.check_end()
+                if self.machine.replicas.whole is None or not self.failures_left:
+                    return
+                self.failures_left -= 1
+                self.fail()
+
+    @property
+    def fails_at_any_time(self) -> bool:
+        """Whether an actor may die now, or a link break, whatever happens beside it."""
+        return self.failures_left > 0 and not self.fails_late
 
     def happen(self) -> bool:
         """Let one message or outcome arrive; return whether there was one."""
@@ -206,7 +221,7 @@ class SimulatedMesh:
     def tell(self, event: r.Event) -> None:
         """Report an event to the machine, and carry out the commands that follow."""
         machine = self.machine
-        if isinstance(event, r.FailureFound | r.CarriedOut | r.NotCarriedOut | r.TimePassed):
+        if isinstance(event, r.FailureFound | r.CarriedOut | r.NotCarriedOut):
             self.meanings.add((machine.state, machine._meaning(event)))
         for command in machine.handle(event, self.now):
             if self.error is not None:
@@ -455,9 +470,11 @@ class SimulatedMesh:
             self.send(request)  # type: ignore[arg-type]
 
     def do_WakeUp(self, command: r.WakeUp) -> None:
+        epoch = self.machine.epoch
+
         def wake() -> None:
             self.now += command.after_s
-            self.tell(r.TimePassed())
+            self.tell(r.CarriedOut(epoch, command))
 
         self.later(wake)
 
