@@ -60,8 +60,9 @@ class StepQueue:
         self._refused: list[LoadedProgram] = []  # the programs of steps refused since then
 
     def check_goes_on(self) -> None:
-        """Check that no step has failed in this epoch. Requests that take effect in order with steps, and that
-        a restart makes again, wait for it after a failed step, since arrays that they name may never be made.
+        """Check that no step has failed in this epoch. After a failed step, requests that take effect in
+        order with steps and that a restart makes again wait for the restart, since the arrays that they name
+        may never be made.
 
         Raises:
             StepAbortedError: a step has failed.
