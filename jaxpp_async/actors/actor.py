@@ -161,6 +161,8 @@ class Actor:
     def _handler(self, message: m.Message) -> Handler:
         kind = type(message)
         if issubclass(kind, m.Request):
+            if kind.rules.ordered and kind.rules.repeated:
+                self._steps.check_goes_on()
             if kind in self._handlers:
                 return self._handlers[kind]
             if self._resources_or_none is None:

@@ -59,6 +59,17 @@ class StepQueue:
         self._failed: StepRun | None = None
         self._refused: list[LoadedProgram] = []  # the programs of steps refused since then
 
+    def check_goes_on(self) -> None:
+        """Check that no step has failed in this epoch. After a failed step, requests that take effect in
+        order with steps and that a restart makes again wait for the restart, since the arrays that they name
+        may never be made.
+
+        Raises:
+            StepAbortedError: a step has failed.
+        """
+        if self._broken is not None:
+            raise StepAbortedError(f"not begun: {self._broken}", actor=self.actor_id)
+
     def request(self, message: m.Step, number: int) -> None:
         """Run a step after those that were requested before it.
 

@@ -174,6 +174,29 @@ async def test_killed_between_steps_that_were_submitted_ahead(mesh, undisturbed)
     assert_same(await mesh.fetch(state), undisturbed[-1])
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_what_is_fetched_of_steps_that_a_death_kept_from_starting(undisturbed, victim):
+    """The death is not noticed yet: the other actor only knows that its step failed, or was not begun."""
+    async with a_mesh(max_restarts=100, backup_every=2) as mesh:
+        step = mesh.distributed(train_step, donate_argnums=0)
+        await mesh.run(step, start(), BATCHES[0])
+        for turns in range(4):
+            state, fetches = start(), []
+            kill(mesh, victim)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            for batch in BATCHES[:3]:
+                future = await mesh.submit(step, state, batch)
+                state, losses = future.outputs
+                fetches.append(asyncio.ensure_future(mesh.fetch([losses, state[1]])))
+                await asyncio.sleep(0)
+            async with asyncio.timeout(RESTART_S):
+                for i, (losses, count) in enumerate(await asyncio.gather(*fetches)):
+                    assert_same(losses, undisturbed[i])
+                    assert count == i + 1
+            await settled(mesh)
+
+
 async def test_every_other_operation_goes_on(mesh, undisturbed, tmp_path):
     step = mesh.distributed(train_step, donate_argnums=0)
     state, _ = await mesh.run(step, start(), BATCHES[0])
