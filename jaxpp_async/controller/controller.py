@@ -32,7 +32,8 @@ from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.recovery import FailureFound, MeshStarted, Recovery, ReplicaWanted, StepSent
 from jaxpp_async.controller.recovery_driver import RecoveryDriver
-from jaxpp_async.controller.requests import ActorLink, FreeList, PendingRequest, Requests, SentRequest
+from jaxpp_async.controller.request_history import OutgoingRequest
+from jaxpp_async.controller.requests import ActorLink, FreeList, PendingRequest, Requests
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -300,7 +301,7 @@ class Controller:
             self._clock_of,
         )
         frees, epoch = self._frees.take(), self._actor_group.epoch
-        posts: list[SentRequest] = []
+        posts: list[OutgoingRequest] = []
         freed = dict(frees)
         for actor, processes in processes_by_actor:
             values = puts.get(actor) if puts else None
@@ -356,7 +357,7 @@ class Controller:
             ActorError: an actor or the mesh failed.
         """
         self._check_usable()
-        frees, calls, posts = self._frees.take(), dict[ProcessId, PendingRequest](), list[SentRequest]()
+        frees, calls, posts = self._frees.take(), dict[ProcessId, PendingRequest](), list[OutgoingRequest]()
         for actor in sorted(set(values) | set(frees)):
             small, large = self._actor_group.host_transfers.prepare(actor, values.get(actor, ()))
             for process in self.processes.processes_of(actor):
@@ -418,7 +419,7 @@ class Controller:
         waiter: PendingRequest | SubmittedStep,
         large: Sequence[Sending],
         sends: list[asyncio.Future[None]],
-    ) -> SentRequest:
+    ) -> OutgoingRequest:
         """Make a request that starts the transfers of its large host values each time that the request is
         sent.
 
@@ -431,9 +432,9 @@ class Controller:
             sends: a list to which one future per transfer is added each time that the request is sent.
         """
         if not large:
-            return SentRequest(process, message, waiter)
+            return OutgoingRequest(process, message, waiter)
         size_bytes = sum(data.nbytes for _, data in large)
-        return SentRequest(
+        return OutgoingRequest(
             process,
             message,
             waiter,
@@ -451,7 +452,7 @@ class Controller:
         the arrays before they have been read.
         """
         message, fetch = self._actor_group.host_transfers.fetch(process, wanted)
-        self.requests.post(SentRequest(process, message, fetch, fetch.start))
+        self.requests.post(OutgoingRequest(process, message, fetch, fetch.start))
         return self.requests.reply_to(process, fetch)
 
     def _send_frees(self) -> None:

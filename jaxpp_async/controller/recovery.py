@@ -25,7 +25,7 @@ from typing import Final, TypeAlias
 
 from jaxpp_async.base.printable import first_line
 from jaxpp_async.controller.error_messages import abandoned
-from jaxpp_async.controller.request_history import RememberedRequest, RequestHistory
+from jaxpp_async.controller.request_history import OutgoingRequest, RequestHistory
 from jaxpp_async.controller.state_replicas import MovePart, ReplicaCommand, StateReplicas
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -250,7 +250,7 @@ class Resume:
     """
 
     epoch: int
-    requests: tuple[RememberedRequest, ...]
+    requests: tuple[OutgoingRequest, ...]
     replaced: tuple[ActorId, ...]
     took_s: float
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from jaxpp_async.base.printable import first_line
 from jaxpp_async.controller import recovery as r
@@ -21,7 +21,7 @@ from jaxpp_async.controller.deploy import LinkSetup, LoadedPrograms
 from jaxpp_async.controller.error_messages import location
 from jaxpp_async.controller.health_monitor import HealthMonitor
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import Requests, SentRequest
+from jaxpp_async.controller.requests import Requests
 from jaxpp_async.controller.stall_detector import SLOW_BYTES_PER_S
 from jaxpp_async.errors import (
     ActorError,
@@ -259,9 +259,7 @@ class RecoveryDriver:
     def _resume(self, command: r.Resume) -> None:
         for actor in self._actor_group.actors:
             self._actor_group.set_state(actor, "ready")
-        # The history remembers only what `Requests` has posted.
-        requests = cast(tuple[SentRequest, ...], command.requests)
-        steps = self._requests.resume(requests, command.epoch)
+        steps = self._requests.resume(command.requests, command.epoch)
         _LOG.warning(
             "replaced actors %s in %.1f s; %d step%s run again",
             list(command.replaced),
@@ -325,7 +323,7 @@ class RecoveryDriver:
         return TransferError(f"{what}, or slower than 50 MB/s (progress_timeout_s)", actor=to)
 
     async def _await_answers(self, command: s.AwaitAnswers) -> None:
-        for request in cast(list[SentRequest], self.recovery.history.unanswered(command.mark)):
+        for request in self.recovery.history.unanswered(command.mark):
             answered = asyncio.Event()
             request.waiter.when_done(answered.set)
             await answered.wait()

@@ -13,7 +13,8 @@ import jaxpp_async as jpp
 from jaxpp_async.actors import server
 from jaxpp_async.actors.server import failed_reply
 from jaxpp_async.controller.recovery import FailureFound
-from jaxpp_async.controller.requests import PendingRequest, SentRequest
+from jaxpp_async.controller.request_history import OutgoingRequest
+from jaxpp_async.controller.requests import PendingRequest
 from jaxpp_async.errors import ActorDiedError, MeshError
 from jaxpp_async.protocol import codec
 from jaxpp_async.protocol import messages as m
@@ -43,7 +44,9 @@ async def test_what_cannot_be_encoded_is_neither_sent_nor_remembered(said, is_op
             mesh.requests.send(0, BAD[said])
         pending = PendingRequest()
         with pytest.raises(MeshError):  # all of them, or none
-            mesh.requests.post(SentRequest(1, m.Inspect(), pending), SentRequest(0, BAD[said], pending))
+            mesh.requests.post(
+                OutgoingRequest(1, m.Inspect(), pending), OutgoingRequest(0, BAD[said], pending)
+            )
     assert mesh.asked(0) == mesh.asked(1) == [] and not mesh.requests._waiters
     assert len(mesh.recovery.history) == 2 and mesh.recovery.history.size_bytes == 0
 
