@@ -154,30 +154,24 @@ class _Rule(NamedTuple):
     error: Callable[[Any], ActorError]
 
 
-def _always(_: Observation) -> bool:
-    return True
-
-
-def _never(_: Observation) -> bool:
-    return False
-
-
 _RULES: Mapping[type[Observation], _Rule] = {
     ProcessDied: _Rule(
         lambda seen: follows_first_process(seen.info, seen.death),
         lambda seen: died_error(seen.info, seen.death, seen.step, seen.instruction),
     ),
     ConnectionLost: _Rule(
-        _always, lambda seen: lost_error(seen.info, seen.error, seen.output_tail, seen.step)
+        lambda _: True, lambda seen: lost_error(seen.info, seen.error, seen.output_tail, seen.step)
     ),
     FailureReported: _Rule(
         lambda seen: is_consequence(seen.failed, of_several=seen.info.size > 1),
         lambda seen: remote_error(seen.info, seen.failed, ends_mesh=True),
     ),
-    ActorSilent: _Rule(_never, lambda seen: silent_error(seen.info, seen.silence_s, seen.step, seen.at)),
-    StepStuck: _Rule(_never, lambda seen: stuck_error(seen.diagnosis, seen.still_s, seen.actors)),
-    TransferFailed: _Rule(_always, lambda seen: seen.error),
-    ProtocolBroken: _Rule(_never, lambda seen: seen.error),
+    ActorSilent: _Rule(
+        lambda _: False, lambda seen: silent_error(seen.info, seen.silence_s, seen.step, seen.at)
+    ),
+    StepStuck: _Rule(lambda _: False, lambda seen: stuck_error(seen.diagnosis, seen.still_s, seen.actors)),
+    TransferFailed: _Rule(lambda _: True, lambda seen: seen.error),
+    ProtocolBroken: _Rule(lambda _: False, lambda seen: seen.error),
 }
 
 

@@ -203,9 +203,6 @@ class RecoveryDriver:
             await asyncio.wait(cancelled)
         await self._linking.aclose()
 
-    async def _reap(self, command: r.Reap) -> None:
-        await self._actor_group.remove(command.actor)
-
     async def _start_successor(self, command: r.StartSuccessor) -> None:
         for link in await self._actor_group.start_actor(command.actor):
             self._health_monitor.watch(link)
@@ -242,9 +239,6 @@ class RecoveryDriver:
             message = self._programs.load_message(program_id, actor, link.known_blobs)
             await self._requests.call(command.process, message, in_restart=True)
 
-    async def _make_links(self, command: r.MakeLinks) -> None:
-        await self._linking.link_again()
-
     async def _roll_back(self, command: r.RollBack) -> None:
         message = Rollback(command.generation)
         try:
@@ -268,12 +262,6 @@ class RecoveryDriver:
             "s" * (steps != 1),
         )
         self._on_restarted(command.replaced, steps)
-
-    async def _wake_up(self, command: r.WakeUp) -> None:
-        await asyncio.sleep(command.after_s)
-
-    def _end_mesh(self, command: r.EndMesh) -> None:
-        self._end(command.error, command.dead)
 
     # ------------------------------------------------------------ replicas
 
@@ -350,17 +338,17 @@ class RecoveryDriver:
 _CARRY_OUT: Final[dict[type, Callable[[RecoveryDriver, Any], Coroutine[Any, Any, object] | None]]] = {
     r.HoldBack: RecoveryDriver._hold_back,
     r.StopWork: RecoveryDriver._stop_work,
-    r.Reap: RecoveryDriver._reap,
+    r.Reap: lambda driver, command: driver._actor_group.remove(command.actor),
     r.StartSuccessor: RecoveryDriver._start_successor,
     r.RenewTransport: RecoveryDriver._renew_transport,
     r.ConnectAll: RecoveryDriver._connect,
     r.LoadPrograms: RecoveryDriver._load,
-    r.MakeLinks: RecoveryDriver._make_links,
+    r.MakeLinks: lambda driver, command: driver._linking.link_again(),
     s.MovePart: RecoveryDriver._move_part,
     r.RollBack: RecoveryDriver._roll_back,
     r.Resume: RecoveryDriver._resume,
-    r.WakeUp: RecoveryDriver._wake_up,
-    r.EndMesh: RecoveryDriver._end_mesh,
+    r.WakeUp: lambda driver, command: asyncio.sleep(command.after_s),
+    r.EndMesh: lambda driver, command: driver._end(command.error, command.dead),
     s.CopyState: RecoveryDriver._copy_state,
     s.AwaitAnswers: RecoveryDriver._await_answers,
     s.DropOthers: RecoveryDriver._drop_others,
