@@ -7,8 +7,8 @@ them.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter
 from typing import Any, NoReturn
 
 from jaxpp_async.base.events import EventLog, Events
@@ -26,7 +26,7 @@ from jaxpp_async.protocol.parent_watch import LEASE_S
 from jaxpp_async.session import mesh_options
 from jaxpp_async.session.awaiting import says_to_await
 from jaxpp_async.session.host_transfers import RemoteValues
-from jaxpp_async.session.step import DistributedStep, StepOptions
+from jaxpp_async.session.step import DistributedStep, StepOptions, signature_of
 from jaxpp_async.session.step_future import StepFuture
 from jaxpp_async.session.step_runner import StepRunner
 from jaxpp_async.storage.checkpoint_folder import CheckpointPath
@@ -526,12 +526,8 @@ def _most_arguments(fn: Callable) -> int | None:
     """Return how many arguments `fn` can be called with by position; None if the number is unlimited or
     unknown.
     """
-    try:
-        parameters = inspect.signature(
-            fn, follow_wrapped=False
-        ).parameters.values()  # a wrapper may add parameters
-    except (TypeError, ValueError):  # builtins have no signature
+    signature = signature_of(fn, follow_wrapped=False)  # a wrapper may add parameters
+    kinds = [p.kind for p in signature.parameters.values()] if signature is not None else []
+    if signature is None or Parameter.VAR_POSITIONAL in kinds:
         return None
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return None
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)

@@ -48,7 +48,7 @@ _LOG = logging.getLogger("jaxpp_async")
 
 
 class StepRunner:
-    """The part of a mesh that compiles and runs its steps; implements `step.Runner`.
+    """The part of a mesh that compiles and runs its steps.
 
     Args:
         controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
