@@ -23,7 +23,7 @@ from jaxpp_async.base.events import EventLog
 from jaxpp_async.base.install_hints import page
 from jaxpp_async.base.spinning import LoopSpin, has_spare_core
 from jaxpp_async.controller.actor_group import ActorGroup
-from jaxpp_async.controller.deploy import Deployment, LinkSetup, LoadedPrograms
+from jaxpp_async.controller.deploy import Deployment, LinkSetup, LoadableProgram, LoadedPrograms
 from jaxpp_async.controller.error_messages import abandoned
 from jaxpp_async.controller.failure_policy import Failure, FailurePolicy, Observation, TransferFailed
 from jaxpp_async.controller.health_monitor import HealthMonitor
@@ -45,7 +45,6 @@ from jaxpp_async.errors import (
 )
 from jaxpp_async.launch import Launcher
 from jaxpp_async.layout.array_parts import Gathering, Scattering
-from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId
 from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.actor_info import ActorInfo, Topology
@@ -65,6 +64,9 @@ class Controller:
         ended: a future that is done as soon as the mesh has failed or its closing has begun.
         requests: sends all requests. Code outside this package may also use it to send a request directly.
         mesh_events: publishes what happens to the mesh as events that the user can read.
+        num_steps: the number of steps that the user has started so far, which is also the number of the next
+            step.
+        processes: the numbering of the mesh's processes, which says which processes each actor has.
     """
 
     def __init__(
@@ -76,13 +78,14 @@ class Controller:
         events: EventLog | None,
         on_progress: Callable[[str], None],
     ):
-        self._loop, self._on_progress = asyncio.get_running_loop(), on_progress
+        self.processes, self._on_progress = processes, on_progress
+        self._loop = asyncio.get_running_loop()
         self.cause: ActorError | None = None
         self.mesh_events = MeshEvents(events)
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._cause_raised = False
         self._arrays = itertools.count()
-        self._num_steps = self._num_ahead = 0
+        self.num_steps = self._num_ahead = 0
         self._programs, self._frees = LoadedPrograms(processes, options), FreeList()
         self._under_way: dict[int, SubmittedStep] = {}
         self._loop_spin: LoopSpin | None = None
@@ -187,7 +190,8 @@ class Controller:
             # This includes cancellations: whatever ended the launch, no process may be left behind.
             if isinstance(error, ActorError):
                 self._cause_raised, self.cause = True, error
-            ending = self._loop.create_task(self._kill_everything(), name="end a launch that failed")
+            release = self._release(self._actor_group.kill_all)
+            ending = self._loop.create_task(release, name="end a launch that failed")
             await wait_uninterrupted(ending, on_cancel=lambda: None)
             raise
         return self
@@ -200,19 +204,9 @@ class Controller:
         return self._actor_group.infos
 
     @property
-    def processes(self) -> Topology:
-        """The numbering of the mesh's processes, which says which processes each actor has."""
-        return self._actor_group.processes
-
-    @property
     def scattering(self) -> Scattering:
         """A description of how arrays are split over the processes of one actor."""
         return self._actor_group.scattering
-
-    @property
-    def num_steps(self) -> int:
-        """The number of steps that the user has started so far, which is also the number of the next step."""
-        return self._num_steps
 
     @property
     def is_closed(self) -> bool:
@@ -225,39 +219,21 @@ class Controller:
         """Return an id that no array of this mesh has had before."""
         return next(self._arrays)
 
-    def new_program_id(self) -> int:
-        """Return an id that no program of this mesh has had before."""
-        return self._programs.new_id()
-
-    async def load(
-        self,
-        program_id: int,
-        programs: Mapping[ActorId, ActorProgram],
-        executables: Mapping[ActorId, Mapping[int, str]],
-        blobs: Mapping[str, bytes],
-        names: Mapping[int, str] = {},
-    ) -> dict[ActorId, m.Loaded]:
+    async def load(self, program: LoadableProgram) -> tuple[int, dict[ActorId, m.Loaded]]:
         """Compile one program on every actor that runs a part of it.
 
         Loading has no time limit. If an actor dies and is not replaced, loading fails.
 
-        Args:
-            program_id: a number from `new_program_id`.
-            programs: each actor's part of the program.
-            executables: for each actor a dictionary. Its keys are the indices of the executables that the
-                actor's part uses; its values are the content keys of these executables.
-            blobs: serialized executables by content key. Each is sent to each actor at most once.
-            names: the names of the step's arguments by argument number, for errors that actors report.
-
         Returns:
-            The reply of each actor's first process, by actor.
+            The id by which `start_step` runs the program, and the reply of each actor's first process, by
+            actor.
 
         Raises:
             RemoteError: an executable does not compile; the mesh remains usable.
             ActorError: the mesh failed.
         """
         self._check_usable()
-        return await self._deployment.deploy(program_id, programs, executables, blobs, names)
+        return await self._deployment.deploy(program)
 
     def start_step(
         self,
@@ -295,7 +271,7 @@ class Controller:
         program_id = step.program_id
         processes_by_actor = self._programs.processes_by_actor(program_id)
         step.assign(
-            m.step_id(self._num_steps, step.kind, self._num_ahead),
+            m.step_id(self.num_steps, step.kind, self._num_ahead),
             [process for _, processes in processes_by_actor for process in processes],
             self._programs.parts(program_id),
             self._clock_of,
@@ -325,7 +301,7 @@ class Controller:
             self._frees.give_back(freed)
             raise
         if step.kind == "step":
-            self._num_steps, self._num_ahead = self._num_steps + 1, 0
+            self.num_steps, self._num_ahead = self.num_steps + 1, 0
         else:
             self._num_ahead += 1
         step.is_sent = True
@@ -613,18 +589,14 @@ class Controller:
             self.ended.set_result(None)
         await self._recovery_driver.aclose()
         self.requests.close(MeshClosedError("the mesh was closed while this was under way"))
+        await self._release(self._actor_group.shut_down)
+
+    async def _release(self, end_actors: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """End all work for the mesh, and its actors by the given function, and report that it is closed."""
         self._drop_suspicion()
         await self._health_monitor.aclose()
         await self._linking.aclose()
-        await self._actor_group.shut_down()
-        await self._tasks.aclose()
-        self.mesh_events.closed(self.cause)
-
-    async def _kill_everything(self) -> None:
-        """After a failed launch, kill all actor processes and release everything."""
-        self._drop_suspicion()
-        await self._health_monitor.aclose()
-        await self._actor_group.kill_all()
+        await end_actors()
         await self._tasks.aclose()
         self.mesh_events.closed(self.cause)
 

@@ -22,6 +22,7 @@ from paths import SUPPORT
 
 from jaxpp_async.controller import actor_group, failure_policy
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.failure_policy import Failure, ProcessDied
 from jaxpp_async.controller.host_values import HostValue
 from jaxpp_async.controller.listener import ControlListener
@@ -73,11 +74,10 @@ async def mesh(num_actors: int = 2, launcher: Any = None, setup: str | None = No
         await controller.aclose()
 
 
-async def load(controller: Controller, text: str, **keys: Any) -> int:
+async def load(controller: Controller, text: str, **executables: Any) -> int:
     """Load a fake program; the text says what a step does."""
-    program_id = controller.new_program_id()
-    programs = scripted(text, len(controller.actors))
-    await controller.load(program_id, programs, keys.get("executables", {}), keys.get("blobs", {}))
+    program = LoadableProgram(scripted(text, len(controller.actors)), **executables)
+    program_id, _ = await controller.load(program)
     return program_id
 
 
@@ -155,9 +155,8 @@ async def test_frees_from_any_thread_ride_with_the_next_request(any_mesh):
 
 async def test_each_blob_is_sent_to_an_actor_once(any_mesh):
     blobs = {"k1": b"1", "k2": b"2"}
-    await load(any_mesh, "done", executables={0: {0: "k1"}, 1: {0: "k1", 5: "k2"}}, blobs=blobs)
-    program_id = any_mesh.new_program_id()
-    loaded = await any_mesh.load(program_id, scripted("done", 1), {0: {0: "k1", 1: "k2"}}, blobs)
+    await load(any_mesh, "done", keys={0: {0: "k1"}, 1: {0: "k1", 5: "k2"}}, blobs=blobs)
+    _, loaded = await any_mesh.load(LoadableProgram(scripted("done", 1), {0: {0: "k1", 1: "k2"}}, blobs))
     assert loaded[0].temp_bytes == {0: 1}  # the fake answers with the number of blobs that came
 
 
