@@ -25,12 +25,12 @@ from jaxpp_async.base.spinning import LoopSpin, has_spare_core
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.deploy import Deployment, LinkSetup, LoadableProgram, LoadedPrograms
 from jaxpp_async.controller.error_messages import abandoned
-from jaxpp_async.controller.failure_policy import Failure, FailurePolicy, Observation, TransferFailed
+from jaxpp_async.controller.failure_policy import FailureFound, FailurePolicy, Observation, TransferFailed
 from jaxpp_async.controller.health_monitor import HealthMonitor
 from jaxpp_async.controller.host_values import HostValue, Sending
 from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.recovery import FailureFound, MeshStarted, Recovery, ReplicaWanted, StepSent
+from jaxpp_async.controller.recovery import MeshStarted, Recovery, ReplicaWanted, StepSent
 from jaxpp_async.controller.recovery_driver import RecoveryDriver
 from jaxpp_async.controller.request_history import OutgoingRequest
 from jaxpp_async.controller.requests import ActorLink, FreeList, PendingRequest, Requests
@@ -44,7 +44,7 @@ from jaxpp_async.errors import (
     TransferError,
 )
 from jaxpp_async.launch import Launcher
-from jaxpp_async.layout.array_parts import Gathering, Scattering
+from jaxpp_async.layout.array_parts import Gathering
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId
 from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.actor_info import ActorInfo, Topology
@@ -67,6 +67,7 @@ class Controller:
         num_steps: the number of steps that the user has started so far, which is also the number of the next
             step.
         processes: the numbering of the mesh's processes, which says which processes each actor has.
+        scattering: a description of how arrays are split over the processes of one actor.
     """
 
     def __init__(
@@ -102,10 +103,12 @@ class Controller:
             options,
             links,
             self.requests,
+            self._recovery,
             on_progress=self._report_progress,
             on_transfer_error=self._on_transfer_error,
             on_routes=self.mesh_events.connected,
         )
+        self.scattering = self._actor_group.scattering
         self._failure_policy = FailurePolicy()
         self._grace_timer: asyncio.TimerHandle | None = None
         self._health_monitor = HealthMonitor(
@@ -204,11 +207,6 @@ class Controller:
         return self._actor_group.infos
 
     @property
-    def scattering(self) -> Scattering:
-        """A description of how arrays are split over the processes of one actor."""
-        return self._actor_group.scattering
-
-    @property
     def is_closed(self) -> bool:
         """Whether the mesh has failed, has been closed, or is being closed."""
         return self.cause is not None or self._closing is not None
@@ -276,7 +274,7 @@ class Controller:
             self._programs.parts(program_id),
             self._clock_of,
         )
-        frees, epoch = self._frees.take(), self._actor_group.epoch
+        frees, epoch = self._frees.take(), self._recovery.epoch
         posts: list[OutgoingRequest] = []
         freed = dict(frees)
         for actor, processes in processes_by_actor:
@@ -491,7 +489,7 @@ class Controller:
         self._drop_suspicion()
         self.mesh_events.restarted([self._actor_group.info(actor) for actor in actors], steps)
 
-    def _act_on(self, failure: Failure | None) -> None:
+    def _act_on(self, failure: FailureFound | None) -> None:
         """Let the recovery decide about a failure that the failure policy reports: it begins a restart, or
         ends the mesh.
 
@@ -502,7 +500,7 @@ class Controller:
         if failure is None:
             return
         self.mesh_events.failed(failure.error)
-        self._recovery_driver.handle(FailureFound(failure.error, failure.dead))
+        self._recovery_driver.handle(failure)
 
     def _end(self, error: ActorError, dead: ProcessId | None) -> None:
         """End the mesh because of `error`. If the mesh has already ended, do nothing, so that the first cause
@@ -542,7 +540,6 @@ class Controller:
         """
         await self._recovery_driver.aclose()
         actor_group = self._actor_group
-        actor_group.enter_epoch(self._recovery.epoch)
         for process, link in actor_group.links.items():
             if process != dead and link.connection.is_open:
                 link.detach()

@@ -283,7 +283,9 @@ class LinkSetup:
         }
         for made_at_once in rounds(new):
             joins = {
-                end: self._join(end, link, ids[link], offers[link.peer_of(end)])
+                end: JoinLinks(
+                    {link.peer_of(end): offers[link.peer_of(end)].address}, (JoinLink(*link, ids[link]),)
+                )
                 for link in made_at_once
                 for end in (link.sender, link.receiver)
             }
@@ -291,10 +293,6 @@ class LinkSetup:
             if self._actor_group.epoch != epoch:
                 return
             self._made.update(made_at_once)
-
-    def _join(self, process: ProcessId, link: NcclLink, unique_id: bytes, offer: LinksOffered) -> JoinLinks:
-        addresses = {link.peer_of(process): offer.address}
-        return JoinLinks(addresses, (JoinLink(*link, unique_id),))
 
 
 # ---------------------------------------------------------------- programs

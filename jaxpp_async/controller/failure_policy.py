@@ -176,8 +176,8 @@ _RULES: Mapping[type[Observation], _Rule] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """A failure to act on.
+class FailureFound:
+    """The finding that a failure is a cause, and has to be acted on.
 
     Args:
         error: the error that describes the failure to the user.
@@ -201,9 +201,9 @@ class FailurePolicy:
 
     def __init__(self) -> None:
         self.due_s: float | None = None
-        self._suspected: Failure | None = None
+        self._suspected: FailureFound | None = None
 
-    def observe(self, seen: Observation, now_s: float) -> Failure | None:
+    def observe(self, seen: Observation, now_s: float) -> FailureFound | None:
         """Judge an observation at the time `now_s`.
 
         Returns:
@@ -214,14 +214,14 @@ class FailurePolicy:
         is_suspect = may_follow(seen)
         if is_suspect and self._suspected is not None:
             return None
-        failure = Failure(error(seen), seen.info.process if isinstance(seen, ProcessDied) else None)
+        failure = FailureFound(error(seen), seen.info.process if isinstance(seen, ProcessDied) else None)
         if is_suspect:
             self._suspected, self.due_s = failure, now_s + GRACE_S
             return None
         self.drop_suspicion()
         return failure
 
-    def judge(self, now_s: float) -> Failure | None:
+    def judge(self, now_s: float) -> FailureFound | None:
         """Return the suspected failure, if no cause was observed within `GRACE_S` seconds; None otherwise.
 
         Args:

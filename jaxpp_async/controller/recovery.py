@@ -25,6 +25,7 @@ from typing import Final, TypeAlias
 
 from jaxpp_async.base.printable import first_line
 from jaxpp_async.controller.error_messages import abandoned
+from jaxpp_async.controller.failure_policy import FailureFound
 from jaxpp_async.controller.request_history import OutgoingRequest, RequestHistory
 from jaxpp_async.controller.state_replicas import MovePart, ReplicaCommand, StateReplicas
 from jaxpp_async.errors import (
@@ -88,19 +89,6 @@ class MeshStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class FailureFound:
-    """The failure policy has found a cause: an actor died or fell silent, a step is stuck, a transfer failed.
-
-    Args:
-        error: the failure.
-        dead: the process that died, or None.
-    """
-
-    error: ActorError
-    dead: ProcessId | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class CarriedOut:
     """A command was carried out: actors were reaped, a successor is up, transports are renewed, and so on.
 
@@ -137,10 +125,11 @@ class StepSent:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaWanted:
-    """A replica is wanted, although it may not be due.
+    """A caller asks for a replica now, between two steps.
 
     Args:
-        if_due: whether the replica is wanted only if enough steps or bytes were sent since the last one.
+        if_due: whether to make the replica only if it is due, because enough steps or bytes were sent since
+            the last one; if False, it is made in any case.
     """
 
     if_due: bool = False
@@ -243,13 +232,11 @@ class Resume:
     """A command to make requests again, and to send new requests from now on.
 
     Args:
-        epoch: the epoch in which the requests run.
         requests: the requests, in their order.
         replaced: the actors that were replaced.
         took_s: how long the restart took, in seconds.
     """
 
-    epoch: int
     requests: tuple[OutgoingRequest, ...]
     replaced: tuple[ActorId, ...]
     took_s: float
@@ -268,8 +255,9 @@ class WakeUp:
 
 @dataclass(frozen=True, slots=True)
 class GiveUpReplica:
-    """A command to report that no replica could be made; the one before it stays valid. If a transfer failed,
-    the failure policy has to judge that.
+    """A command to report why the replica that was being made is given up. The replica before it stays valid.
+    A failed transfer is reported to the failure policy, since its cause may be a lost actor; any other reason
+    is only logged.
 
     Args:
         error: the reason.
@@ -395,11 +383,10 @@ class Recovery:
                 if self.is_restarting and self._is_echo(error):
                     return Meaning.ECHO
                 return Meaning.LOSS if self._last_error(event) is None else Meaning.FINAL
-            case StepSent():
-                return Meaning.REPLICA if self.is_enabled and self.replicas.is_due else Meaning.NOTHING
-            case ReplicaWanted(if_due):
-                is_wanted = self.is_enabled and (self.replicas.is_due or not if_due)
-                return Meaning.REPLICA if is_wanted else Meaning.NOTHING
+            case StepSent() | ReplicaWanted(if_due=True) if not self.replicas.is_due:
+                return Meaning.NOTHING
+            case StepSent() | ReplicaWanted():
+                return Meaning.REPLICA if self.is_enabled else Meaning.NOTHING
             case CarriedOut(epoch) | NotCarriedOut(epoch) if epoch != self.epoch:
                 return Meaning.NOTHING
             case CarriedOut(_, command) | NotCarriedOut(_, command) if self.replicas.waits_for(command):
@@ -619,7 +606,7 @@ class Recovery:
         self._lost.clear()
         self._up.clear()
         self._undone, self._cause, self._failed_starts = str(self._cause), None, 0
-        return [Resume(self.epoch, tuple(self.history.take_again()), replaced, self._now - self._began_s)]
+        return [Resume(tuple(self.history.take_again()), replaced, self._now - self._began_s)]
 
 
 def can_be_undone(error: ActorError) -> bool:

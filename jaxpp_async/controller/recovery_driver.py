@@ -186,7 +186,6 @@ class RecoveryDriver:
         where = {"actor": error.actor, "host": error.host, "step": error.step}
         _LOG.warning("restarting because of a failure: %s", error, extra=where)
         self._requests.hold_back()
-        actor_group.enter_epoch(self.recovery.epoch)
         for actor in actor_group.actors:
             actor_group.set_state(actor, "restarting" if actor in command.lost else "waiting")
         for process in actor_group.processes.processes_of_all(command.lost):
@@ -253,7 +252,7 @@ class RecoveryDriver:
     def _resume(self, command: r.Resume) -> None:
         for actor in self._actor_group.actors:
             self._actor_group.set_state(actor, "ready")
-        steps = self._requests.resume(command.requests, command.epoch)
+        steps = self._requests.resume(command.requests, self.recovery.epoch)
         _LOG.warning(
             "replaced actors %s in %.1f s; %d step%s run again",
             list(command.replaced),

@@ -23,7 +23,7 @@ from paths import SUPPORT
 from jaxpp_async.controller import actor_group, failure_policy
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.deploy import LoadableProgram
-from jaxpp_async.controller.failure_policy import Failure, ProcessDied
+from jaxpp_async.controller.failure_policy import FailureFound, ProcessDied
 from jaxpp_async.controller.host_values import HostValue
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ActorConfig, ControllerOptions
@@ -305,7 +305,7 @@ async def test_a_failed_step_does_not_wait_for_sends_that_go_on(caplog):
             await asyncio.sleep(0)
             waiting[0].cancel()
             assert not waiting[1].done()
-            controller._act_on(Failure(ActorDiedError("it died")))
+            controller._act_on(FailureFound(ActorDiedError("it died")))
             await waiting[1]
             await handle.wait_sent()
             with pytest.raises(ActorDiedError, match="it died"):

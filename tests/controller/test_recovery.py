@@ -107,7 +107,7 @@ def test_the_course_of_a_restart():
         "handing over: MovePart",
         "rolling back: RollBack",
     ]
-    assert commands == [r.Resume(1, (), (1,), 4.0)]
+    assert commands == [r.Resume((), (1,), 4.0)]
 
 
 WORKING = (State.STOPPING, State.REAPING, State.RENEWING, State.CONNECTING, State.LOADING, State.LINKING,

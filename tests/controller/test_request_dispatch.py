@@ -82,7 +82,7 @@ class Mesh:
         self.requests.hold_back()
         (resume,) = carry_out(self.recovery, commands)
         assert isinstance(resume, Resume)
-        return self.requests.resume(resume.requests, resume.epoch)  # type: ignore[arg-type]
+        return self.requests.resume(resume.requests, self.recovery.epoch)
 
 
 # ---------------------------------------------------------------- replies

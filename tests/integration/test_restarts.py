@@ -530,7 +530,7 @@ async def test_an_error_of_the_users_own_is_no_reason_to_restart():
         array = await failing(np.float32(1))
         handle: Any = mesh._running()._actor_group.handles[0]
         error = RemoteError("it does not divide", exception_type="ValueError")
-        mesh._running()._act_on(failure_policy.Failure(error))
+        mesh._running()._act_on(FailureFound(error))
         with pytest.raises((RemoteError, MeshClosedError), match="it does not divide"):
             await failing(array)
         assert not mesh._running()._recovery.is_restarting
