@@ -372,20 +372,6 @@ class Controller:
         """
         self._frees.add(actor, array_id)
 
-    async def inspect(self) -> dict[ProcessId, dict[str, int]]:
-        """Return counters of each process, such as `live_arrays`, after all arrays that are no longer needed
-        have been freed.
-
-        Raises:
-            ActorError: an actor or the mesh failed.
-        """
-        self._check_usable()
-        self._send_frees()
-        replies = {
-            process: self.requests.send(process, m.Inspect()) for process in sorted(self._actor_group.links)
-        }
-        return {process: (await reply).numbers for process, reply in replies.items()}
-
     def _with_values(
         self,
         process: ProcessId,

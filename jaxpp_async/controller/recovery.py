@@ -18,7 +18,6 @@ commands out and reports their outcomes as events.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, TypeAlias
@@ -27,7 +26,7 @@ from jaxpp_async.base.printable import first_line
 from jaxpp_async.controller.error_messages import abandoned
 from jaxpp_async.controller.failure_policy import FailureFound
 from jaxpp_async.controller.request_history import OutgoingRequest, RequestHistory
-from jaxpp_async.controller.state_replicas import MovePart, ReplicaCommand, StateReplicas
+from jaxpp_async.controller.state_replicas import CourseRow, MovePart, ReplicaCommand, StateReplicas
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -531,7 +530,7 @@ class Recovery:
             commands = COURSE[state].commands(self)
             given += commands
             self._open = {command for command in commands if isinstance(command, AWAITED)}
-            if self._open or state is State.RUNNING:
+            if self._open or COURSE[state].then is None:
                 return given
             state = COURSE[state].then
 
@@ -671,31 +670,18 @@ class Budget:
 # ---------------------------------------------------------------- the tables
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """A row of `COURSE`.
-
-    Args:
-        commands: returns the commands with which the state begins.
-        then: the state that follows when all of them that are awaited were carried out.
-    """
-
-    commands: Callable[[Recovery], Sequence[Command]]
-    then: State = State.RUNNING
-
-
-COURSE: Final = {
+COURSE: Final[dict[State, CourseRow]] = {
     # state, the commands at its begin, and the state when they are carried out
-    State.STOPPING: _Stage(lambda _: [StopWork()], State.REAPING),
-    State.REAPING: _Stage(lambda self: [Reap(actor) for actor in sorted(self._lost)], State.RENEWING),
-    State.RENEWING: _Stage(Recovery._renew, State.CONNECTING),
-    State.CONNECTING: _Stage(lambda _: [ConnectAll()], State.LOADING),
-    State.LOADING: _Stage(lambda self: [LoadPrograms(p) for p in self._new_processes], State.LINKING),
-    State.LINKING: _Stage(lambda _: [MakeLinks()], State.RESTORING),
-    State.RESTORING: _Stage(lambda self: self.replicas.restore(self._lost), State.HANDING_OVER),
-    State.HANDING_OVER: _Stage(lambda self: self.replicas.hand_over(self._lost), State.ROLLING_BACK),
-    State.ROLLING_BACK: _Stage(Recovery._roll_back, State.RUNNING),
-    State.RUNNING: _Stage(Recovery._resume),
+    State.STOPPING: CourseRow(lambda _: [StopWork()], State.REAPING),
+    State.REAPING: CourseRow(lambda self: [Reap(actor) for actor in sorted(self._lost)], State.RENEWING),
+    State.RENEWING: CourseRow(Recovery._renew, State.CONNECTING),
+    State.CONNECTING: CourseRow(lambda _: [ConnectAll()], State.LOADING),
+    State.LOADING: CourseRow(lambda self: [LoadPrograms(p) for p in self._new_processes], State.LINKING),
+    State.LINKING: CourseRow(lambda _: [MakeLinks()], State.RESTORING),
+    State.RESTORING: CourseRow(lambda self: self.replicas.restore(self._lost), State.HANDING_OVER),
+    State.HANDING_OVER: CourseRow(lambda self: self.replicas.hand_over(self._lost), State.ROLLING_BACK),
+    State.ROLLING_BACK: CourseRow(Recovery._roll_back, State.RUNNING),
+    State.RUNNING: CourseRow(Recovery._resume),
 }
 """The course of a restart."""
 

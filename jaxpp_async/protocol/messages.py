@@ -928,8 +928,8 @@ class Inspected(Reply):
 
 
 class Inspect(Request):
-    """A request for counters that describe the state of a process, such as how many arrays it has. The
-    controller sends it when tests or users ask for these counters.
+    """A request for counters that describe the state of a process, such as how many arrays it has. Tests send
+    it to find what a process keeps.
     """
 
     rules = Rules(reply=Inspected, ordered=True, repeated=True)

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from fake_actor import NullTransport, scripted, start_fakes
 from paths import SUPPORT
+from resources import inspect_actors
 
 from jaxpp_async.controller import actor_group, failure_policy
 from jaxpp_async.controller.controller import Controller
@@ -145,12 +146,12 @@ async def test_host_values_there_and_back(any_mesh):
 async def test_frees_from_any_thread_ride_with_the_next_request(any_mesh):
     aval, ids = Aval((1,), "float32"), [any_mesh.new_array_id() for _ in range(20)]
     await any_mesh.put({0: [HostValue(i, aval, np.ones(1, np.float32)) for i in ids]})
-    before = (await any_mesh.inspect())[0]["arrays"]
+    before = (await inspect_actors(any_mesh))[0]["arrays"]
     thread = threading.Thread(target=lambda: [any_mesh.free(0, i) for i in ids])
     thread.start()
     thread.join()
     await start(any_mesh, await load(any_mesh, "done"))
-    assert (await any_mesh.inspect())[0]["arrays"] == before - 20
+    assert (await inspect_actors(any_mesh))[0]["arrays"] == before - 20
 
 
 async def test_each_blob_is_sent_to_an_actor_once(any_mesh):
@@ -207,7 +208,7 @@ async def test_progress_is_reported_and_every_actor_says_where_it_runs():
 
 async def test_actors_share_cores_and_see_no_secret():
     async with mesh() as controller:
-        numbers = await controller.inspect()
+        numbers = await inspect_actors(controller)
         cores = len(os.sched_getaffinity(0))
         assert sum(n["cores"] for n in numbers.values()) == max(cores, 2)
         assert all(n["secrets"] == 0 for n in numbers.values())
@@ -245,9 +246,9 @@ async def test_sigkill_of_an_idle_actor_is_raised_by_the_next_call():
         async with asyncio.timeout(2):
             await controller.ended
         with pytest.raises(ActorDiedError, match="actor 0"):
-            await controller.inspect()
+            await inspect_actors(controller)
         with pytest.raises(MeshClosedError, match="actor 0"):
-            await controller.inspect()
+            await inspect_actors(controller)
 
 
 @pytest.mark.parametrize(

@@ -371,9 +371,11 @@ def count_as_whole_before_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica counts as whole when its parts have been sent, whether they have arrived or not."""
     enter = s.StateReplicas._enter
 
-    def wrong(replicas: s.StateReplicas, stage: s.Stage) -> list[s.ReplicaCommand]:
-        commands = enter(replicas, stage)
-        return [*commands, *enter(replicas, s.Stage.SETTLING)] if stage is s.Stage.STORING else commands
+    def wrong(replicas: s.StateReplicas, stage: s.Stage, making: Any) -> list[s.ReplicaCommand]:
+        commands = enter(replicas, stage, making)
+        return (
+            [*commands, *enter(replicas, s.Stage.SETTLING, making)] if stage is s.Stage.STORING else commands
+        )
 
     monkeypatch.setattr(s.StateReplicas, "_enter", wrong)
 

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from faulty_network import FaultyNetwork
 from models import grads_step, mlp
-from resources import everything, nothing_left
+from resources import everything, inspect_actors, nothing_left
 from waiting import until
 
 import jaxpp_async as jpp
@@ -570,7 +570,7 @@ async def test_sigkill_of_processes(caplog):
 
         async def before(i: int) -> None:
             if i in (2, 5):
-                numbers = await mesh._running().inspect()
+                numbers = await inspect_actors(mesh._running())
                 seen.append([(info.pid, numbers[info.id]["compilations"]) for info in mesh.actors])
                 os.kill(mesh.actors[i % 3].pid, signal.SIGKILL)
 

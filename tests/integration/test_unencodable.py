@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from resources import inspect_actors
 
 import jaxpp_async as jpp
 from jaxpp_async.actors import server
@@ -104,7 +105,7 @@ async def test_what_a_step_that_cannot_be_sent_was_given_stays(remote_mesh, monk
         patch.setattr(mesh._running().requests, "_encoder", codec.Encoder(500))
         with pytest.raises(MeshError, match="Step takes"):
             await mesh.run(step, *xs, more)
-    await mesh._running().inspect()  # whatever is to be freed is freed
+    await inspect_actors(mesh._running())  # whatever is to be freed is freed
     assert [float((await x)[0]) for x in xs] == [0.0, 1.0, 2.0]
 
 
