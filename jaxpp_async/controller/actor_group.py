@@ -59,7 +59,7 @@ class ActorGroup:
         links: a dictionary that this object fills with the `ActorLink` of each process (the controller's
             handle and connection), by process number. A replaced process gets a new link.
         requests: sends requests to the processes.
-        recovery: tells the current epoch.
+        recovery: tells the present epoch.
         on_progress: called with a line of text at each stage of the start.
         on_transfer_error: called with the error of a transfer between an actor and the controller.
         on_routes: called for each connected process with its `ActorInfo` and, for each of its peers, the
@@ -121,7 +121,7 @@ class ActorGroup:
 
     @property
     def epoch(self) -> int:
-        """The current epoch (see `Recovery.epoch`)."""
+        """The present epoch of the mesh."""
         return self._recovery.epoch
 
     @property
@@ -271,7 +271,7 @@ class ActorGroup:
         """Connect the data plane (the transport for arrays) of every process with those of its peers and of
         the controller.
 
-        The connections belong to the current epoch, a number that counts aborts of the whole mesh.
+        The connections belong to the present epoch of the mesh.
 
         Raises:
             RemoteError: an actor could not make a connection.
@@ -333,8 +333,7 @@ class ActorGroup:
     # ------------------------------------------------------------ going on after a failure
 
     def abort(self, process: ProcessId, cause: str) -> PendingRequest:
-        """Tell a process to drop all its work and to enter the current epoch, which counts aborts of the
-        mesh.
+        """Tell a process to drop all its work and to enter the present epoch of the mesh.
 
         Args:
             process: the process.

@@ -181,8 +181,8 @@ def _check(link: NcclLink, sent: Sequence[MessageEnd], received: Sequence[Messag
 class LinkSetup:
     """The maker of one mesh's NCCL links, the communicators for transfers from process to process.
 
-    This object makes the links that programs need and remembers which of them exist in the current epoch (a
-    number that counts aborts of the whole mesh), since an abort ends all links.
+    This object makes the links that programs need and remembers which of them exist in the present epoch of
+    the mesh, since the abort before an epoch ends all links.
 
     Args:
         actor_group: the actors' processes.

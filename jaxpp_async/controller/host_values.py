@@ -65,7 +65,7 @@ class _ExpectedTransfers:
         size_bytes: the number of bytes of all of them.
         since: the time at which the controller began to wait for the transfers, in seconds of its
             `SuspendAwareClock`.
-        epoch: the epoch in the tags of the transfers, a number that counts aborts of the whole mesh.
+        epoch: the epoch in the tags of the transfers.
     """
 
     process: ProcessId
@@ -89,7 +89,7 @@ class HostTransfers:
 
     Args:
         transport: the controller's own transport, which this object owns.
-        recovery: tells the current epoch, which tags carry.
+        recovery: tells the present epoch, which tags contain.
         info: returns the host and pid of a process, for errors.
         on_error: called with an error if a transfer fails or exceeds its time limit; the actor may be dead.
         scattering: how values are split over the processes of one actor.

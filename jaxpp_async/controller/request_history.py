@@ -36,8 +36,7 @@ class OutgoingRequest:
 
     Args:
         process: the process.
-        message: the request. When a step is sent again, it gets the current epoch (a number that counts
-            restarts).
+        message: the request. When a step is sent again, it gets the present epoch.
         waiter: receives the reply.
         transfers: starts the data transfers of the request; called each time that the request has been sent.
             None: there are no transfers.

@@ -402,7 +402,7 @@ class Requests:
 
         Args:
             requests: the requests.
-            epoch: the epoch in which the steps run from now on; it counts restarts.
+            epoch: the epoch in which the steps run from now on.
 
         Returns:
             The number of the user's steps that had already finished and now run again.
