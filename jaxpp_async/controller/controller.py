@@ -348,7 +348,8 @@ class Controller:
         )
 
     async def fetch(self, wanted: Sequence[tuple[ActorId, m.ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
-        """Copy arrays from actors to the controller, and return them whole, in the order asked for.
+        """Copy arrays from actors to the controller, and return them whole, in the order asked for. Arrays
+        that are no longer needed are freed first.
 
         Args:
             wanted: the actor, array id and aval of each array. A PRNG key array is returned as its `uint32`
@@ -359,7 +360,9 @@ class Controller:
             ActorError: the mesh failed.
         """
         self._check_usable()
-        self._send_frees()
+        for actor, array_ids in self._frees.take().items():
+            for process in self.processes.processes_of(actor):
+                self.requests.send(process, m.Store((), array_ids), awaited=False)
         gathering = Gathering(wanted, self.scattering)
         fetches = {process: self._fetch_from(process, asked) for process, asked in gathering.requests.items()}
         return gathering.arrays(await all_of(fetches, "fetch"))
@@ -414,12 +417,6 @@ class Controller:
         message, fetch = self._actor_group.host_transfers.fetch(process, wanted)
         self.requests.post(OutgoingRequest(process, message, fetch, fetch.start))
         return self.requests.reply_to(process, fetch)
-
-    def _send_frees(self) -> None:
-        for actor, array_ids in self._frees.take().items():
-            for process in self.processes.processes_of(actor):
-                message = m.Store((), array_ids)
-                self.requests.send(process, message, awaited=False)
 
     # ------------------------------------------------------------ saves
 

@@ -328,8 +328,8 @@ def _furthest_behind_or_silent(
 
     def position(process: ProcessId) -> tuple[int, int, bool]:
         report = reports_of[process]
-        return (
-            (report.step or 0, report.instruction, report.running) if report is not None else (-1, 0, False)
-        )
+        if report is None:
+            return -1, 0, False
+        return report.step or 0, report.instruction, report.running
 
     return min(processes, key=position)

@@ -6,7 +6,7 @@ processes and their compiled programs. A caller that awaits a step only waits lo
 as without a failure, since the same programs run on the same values in the same order.
 
 A failure may follow during a restart. Then another attempt begins from the start, and replaces the actors of
-both failures. Each attempt has a number, the epoch, so that late messages of an earlier one are recognized.
+both failures. Each attempt begins an epoch (see `protocol.messages`).
 
 `Recovery` is a pure state machine: `handle` takes an event and the time, and returns commands. Two tables at
 the end of this module are its whole course: `COURSE` says what each state of a restart begins with and which
@@ -26,7 +26,7 @@ from jaxpp_async.base.printable import first_line
 from jaxpp_async.controller.error_messages import abandoned
 from jaxpp_async.controller.failure_policy import FailureFound
 from jaxpp_async.controller.request_history import OutgoingRequest, RequestHistory
-from jaxpp_async.controller.state_replicas import CourseRow, MovePart, ReplicaCommand, StateReplicas
+from jaxpp_async.controller.state_replicas import CourseRow, DropOthers, ReplicaCommand, StateReplicas
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -314,8 +314,7 @@ class Recovery:
 
     Attributes:
         state: what the mesh does.
-        epoch: the number of restarts so far, counting each attempt. Tags of transfers and steps contain it,
-            so that messages from before a restart are recognized and ignored.
+        epoch: the present epoch of the mesh (see `protocol.messages`).
         is_enabled: whether restarts are allowed at all.
         history: the requests that a restart may have to make again.
         replicas: the replicas of the state.
@@ -529,7 +528,7 @@ class Recovery:
             self.state = state
             commands = COURSE[state].commands(self)
             given += commands
-            self._open = {command for command in commands if isinstance(command, AWAITED)}
+            self._open = {command for command in commands if not isinstance(command, DropOthers | Resume)}
             if self._open or COURSE[state].then is None:
                 return given
             state = COURSE[state].then
@@ -684,11 +683,6 @@ COURSE: Final[dict[State, CourseRow]] = {
     State.RUNNING: CourseRow(Recovery._resume),
 }
 """The course of a restart."""
-
-AWAITED: Final = (
-    StopWork, Reap, StartSuccessor, RenewTransport, ConnectAll, LoadPrograms, MakeLinks, MovePart, RollBack,
-)  # fmt: skip
-"""The commands whose outcomes the states of `COURSE` wait for."""
 
 _no, _run, _begin, _retry = Recovery._ignore, Recovery._run, Recovery._begin, Recovery._retry
 _wait, _next, _pause = Recovery._wait, Recovery._advance, Recovery._pause

@@ -565,9 +565,8 @@ def format_mismatch(version: str, theirs: bytes) -> str | None:
         number += f" (its jaxpp-async says it is {said[:40]!r})".encode()
     return (
         f"a peer speaks format {number.decode()} of the control channel, this process, of jaxpp-async "
-        f"{version}, "
-        f"format {MAGIC[-1:].decode()}: they run different versions or commits; install the same one on "
-        "every host"
+        f"{version}, format {MAGIC[-1:].decode()}: they run different versions or commits; install the same "
+        "one on every host"
     )
 
 

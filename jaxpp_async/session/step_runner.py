@@ -255,12 +255,7 @@ class StepRunner:
             return
         places = compiled.inputs[len(compiled.inputs) - len(compiled.hidden_values) :]
         arrays = [self._values.new_array(slot.type, slot.actors) for slot in places]
-        used = [
-            (array, value)
-            for array, value in zip(arrays, compiled.hidden_values, strict=True)
-            if array.actors
-        ]
-        await self._values.fill([(array, host_array(value)) for array, value in used])
+        await self._values.fill(list(zip(arrays, map(host_array, compiled.hidden_values), strict=True)))
         compiled.hidden.extend(arrays)
 
     # ---------------------------------------------------------------- running

@@ -64,7 +64,8 @@ def carry_out(
     Args:
         one_state: whether to stop when the machine has entered another state.
     """
-    waited_for = [c for c in commands if isinstance(c, (*r.AWAITED, s.CopyState, s.AwaitAnswers))]
+    at_once = (r.HoldBack, r.Resume, r.GiveUpReplica, s.DropOthers)
+    waited_for = [c for c in commands if not isinstance(c, at_once)]
     followed: list[r.Command] = []
     for command in waited_for:
         copy = s.StateCopy((), f"n{command.process}") if isinstance(command, s.CopyState) else None
