@@ -19,7 +19,7 @@ SUSPECT_S, DEAD_S = 3.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A change in what is thought of a process.
+    """The finding that a process has become suspect, has recovered or is dead.
 
     Args:
         process: the process.
