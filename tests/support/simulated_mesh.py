@@ -2,8 +2,9 @@
 
 The simulation has no event loop, sockets or clock. A random generator chooses what happens next: a request is
 made, a message arrives at a process, a reply or the outcome of a command arrives at the controller, an actor
-dies or is given up while it lives, a transfer or any other command fails, the mesh is closed. The state of a simulated process is the list of the numbers of the requests that have
-changed it, so that a request that is lost, repeated or out of order shows at once.
+dies or is given up while it lives, a transfer or any other command fails, the mesh is closed. The state of a
+simulated process is the list of the numbers of the requests that have changed it, so that a request that is
+lost, repeated or out of order shows at once.
 """
 
 from __future__ import annotations
