@@ -17,6 +17,7 @@ transport       moves arrays between actors: UCX, NCCL, shared memory
 layout          works out which process has which part of an array
 checkpoint      saves trees of arrays to files and restores them
 storage         reads and writes the files and folders of checkpoints
+planning        predicts a step's time and memory, and chooses cut, schedule and order
 timeline        shows what actors did in a step, and where the time went
 doctor          checks whether a run would work on the given hosts
 jax_bridge      contains all code that uses private or unstable APIs of JAX

@@ -328,6 +328,8 @@ def simulate(seeds: range) -> set[tuple[State, r.Meaning]]:
             per_actor=2 if seed % 7 == 0 else 1,
             num_failures=2 + seed % 3 if late else seed % 5,
             fails_late=late,
+            faults=0.05 if seed % 3 == 0 else 0.0,
+            closes=seed % 5 == 0,
             replica_every=30 if late else 3,
             max_restarts=2 if seed % 11 == 0 else 100,
         )
@@ -393,7 +395,7 @@ def count_as_whole_before_older_requests_are_answered(monkeypatch: pytest.Monkey
 
 
 PLANTED = {
-    forget_replay: "has .* expected|runs on",
+    forget_replay: "has .* expected|runs on|an effect lasts",
     compare_no_epoch: "hangs|of epoch|in epoch|in another epoch",
     count_as_whole_before_it_is_stored: "is not where it should be|does not have replica",
     count_as_whole_before_older_requests_are_answered: "never answered",
