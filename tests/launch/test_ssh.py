@@ -33,6 +33,7 @@ from waiting import until
 
 import jaxpp_async as jpp
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorDiedError, HandshakeError, LaunchError
 from jaxpp_async.launch.hosts import Host, Settings, parse_hosts
@@ -178,8 +179,7 @@ async def start(made: Any, num_actors: int = 2) -> Controller:
 
 
 async def hanging_step(controller: Controller) -> Any:
-    program = controller.new_program_id()
-    await controller.load(program, scripted("hang"), {}, {})
+    program, _ = await controller.load(LoadableProgram(scripted("hang")))
     return controller.start_step(SubmittedStep(program), {}, {})
 
 

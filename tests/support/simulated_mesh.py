@@ -496,8 +496,8 @@ class SimulatedMesh:
 
     def do_Resume(self, command: r.Resume) -> None:
         for process in self.processes:
-            if process.is_alive and process.epoch != command.epoch:
-                raise Violation(f"a process is in epoch {process.epoch}, the mesh in {command.epoch}")
+            if process.is_alive and process.epoch != self.machine.epoch:
+                raise Violation(f"a process is in epoch {process.epoch}, the mesh in {self.machine.epoch}")
         for request in command.requests:
             self.send(request)  # type: ignore[arg-type]
 
