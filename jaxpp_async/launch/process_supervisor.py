@@ -97,7 +97,9 @@ class SupervisedProcess:
     def __init__(self, popen: subprocess.Popen[bytes], forward: Callable[[str], None], noise: str = ""):
         self.pid = popen.pid
         self.dead: concurrent.futures.Future[Death] = concurrent.futures.Future()
-        self._popen, self._output = popen, OutputLines(forward, noise)
+        assert popen.stdin is not None and popen.stdout is not None
+        self._popen, self._stdin, self._stdout = popen, popen.stdin, popen.stdout
+        self._output = OutputLines(forward, noise)
         self._unsent = bytearray()  # by `ProcessSupervisor.write`; only the supervisor's thread uses it
         self._lock = threading.Lock()  # never signal a pid after its reaping: it may be another process's
 
@@ -272,21 +274,20 @@ class ProcessSupervisor:
     ) -> SupervisedProcess:
         if self._closing:
             raise OSError("the mesh is closing")
-        popen = start()
-        assert popen.stdin is not None and popen.stdout is not None
-        keep_from_children(popen.stdin.fileno(), popen.stdout.fileno())
-        process = SupervisedProcess(popen, forward, noise)
+        process = SupervisedProcess(start(), forward, noise)
+        stdin, stdout = process._stdin, process._stdout
+        keep_from_children(stdin.fileno(), stdout.fileno())
         self._processes.add(process)
-        os.set_blocking(popen.stdout.fileno(), False)
-        os.set_blocking(popen.stdin.fileno(), False)
-        self._selector.register(popen.stdout, selectors.EVENT_READ, lambda: self._on_output(process))
+        os.set_blocking(stdout.fileno(), False)
+        os.set_blocking(stdin.fileno(), False)
+        self._selector.register(stdout, selectors.EVENT_READ, lambda: self._on_output(process))
         with contextlib.suppress(OSError, AttributeError):  # without a pidfd the process is polled
             self._descriptors[process] = os.pidfd_open(process.pid)
             self._selector.register(
                 self._descriptors[process], selectors.EVENT_READ, lambda: self._reap(process)
             )
         with contextlib.suppress(BrokenPipeError):  # the process is dead already, which its death reports
-            written = popen.stdin.write(first_line)
+            written = stdin.write(first_line)
             if written != len(first_line):
                 process.signal_group(signal.SIGKILL)
                 raise OSError(f"the configuration of {len(first_line)} bytes does not fit the actor's stdin")
@@ -307,8 +308,7 @@ class ProcessSupervisor:
             was_idle: whether there were no unsent bytes before, so that the selector does not watch the pipe
                 yet.
         """
-        stdin = process._popen.stdin
-        assert stdin is not None
+        stdin = process._stdin
         try:
             del process._unsent[: stdin.write(process._unsent) or 0]
         except BrokenPipeError:  # the process is dead, which its death reports, or has closed its stdin
@@ -320,25 +320,21 @@ class ProcessSupervisor:
 
     def _beat(self) -> None:
         for process in self._processes:
-            stdin = process._popen.stdin
-            assert stdin is not None
             if process._unsent:  # a sign of life may not interrupt a message, and the message is one itself
                 continue
             # The pipe of a stopped actor is full, that of a dead one broken. Neither may delay the others.
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                stdin.write(b".")
+                process._stdin.write(b".")
 
     def _on_output(self, process: SupervisedProcess) -> None:
         """Read the output that a process has printed. At end of file, stop watching its stdout; its death is
         detected separately.
         """
-        stdout = process._popen.stdout
-        assert stdout is not None
-        data = stdout.read(1 << 16)
+        data = process._stdout.read(1 << 16)
         if data:
             process._output.feed(data)
         elif data == b"":
-            self._selector.unregister(stdout)
+            self._selector.unregister(process._stdout)
 
     def _reap_without_descriptors(self) -> None:
         for process in tuple(self._processes):
@@ -351,25 +347,24 @@ class ProcessSupervisor:
         """Finish a process that has ended: kill the rest of its process group, read its last output, and
         collect its exit status.
         """
-        popen = process._popen
-        assert popen.stdin is not None and popen.stdout is not None
+        stdin, stdout = process._stdin, process._stdout
         process.signal_group(signal.SIGKILL)  # before `wait` frees the group's id for reuse
-        while data := popen.stdout.read(1 << 16):
+        while data := stdout.read(1 << 16):
             process._output.feed(data)
         process._output.feed(b"", final=True)
         with contextlib.suppress(KeyError):
-            self._selector.unregister(popen.stdout)
+            self._selector.unregister(stdout)
         descriptor = self._descriptors.pop(process, None)
         if descriptor is not None:
             self._selector.unregister(descriptor)
             os.close(descriptor)
         if process._unsent:
             process._unsent.clear()
-            self._selector.unregister(popen.stdin)
-        popen.stdout.close()
+            self._selector.unregister(stdin)
+        stdout.close()
         with contextlib.suppress(BrokenPipeError):
-            popen.stdin.close()
+            stdin.close()
         with process._lock:
-            returncode = popen.wait()
+            returncode = process._popen.wait()
         self._processes.discard(process)
         process.dead.set_result(Death(returncode, process.output_tail()))

@@ -221,7 +221,7 @@ class RemoteLauncher(ProcessLauncher):
                 error = self._failure(host, actor_id, Explanation(f"could not be reached: {error}", ""), ())
             elif isinstance(error, ProgramNotStartedError):
                 found = self._reach.explain(host, error) or explain_python(
-                    host, python, error.said, error.exit_status
+                    python, error.said, error.exit_status
                 )
                 error = self._failure(host, actor_id, found, error.said)
             if not isinstance(error, asyncio.CancelledError):
