@@ -375,10 +375,8 @@ def _judge_nccl(name: str, facts: HostFacts, asked: RequestedRun) -> Iterator[Fi
         least = ".".join(map(str, NCCL_FROM))
         what = f"{found}: before {least} NCCL's grouped transfers may hang (marin-community/marin#7024)"
         yield warning("nccl", name, what, f"{facts.executable} -m pip install '{package}>={least}'")
-    elif found:
-        yield ok("nccl", name, found)
     else:
-        yield ok("nccl", name, "not installed, and not asked for")
+        yield ok("nccl", name, found or "not installed, and not asked for")
 
 
 def _list_nccl(facts: HostFacts) -> str:

@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from jaxpp_async.base.descriptors import keep_from_children
 
@@ -167,24 +166,27 @@ class ProcessSupervisor:
             A future whose result is the started process; the future fails with OSError if the process could
             not be started.
         """
-        start = partial(
-            subprocess.Popen,
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            pass_fds=descriptors,
-            start_new_session=True,  # Ctrl-C reaches the driver alone, and the group can be killed as a whole
-            bufsize=0,
-        )
+        env = dict(env)
         spawned: concurrent.futures.Future[SupervisedProcess] = concurrent.futures.Future()
+
+        def start() -> SupervisedProcess:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=env,
+                pass_fds=descriptors,
+                start_new_session=True,  # Ctrl-C reaches the driver alone, and the group is killed as a whole
+                bufsize=0,
+            )
+            return SupervisedProcess(popen, forward, noise)
 
         def spawn() -> None:
             if not spawned.set_running_or_notify_cancel():
                 return
             try:
-                spawned.set_result(self._spawn(start, first_line, forward, noise))
+                spawned.set_result(self._spawn(start, first_line))
             except OSError as error:
                 spawned.set_exception(error)
 
@@ -265,16 +267,10 @@ class ProcessSupervisor:
         for process in self._processes:
             process.signal_group(signal.SIGKILL)
 
-    def _spawn(
-        self,
-        start: Callable[[], subprocess.Popen[bytes]],
-        first_line: bytes,
-        forward: Callable[[str], None],
-        noise: str,
-    ) -> SupervisedProcess:
+    def _spawn(self, start: Callable[[], SupervisedProcess], first_line: bytes) -> SupervisedProcess:
         if self._closing:
             raise OSError("the mesh is closing")
-        process = SupervisedProcess(start(), forward, noise)
+        process = start()
         stdin, stdout = process._stdin, process._stdout
         keep_from_children(stdin.fileno(), stdout.fileno())
         self._processes.add(process)
