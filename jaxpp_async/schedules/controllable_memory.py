@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 from numbers import Real
+from typing import NamedTuple
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task
@@ -61,15 +62,16 @@ class ControllableMemory(_MemoryCapped):
     """A V-shaped schedule with split backwards that keeps at most the given number of activations.
 
     Each actor has an early and a late part of the model (see the first lines of `builtin`). The more
-    activations an actor may keep, the shorter the step: V-Min and V-Half are two members of this family. An
-    actor that may keep the activations of A microbatches idles A-1 units of a step, as with `ZeroBubbleV`;
-    more memory does not shorten a step further.
+    activations an actor may keep, the shorter the step. `VMin` and `VHalf` are two members of this family.
 
-    Bubble fraction (S = 2A stages on A actors): I/(6M+I) for an idle time of I units; docs/schedules.md lists
-    I for some caps. Below V-Min's cap, I grows with the number of microbatches. Peak activations, in (part of
-    the model, microbatch) pairs, on every actor: at most min(2M, floor(2*activations), 2A). With S <= A
-    nothing folds and a microbatch has one pair per actor, at most floor(activations) of them; the order is
-    `ZeroBubbleH1`'s where that keeps no more.
+    Bubble fraction (S = 2A stages on A actors, M >= A microbatches, activations of c microbatches): I/(6M+I)
+    for an idle time of I units. I is about 6*(A-c) for c from V-Min's (A+4)//3 to A. For smaller c, I grows
+    with the number of microbatches. For c >= A, I is A-1, as with `ZeroBubbleV`; more memory does not shorten
+    a step further. Peak activations, in (part of the model, microbatch) pairs, on every actor: at most
+    min(2M, floor(2c), 2A).
+
+    With S <= A nothing folds, and an actor keeps at most floor(c) (stage, microbatch) pairs. Placement is
+    `ZeroBubbleH1`'s, and so is the order for c >= S. For smaller c the step is much longer.
 
     Source: see the first lines of this module.
 
@@ -102,9 +104,9 @@ class VHalf(_MemoryCapped):
 
     The order is that of `ControllableMemory` with activations of (A+2)//2 microbatches for A actors.
 
-    Bubble fraction (S = 2A stages on A >= 3 actors, M >= A microbatches): I/(6M+I) with I = 6*((A-1)//2)-1
-    units of idle time; the paper gives I as about 3A, half of 1F1B's. Peak activations, in (part of the
-    model, microbatch) pairs, on every actor: min(2M, 2*((A+2)//2)).
+    Bubble fraction (S = 2A stages on A >= 3 actors, M >= A microbatches): I/(6M+I), with an idle time of
+    I = 6*(A-c)-1 units for c = (A+2)//2. The paper gives I as about 3A, half of 1F1B's. Peak activations, in
+    (part of the model, microbatch) pairs, on every actor: min(2M, 2c).
 
     Source: see the first lines of this module (V-Half).
     """
@@ -117,13 +119,13 @@ class VMin(_MemoryCapped):
     """A V-shaped schedule with split backwards that keeps a third as many activations as 1F1B's first actor.
 
     The order is that of `ControllableMemory` with activations of (A+4)//3 microbatches for A actors. This is
-    the least memory with which no actor has to idle once the pipeline is full. The paper notes that idle time
-    grows with the number of microbatches where forwards, input gradients and weight gradients take different
-    times; `VHalf` is less sensitive.
+    the least memory with which no actor has to idle once the pipeline is full, if forwards, input gradients
+    and weight gradients take the same time. Otherwise the idle time often grows with the number of
+    microbatches; `VHalf` stands larger differences.
 
-    Bubble fraction (S = 2A stages on A actors, M microbatches): at most I/(6M+I) with I = 4*(A-1) units of
-    idle time; the paper gives I as about 4A, two thirds of 1F1B's. Peak activations, in (part of the model,
-    microbatch) pairs, on every actor: min(2M, 2*((A+4)//3)).
+    Bubble fraction (S = 2A stages on A >= 3 actors, M >= A microbatches): I/(6M+I), with an idle time of
+    I = 6*(A-c)-1 units for c = (A+4)//3. The paper gives I as about 4A, two thirds of 1F1B's. Peak
+    activations, in (part of the model, microbatch) pairs, on every actor: min(2M, 2c).
 
     Source: see the first lines of this module (V-Min).
     """
@@ -167,7 +169,7 @@ _FORWARD, _INPUT, _WEIGHT = 5, 6, 4
 def _orders(num_microbatches: int, num_actors: int, cap: int) -> tuple[str, ...]:
     """Return each actor's order as letters, for the building block with which the step is shortest.
 
-    Blocks are compared for at most 2A microbatches (A actors), which fill the pipeline. Of equally fast ones,
+    Blocks are compared for at most 3A microbatches (A actors), which fill the pipeline. Of equally fast ones,
     the one is taken that is fastest if input gradients take longer than forwards, as in most models.
 
     Args:
@@ -175,30 +177,51 @@ def _orders(num_microbatches: int, num_actors: int, cap: int) -> tuple[str, ...]
         num_actors: the number of actors.
         cap: the largest number of (part, microbatch) pairs that an actor may keep, at least 2.
     """
-    sample = min(num_microbatches, 2 * num_actors)
+    sample = min(num_microbatches, 3 * num_actors)
 
-    def times(choice: tuple[list[int], int, int]) -> tuple[float, float]:
-        block, interval, kept = choice
-        plans = _repeat(block, interval, sample, num_actors)
-        return _squeeze(plans, kept)[:2] if _least_cap(plans) <= kept else (math.inf, math.inf)
+    def times(choice: _Choice) -> tuple[float, float]:
+        plans = _repeat(choice.block, choice.interval, sample, num_actors)
+        if _least_cap(plans) > choice.cap:
+            return math.inf, math.inf
+        return _squeeze(plans, choice.cap, choice.overtake)[:2]
 
-    block, interval, kept = min(_choices(num_actors, cap), key=times)
-    return _squeeze(_repeat(block, interval, num_microbatches, num_actors), kept)[2]
+    best = min(_choices(num_actors, cap), key=times)
+    plans = _repeat(best.block, best.interval, num_microbatches, num_actors)
+    return _squeeze(plans, best.cap, best.overtake)[2]
 
 
-def _choices(num_actors: int, cap: int) -> Iterator[tuple[list[int], int, int]]:
-    """Yield building blocks that may suit a cap, each with the interval at which to repeat it, and a cap.
+class _Choice(NamedTuple):
+    """A building block and how to repeat and squeeze it.
+
+    Attributes:
+        block: the time at which the first microbatch is at each position of its path, in ascending order.
+        interval: the time from one microbatch to the next.
+        cap: the largest number of (part, microbatch) pairs that an actor may keep.
+        overtake: whether a task may overtake others of its actor.
+    """
+
+    block: list[int]
+    interval: int
+    cap: int
+    overtake: bool = True
+
+
+def _choices(num_actors: int, cap: int) -> Iterator[_Choice]:
+    """Yield building blocks that may suit a cap; some may need more.
 
     With hops of h units on the way to the last actor and 1 unit on the way back, about (h+1)*A/3 pairs are
-    kept: V-Min's hop is 1, V-Half's 2. Below V-Min's cap a smaller cap is sometimes faster.
+    kept: V-Min's hop is 1, V-Half's 2. V-Min is sometimes faster if no task overtakes another. Below V-Min's
+    cap a smaller cap is sometimes faster.
     """
     longest = max(1, min(5, 3 * cap // num_actors - 1))
     for hop in {max(1, longest - 1), longest}:
-        for turns in product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2)):
-            yield _block(num_actors, hop, turns), 6, cap
+        for turns in product((1, 3), (1, 2, 3, 4), (1, 2)):
+            yield _Choice(_block(num_actors, hop, turns), 6, cap)
+    shortest = _block(num_actors, 1, (1, 1, 1))
+    yield _Choice(shortest, 6, cap, overtake=False)
     if cap < 2 * ((num_actors + 4) // 3):
         for interval, kept in product(range(6, 2 * num_actors + 3), {cap, max(2, cap - 1)}):
-            yield _block(num_actors, 1, (1, 1, 1)), interval, kept
+            yield _Choice(shortest, interval, kept)
 
 
 def _block(num_actors: int, hop: int, turns: tuple[int, ...]) -> list[int]:
@@ -244,7 +267,7 @@ def _least_cap(plans: list[list[int]]) -> int:
     return max(max(accumulate(1 if position < half else -1 for position in plan)) for plan in plans)
 
 
-def _squeeze(plans: list[list[int]], cap: int) -> tuple[int, int, tuple[str, ...]]:
+def _squeeze(plans: list[list[int]], cap: int, overtake: bool) -> tuple[int, int, tuple[str, ...]]:
     """Run every task as early as possible in units of time, and return the times and orders that result.
 
     In each unit an actor runs the first task of its plan whose dependency has ended. A forward overtakes
@@ -255,6 +278,7 @@ def _squeeze(plans: list[list[int]], cap: int) -> tuple[int, int, tuple[str, ...
     Args:
         plans: each actor's positions on the path of a microbatch, in an order that keeps the cap.
         cap: the largest number of (part, microbatch) pairs that an actor may keep.
+        overtake: whether a task may overtake others of its plan.
 
     Returns:
         The time of the step if every task takes one unit; its time if the kinds of task take the times
@@ -271,7 +295,8 @@ def _squeeze(plans: list[list[int]], cap: int) -> tuple[int, int, tuple[str, ...
     while any(rest) or any(due):
         unit += 1
         runs = [
-            _next_run(plan, done, half, cap, open_pairs[actor], due[actor]) for actor, plan in enumerate(rest)
+            _next_run(plan, done, half, cap, open_pairs[actor], due[actor], overtake)
+            for actor, plan in enumerate(rest)
         ]
         for actor, run in enumerate(runs):
             if run is None:
@@ -298,7 +323,7 @@ _RUN_WEIGHT = -1
 
 
 def _next_run(
-    plan: deque[int], done: list[int], half: int, cap: int, open_pairs: int, due: int
+    plan: deque[int], done: list[int], half: int, cap: int, open_pairs: int, due: int, overtake: bool
 ) -> int | None:
     """Return the index in an actor's plan of the task to run now, `_RUN_WEIGHT`, or None to idle.
 
@@ -309,6 +334,7 @@ def _next_run(
         cap: the largest number of (part, microbatch) pairs that the actor may keep.
         open_pairs: the number of pairs whose forward has run and whose input gradient has not.
         due: the number of pairs whose input gradient has run and whose weight gradient has not.
+        overtake: whether the task may be another than the first of the plan.
     """
     planned = most = open_pairs
     seen: set[int] = set()
@@ -320,7 +346,7 @@ def _next_run(
                     return index
                 if most < cap:
                     return index if open_pairs + due < cap else _RUN_WEIGHT
-            if len(seen) == 4:
+            if len(seen) == 4 or not overtake:
                 break
         planned += 1 if position < half else -1
         most = max(most, planned)
