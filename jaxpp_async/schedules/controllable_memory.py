@@ -14,8 +14,8 @@ A schedule is made in three steps, as the paper does:
 `_orders` tries several blocks and takes the order that ends first.
 
 Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362. The paper repeats a
-block every 6 units; longer intervals are for caps below V-Min's. The paper reorders tasks only near the start
-and the end of a step.
+block every 6 units, and reorders tasks only near the start and the end of a step. Longer intervals are for
+caps below V-Min's.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class ControllableMemory(_MemoryCapped):
     activations an actor may keep, the shorter the step. `VMin` and `VHalf` are two members of this family.
 
     Bubble fraction (S = 2A stages on A actors, M >= A microbatches, activations of c microbatches): I/(6M+I)
-    for an idle time of I units. I is about 6*(A-c) for c from V-Min's (A+4)//3 to A. For smaller c, I grows
-    with the number of microbatches. For c >= A, I is A-1, as with `ZeroBubbleV`; more memory does not shorten
-    a step further. Peak activations, in (part of the model, microbatch) pairs, on every actor: at most
-    min(2M, floor(2c), 2A).
+    for an idle time of I units. I is about max(6*(A-c), A-1) for c of at least V-Min's (A+4)//3; for smaller
+    c, I grows with the number of microbatches. For c >= A, I is A-1, as with `ZeroBubbleV`; more memory does
+    not shorten a step further. Peak activations, in (part of the model, microbatch) pairs, on every actor: at
+    most min(2M, floor(2c), 2A).
 
     With S <= A nothing folds, and an actor keeps at most floor(c) (stage, microbatch) pairs. Placement is
     `ZeroBubbleH1`'s, and so is the order for c >= S. For smaller c the step is much longer.
@@ -102,7 +102,8 @@ class ControllableMemory(_MemoryCapped):
 class VHalf(_MemoryCapped):
     """A V-shaped schedule with split backwards that keeps half as many activations as 1F1B's first actor.
 
-    The order is that of `ControllableMemory` with activations of (A+2)//2 microbatches for A actors.
+    The order is that of `ControllableMemory` with activations of (A+2)//2 microbatches for A actors with
+    stages.
 
     Bubble fraction (S = 2A stages on A >= 3 actors, M >= A microbatches): I/(6M+I), with an idle time of
     I = 6*(A-c)-1 units for c = (A+2)//2. The paper gives I as about 3A, half of 1F1B's. Peak activations, in
@@ -118,8 +119,8 @@ class VHalf(_MemoryCapped):
 class VMin(_MemoryCapped):
     """A V-shaped schedule with split backwards that keeps a third as many activations as 1F1B's first actor.
 
-    The order is that of `ControllableMemory` with activations of (A+4)//3 microbatches for A actors. This is
-    the least memory with which no actor has to idle once the pipeline is full, if forwards, input gradients
+    The order is that of `ControllableMemory` with activations of (A+4)//3 microbatches for A actors with
+    stages. With so little memory no actor has to idle once the pipeline is full, if forwards, input gradients
     and weight gradients take the same time. Otherwise the idle time often grows with the number of
     microbatches; `VHalf` stands larger differences.
 
@@ -214,13 +215,13 @@ def _choices(num_actors: int, cap: int) -> Iterator[_Choice]:
     cap a smaller cap is sometimes faster.
     """
     longest = max(1, min(5, 3 * cap // num_actors - 1))
-    for hop in {max(1, longest - 1), longest}:
+    for hop in range(max(1, longest - 1), longest + 1):
         for turns in product((1, 3), (1, 2, 3, 4), (1, 2)):
             yield _Choice(_block(num_actors, hop, turns), 6, cap)
     shortest = _block(num_actors, 1, (1, 1, 1))
     yield _Choice(shortest, 6, cap, overtake=False)
     if cap < 2 * ((num_actors + 4) // 3):
-        for interval, kept in product(range(6, 2 * num_actors + 3), {cap, max(2, cap - 1)}):
+        for interval, kept in product(range(6, 2 * num_actors + 3), range(max(2, cap - 1), cap + 1)):
             yield _Choice(shortest, interval, kept)
 
 
