@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxpp_async.compiler.export_cache import ExportCache
-from jaxpp_async.compiler.pipeline import Compiled
+from jaxpp_async.compiler.pipeline import Compiled, CompilePlan
 from jaxpp_async.compiler.work import works
 from jaxpp_async.errors import MeshError
 from jaxpp_async.jax_bridge import jax_config, tracebacks
@@ -32,47 +32,26 @@ from jaxpp_async.session.remote_array import RemoteArray
 from jaxpp_async.session.step_request import DeviceLayout, StepDefinition, StepOptions
 
 
-@dataclass(frozen=True, eq=False)
-class CompiledStep:
-    """One compiled form of a step, loaded on every actor.
-
-    A step has one form for each combination of shapes, dtypes, static values and shardings in its calls.
+@dataclass(frozen=True, eq=False, repr=False)
+class StepForm:
+    """One compiled form of a step, which prints as text and knows the work of its tasks.
 
     Attributes:
         compiled: the compiler's result.
-        program_id: the id by which the controller runs the programs that the actors have loaded.
-        inputs: the argument leaves, then the hidden arguments (captured arrays, microbatch indices).
-        outputs: the result leaves, then the values that the step's prints show.
-        donated: a dictionary. Its keys are the positions of the argument leaves whose buffers the step
-            reuses; its values are the positions of the result leaves that are the arguments' new values, or
-            None for an argument that has no new value.
-        binding: the mapping of arguments and results to actors, which every call uses.
-        handed_back: a dictionary for arguments that the step returns without using them. Its keys are
-            positions of result leaves; its values are positions of argument leaves. The result stays on the
-            argument's actors.
-        compile_s: for each actor, the seconds that compiling took.
-        temp_bytes: for each actor, the bytes of XLA's temporaries for each executable, by its index.
-        hidden_values: host values of the hidden arguments.
-        hidden: the arrays of the hidden arguments on the actors; empty until the first run.
+        compile_s: for each actor, the seconds that compiling took; empty if no actor compiled it.
+        temp_bytes: for each actor, the bytes of XLA's temporaries for each executable, by its index; empty if
+            no actor compiled it.
     """
 
-    compiled: Compiled
-    program_id: int
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
-    donated: dict[int, int | None]
-    binding: Binding
-    handed_back: dict[int, int]
+    compiled: CompilePlan
     compile_s: dict[ActorId, float]
     temp_bytes: dict[ActorId, dict[int, int]]
-    hidden_values: tuple[Any, ...]
-    hidden: list[RemoteArray] = field(default_factory=list)
 
     def __repr__(self) -> str:
         graph = self.compiled.placed.graph
         return (
-            f"<CompiledStep: {graph.num_actors} actors, {len(graph.nodes)} tasks; .report(), .as_text(), "
-            ".passes>"
+            f"<{type(self).__name__}: {graph.num_actors} actors, {len(graph.nodes)} tasks; .report(), "
+            ".as_text(), .passes>"
         )
 
     @functools.cached_property
@@ -92,6 +71,39 @@ class CompiledStep:
     def report(self) -> report.CompileReport:
         """Return a report of the step's tasks, transfers, memory and placements, which prints as text."""
         return report.make(self.compiled, self.temp_bytes, self.compile_s)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CompiledStep(StepForm):
+    """One compiled form of a step, loaded on every actor.
+
+    A step has one form for each combination of shapes, dtypes, static values and shardings in its calls.
+
+    Attributes:
+        compiled: the compiler's result, with its executables.
+        program_id: the id by which the controller runs the programs that the actors have loaded.
+        inputs: the argument leaves, then the hidden arguments (captured arrays, microbatch indices).
+        outputs: the result leaves, then the values that the step's prints show.
+        donated: a dictionary. Its keys are the positions of the argument leaves whose buffers the step
+            reuses; its values are the positions of the result leaves that are the arguments' new values, or
+            None for an argument that has no new value.
+        binding: the mapping of arguments and results to actors, which every call uses.
+        handed_back: a dictionary for arguments that the step returns without using them. Its keys are
+            positions of result leaves; its values are positions of argument leaves. The result stays on the
+            argument's actors.
+        hidden_values: host values of the hidden arguments.
+        hidden: the arrays of the hidden arguments on the actors; empty until the first run.
+    """
+
+    compiled: Compiled
+    program_id: int
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    donated: dict[int, int | None]
+    binding: Binding
+    handed_back: dict[int, int]
+    hidden_values: tuple[Any, ...]
+    hidden: list[RemoteArray] = field(default_factory=list)
 
     def argument_slots(self, argnum: int) -> list[Slot]:
         """Return a slot (name, type and actors) for each leaf of the argument at position `argnum`."""

@@ -68,6 +68,7 @@ def make_options(
     donate_argnums: int | Sequence[int],
     static_argnums: int | Sequence[int],
     caller: str,
+    schedule: Any = None,
 ) -> StepOptions:
     """Check a user's options of a step, and return them.
 
@@ -75,6 +76,7 @@ def make_options(
         fn: the step function.
         in_shardings, out_shardings, donate_argnums, static_argnums: as for `RemoteMesh.distributed`.
         caller: the function that the user called, for error messages.
+        schedule: the schedule to use in place of those in the function; None keeps them.
 
     Raises:
         TypeError: `fn` cannot be called.
@@ -83,7 +85,8 @@ def make_options(
     if not callable(fn):
         raise deliberate(TypeError(f"{caller} takes a step function; got {fn!r}"))
     donated = _argnums("donate_argnums", donate_argnums, fn)
-    return StepOptions(in_shardings, out_shardings, donated, _argnums("static_argnums", static_argnums, fn))
+    static = _argnums("static_argnums", static_argnums, fn)
+    return StepOptions(in_shardings, out_shardings, donated, static, schedule)
 
 
 def _argnums(name: str, value: int | Sequence[int], fn: Callable) -> tuple[int, ...]:
