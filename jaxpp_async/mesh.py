@@ -85,6 +85,9 @@ class RemoteMesh:
             process sends heartbeats unless the process is stopped, or a native call holds Python's GIL. See
             docs/operations.md.
 
+    Attributes:
+        saver: the object that runs the saves of this mesh; `Checkpoints` uses it.
+
     Raises:
         MeshError: options contradict each other, or ask for something that the machines do not have.
         ShardingError: a rule names an unknown axis.
@@ -172,7 +175,7 @@ class RemoteMesh:
         target = mesh_options.make_target(self.spmd_mesh, kinds, self.axis_rules, config.platform)
         self._values = RemoteValues(self._running, target)
         self._events = EventLog()
-        self._saver = Saver(self._running, self._values, self._events.emit)
+        self.saver = Saver(self._running, self._values, self._events.emit)
         self._runner = StepRunner(
             self._running,
             self._values,
@@ -225,7 +228,7 @@ class RemoteMesh:
     async def aclose(self) -> None:
         """End the actors; the mesh's arrays cannot be used afterwards. A second call does nothing."""
         if self._controller is not None:
-            await self._saver.aclose()
+            await self.saver.aclose()
             await self._controller.aclose()
 
     @property
@@ -445,11 +448,6 @@ class RemoteMesh:
 
     # ---------------------------------------------------------------- checkpoints
 
-    @property
-    def saver(self) -> Saver:
-        """The object that runs the saves of this mesh; `Checkpoints` uses it."""
-        return self._saver
-
     @mesh_options.only_known
     @says_to_await
     async def save(
@@ -481,7 +479,7 @@ class RemoteMesh:
             MeshClosedError: the mesh is closed or has failed.
         """
         with HiddenFrames():
-            return await self._saver.save(path, tree, wait=wait, on_progress=on_progress)
+            return await self.saver.save(path, tree, wait=wait, on_progress=on_progress)
 
     @mesh_options.only_known
     @says_to_await
