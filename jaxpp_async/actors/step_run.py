@@ -422,8 +422,8 @@ class StepRun:
     def _compute(self, command: Execute) -> Callable[[], None] | None:
         """Call the executable of a `Run` instruction and wait for its results; called on the compute thread.
 
-        If the mesh has a device model, also wait until the call has lasted as long as the model says, or until
-        the step has ended.
+        If the mesh has a device model, also wait until the call has lasted as long as the model says, or
+        until the step has ended.
 
         Returns:
             The function to call on the event loop afterwards, which continues the step, or fails it after an

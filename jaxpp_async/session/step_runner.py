@@ -213,7 +213,9 @@ class StepRunner:
         compiled = compile_step(request)
         report.report_notes(step.__name__, step.line, request, compiled)
         names = dict(enumerate(compiled.traced.arg_names)) if nonfinite.forbids_nonfinite() else {}
-        modelled_s = modelled_seconds(device_model, compiled, step.__name__) if device_model is not None else {}
+        modelled_s = (
+            modelled_seconds(device_model, compiled, step.__name__) if device_model is not None else {}
+        )
         program_id, loaded = await load_programs(
             self._controller(), compiled.programs, compiled.executables, names, modelled_s
         )
