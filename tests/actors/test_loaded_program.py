@@ -10,7 +10,8 @@ import pytest
 
 from jaxpp_async.actors import loaded_program
 from jaxpp_async.actors.executables import Executable
-from jaxpp_async.actors.loaded_program import load_program
+from jaxpp_async.actors.execution_plan import make_plan
+from jaxpp_async.actors.loaded_program import LoadedProgram, load_program
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval, Input, Run
 from jaxpp_async.protocol.actor_info import ProcessRank
@@ -68,8 +69,8 @@ def made(monkeypatch):
     return monkeypatch
 
 
-async def load(compiled: Compiled, executables=None):
-    message = Load(1, PROGRAM, executables or {3: "k"}, {"k": b"blob"}, {0: "x"})
+async def load(compiled: Compiled, executables=None, modelled_s=None):
+    message = Load(1, PROGRAM, executables or {3: "k"}, {"k": b"blob"}, {0: "x"}, modelled_s or {})
     with ThreadPoolExecutor(1) as workers:
         return await load_program(message, compiled, LAYOUTS, None, workers, ProcessRank(0))
 
@@ -83,6 +84,29 @@ async def test_each_run_gets_the_executable_for_what_it_donates(made):
     assert calls == {1: keeps.call, 2: donates.call}
     assert (places, loops, names) == ({2: ("a.py:1: log",)}, {2}, {0: "x"})
     assert reply == Loaded(1.0, {3: 64})
+
+
+async def test_each_run_of_an_executable_lasts_as_long_as_the_message_says(made):
+    (*_, modelled_s, _, _), _ = await load(Compiled(keeps=executable(), donates=executable()))
+    assert modelled_s == {}
+    (*_, modelled_s, _, _), _ = await load(
+        Compiled(keeps=executable(), donates=executable()), modelled_s={3: 0.5, 4: 9.0}
+    )
+    assert modelled_s == {1: 0.5, 2: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("modelled_s", "quick"), [({}, {1, 2}), ({2: 1e-5}, {1}), ({1: 1e-5, 2: 9.0}, set())]
+)
+def test_a_run_of_modelled_length_is_never_quick(modelled_s, quick):
+    plan = make_plan(PROGRAM)
+    calls = {1: executable().call, 2: executable().call}
+    layouts = SimpleNamespace(of=layout, devices=SimpleNamespace(size=1))
+    pool = SimpleNamespace(buffers_of=None)
+    program = LoadedProgram(plan, calls, {}, {}, layouts, pool, modelled_s, (), ProcessRank(0))
+    for instruction in (1, 2) * 5:
+        program.record_time(instruction, 1e-5)
+    assert program.quick == quick
 
 
 async def test_an_executable_that_is_not_what_the_program_takes_it_for_is_refused_with_the_instruction(made):
