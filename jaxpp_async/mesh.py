@@ -430,8 +430,8 @@ class RemoteMesh:
             The tree, of `RemoteArray`s.
 
         Raises:
-            ArrayError: `like` and `tree` do not have the same leaves, or a sharding in `like` does not divide
-                its array.
+            ArrayError: `like` and `tree` do not have the same leaves, `like` is of another mesh, or a
+                sharding in `like` does not divide its array.
             ActorError: an actor or the mesh failed.
         """
         with HiddenFrames():
@@ -484,6 +484,7 @@ class RemoteMesh:
         Raises:
             CheckpointError: the save failed, or another save has replaced the folder's content meanwhile; the
                 message names the file and the cause. Nothing of the failed save is left.
+            ActorError: the mesh failed before the save was complete; a note names the checkpoint.
             ArrayError: an array was donated, deleted, or belongs to another mesh.
             MeshClosedError: the mesh is closed or has failed.
         """
@@ -512,7 +513,8 @@ class RemoteMesh:
         Raises:
             CheckpointError: there is no checkpoint, or it is broken, or differs from `like` in its tree
                 structure, a shape or a dtype; the message names the path.
-            ActorError: the mesh failed.
+            ArrayError: `like` has an array or a step of another mesh.
+            ActorError: the mesh failed; a note names the checkpoint, which is as it was.
         """
         with HiddenFrames():
             return await restore(self._running(), self._values, path, like)
