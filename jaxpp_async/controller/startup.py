@@ -182,7 +182,7 @@ class Startup:
                 death = dead.result()
                 remedy = unconnected if death.returncode == ExitCode.CONNECTION_LOST else ""
                 what = f"{describe_end(death.returncode, death.output_tail)} before it was ready{remedy}"
-                raise launch_error(process_rank, what, death.output_tail)
+                raise launch_error(process_rank, what, death.output_tail, handle=handle)
             return await wanted
         finally:
             dead.cancel()
@@ -190,9 +190,8 @@ class Startup:
     def _timeout_error(self, process_rank: ProcessRank, what: str, remedy: str = "") -> ActorError:
         handle = self.handles.get(process_rank.process)
         tail = handle.output_tail() if handle is not None else ()
-        return launch_error(
-            process_rank, f"{what} within {self._timeout_s:g} s (launch_timeout_s){remedy}", tail
-        )
+        late = f"{what} within {self._timeout_s:g} s (launch_timeout_s){remedy}"
+        return launch_error(process_rank, late, tail, handle=handle)
 
 
 def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:

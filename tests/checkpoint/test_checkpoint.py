@@ -418,7 +418,7 @@ async def test_a_like_without_keys(mesh, tmp_path):
         r"^`like` itself is a step; write `\(step, 0\)`, a tuple": step,
         r"^`like\[0\]` is a step; write `\(step, 0\)`, a tuple": [step, 0],
         r"^`like` itself is a object; give \(step, argnum\)": object(),
-        r"`like` has \(step, 2\), .* no argument 2 with arrays in it; arguments 0, 1 have$": (step, 2),
+        r"^`like` has \(step, 2\): .* no argument 2 with arrays in it; arguments 0, 1 have$": (step, 2),
         r"no argument 5 with arrays in it; arguments 0, 1 have$": (step, 5),
         r"the root is float32\[2\] in the checkpoint, but float32\[3\] in `like`": (step, 1),
         r"`like` has a Python int at 'x', .* nothing; only the checkpoint has the root": {"x": 1},
