@@ -180,6 +180,7 @@ class RemoteMesh:
             launch_timeout_s=mesh_options.check_seconds("launch_timeout_s", launch_timeout_s),
         )
         self._controller: Controller | None = None
+        self._start_failed = False
         target = mesh_options.make_target(self.spmd_mesh, kinds, self.axis_rules, config.platform)
         self._values = RemoteValues(self._running, target)
         self._events = EventLog()
@@ -214,10 +215,16 @@ class RemoteMesh:
         if self._controller is not None:
             raise MeshError("this mesh has been entered before; make a new RemoteMesh for another run")
         with HiddenFrames():
-            await mesh_options.prepare(self._launcher, self._options.actors, same_python=self._same_python)
-            self._controller = await Controller.start(
-                self.num_actors, self._launcher, self._options, events=self._events
-            )
+            try:
+                await mesh_options.prepare(
+                    self._launcher, self._options.actors, same_python=self._same_python
+                )
+                self._controller = await Controller.start(
+                    self.num_actors, self._launcher, self._options, events=self._events
+                )
+            except BaseException:
+                self._start_failed = True
+                raise
         return self
 
     def __enter__(self) -> NoReturn:
@@ -242,8 +249,8 @@ class RemoteMesh:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the mesh has closed or failed, so that nothing can be run on it any more."""
-        return self._controller is not None and self._controller.is_closed
+        """Whether the mesh has closed or failed, also in its start, so that nothing can be run on it."""
+        return self._start_failed if self._controller is None else self._controller.is_closed
 
     @property
     def actors(self) -> tuple[ActorInfo, ...]:

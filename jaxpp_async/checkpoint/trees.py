@@ -267,8 +267,8 @@ def check_matches(wanted: dict[str, RestoreTarget], manifest: Manifest) -> None:
     if extra := [path for path in manifest.paths if path not in wanted]:
         raise CheckpointError(
             f"the checkpoint has {_stored_text(manifest, extra[0])} at {_named(extra[0])}, where `like` has "
-            f"nothing{_others(extra[1:])}; add it to `like`, as a jax.ShapeDtypeStruct for one, and drop "
-            "what comes back"
+            f"nothing{_others(extra[1:])}; add it to `like`, where a jax.ShapeDtypeStruct of that type "
+            "is enough, and drop what comes back"
         )
     for path, target in wanted.items():
         if not _fits(target, manifest, path):

@@ -83,7 +83,7 @@ class RemoteValues:
 
     async def put(self, tree: Any, like: Any = None) -> Any:
         """Put the host values of a tree on actors, and return the tree of arrays; see `RemoteMesh.put`."""
-        self._controller()
+        self._controller().check_usable()
         values, treedef = jax.tree.flatten(tree)
         types = [argument_binding.sent_type(x) for x in values]
         hosts = [_own_copy(x) for x in values]

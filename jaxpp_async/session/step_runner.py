@@ -244,6 +244,7 @@ class StepRunner:
     # ---------------------------------------------------------------- arguments
 
     def _check_leaves(self, leaves: Sequence[Any], compiled: CompiledStep) -> None:
+        self._controller().check_usable()  # why arrays are lost is the mesh's failure, not theirs
         seen: dict[int, Slot] = {}
         for k, (leaf, slot) in enumerate(zip(leaves, compiled.inputs, strict=False)):
             if isinstance(leaf, jax.ShapeDtypeStruct):
