@@ -344,7 +344,7 @@ async def test_a_death_before_all_are_connected_ends_the_launch(caplog):
     class Dying(InlineLauncher):
         # the controller's own: its actors are up, and not yet connected
         def make_transport(self, kind, network):
-            self._handles[1].kill()
+            next(h for h in self._handles if h._task.get_name() == "inline actor 1").kill()
             return super().make_transport(kind, network)
 
     async with nothing_left(caplog), asyncio.timeout(20):
