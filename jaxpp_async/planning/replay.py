@@ -195,12 +195,11 @@ class _GraphBuilder:
         arrivals: dict[BufferId, int] = {}  # of buffers that no run has waited for yet
         sending: dict[BufferId, list[int]] = {}  # the ends of sends, of buffers that sends read
         for i in program.instructions:
-            kind = type(i)
             begin = end = _NEVER
-            if kind is Delete:
+            if isinstance(i, Delete):
                 arrivals.pop(i.buffer, None)
                 sending.pop(i.buffer, None)
-            elif kind is Run:
+            elif isinstance(i, Run):
                 number = self._num_runs
                 self._num_runs += 1
                 begin, end = self._started + number, self._ended + number
@@ -213,7 +212,7 @@ class _GraphBuilder:
                     needs[begin].append(self._there + number)
                 needs[end].append(begin)
                 passed, last_post = end, -1
-            elif kind is Send:
+            elif isinstance(i, Send):
                 number = transfers[i.tag]
                 begin = self._posted + number
                 released, arrived = self._released + number, self._arrived + number
@@ -233,13 +232,13 @@ class _GraphBuilder:
                 needs[arrived].append(released)
                 if not eager:
                     sending.setdefault(i.buffer, []).append(arrived)
-            elif kind is Recv:
+            elif isinstance(i, Recv):
                 if i.tag not in transfers:
                     raise ValueError(f"actor {program.actor} receives tag {i.tag}, which no actor sends")
                 begin, end = passed, self._arrived + transfers[i.tag]
                 needs[self._released + transfers[i.tag]].append(begin)
                 arrivals[i.buffer] = end
-            elif kind is Input:
+            elif isinstance(i, Input):
                 begin, end = began, bound
             self.begins.append(begin)
             self.ends.append(end)

@@ -119,7 +119,7 @@ def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> tuple[float, f
     columns = np.stack([1 / t, x / scale / t], axis=1)
     ones = np.ones(len(t))
     best = (math.inf, 0.0, 0.0)
-    for used in ([0, 1], [0], [1]):  # of a fit with a negative part, the part that is least is 0
+    for used in ([0, 1], [1], [0]):  # where both together have a negative part, one of them is 0
         if used == [0, 1] and len(set(x.tolist())) < 2:
             continue
         found = np.zeros(2)
