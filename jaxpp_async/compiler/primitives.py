@@ -156,3 +156,11 @@ NOT_FUSED = READS_ALL | _names(
 )
 """Primitives whose operands and results XLA reads from memory and writes to memory, while it fuses
 elementwise primitives into their neighbours."""
+
+EXCHANGES = {
+    **dict.fromkeys(_names("psum psum_invariant unreduced_psum pmax pmin"), "all-reduce"),
+    **dict.fromkeys(_names("all_gather all_gather_invariant all_gather_reduced ppermute"), "all-gather"),
+    **dict.fromkeys(_names("reduce_scatter unreduced_reduce_scatter"), "reduce-scatter"),
+    "all_to_all": "all-to-all",
+}
+"""The kind of exchange between devices that each primitive inside a `shard_map` makes."""

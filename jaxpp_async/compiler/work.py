@@ -22,8 +22,10 @@ from jaxpp_async.compiler.evaluate import recipe_function
 from jaxpp_async.compiler.export import Target, input_types, lowering_context
 from jaxpp_async.compiler.export_cache import Specs, recipe_keys
 from jaxpp_async.compiler.ir import Op, Recipe, Types
-from jaxpp_async.compiler.sharded_work import Axes, ShardedArray, Tally, count_equation
+from jaxpp_async.compiler.primitives import NOT_FUSED
+from jaxpp_async.compiler.sharded_work import Axes, ShardedArray, Tally, count_equation, count_exchange
 from jaxpp_async.jax_bridge import private_api
+from jaxpp_async.markers import logical_axes
 from jaxpp_async.program.work import TaskWork
 
 if TYPE_CHECKING:  # the pipeline's passes count operations, too
@@ -161,14 +163,84 @@ def _count_eqn(tally: Tally, eqn: Any, operands: list[ShardedArray]) -> list[Sha
     if name == "cond":
         return _count_cond(tally, eqn, operands)
     inner = private_api.inner_jaxpr(eqn)
+    if name == "shard_map":
+        return _count_shard_map(tally, eqn, inner, operands)
     if inner is not None and len(inner.jaxpr.invars) == len(operands):
-        return _count_closed(tally, inner, operands)
+        return _count_call(tally, eqn, inner, operands)
     results = [_array(v.aval) for v in eqn.outvars]
-    if inside := private_api.sub_jaxprs(eqn):  # such as a custom linear solve: each jaxpr once
+    if name not in NOT_FUSED and (
+        inside := private_api.sub_jaxprs(eqn)
+    ):  # such as a custom linear solve: each jaxpr once
         for jaxpr in inside:
             _count_closed(tally, jaxpr, [_array(v.aval) for v in jaxpr.invars])
         return results
-    return count_equation(tally, name, eqn.params, operands, results)
+    if count_exchange(tally, name, eqn.params, operands, results):
+        return results
+    if tally.sizes and (wanted := _constrained(eqn, operands)) is not None:
+        return [tally.reshard(operands[0], wanted)]
+    if name == "reshard":
+        return [_typed(tally, _summed(tally, operands[0], eqn), eqn.outvars[0].aval)]
+    made = count_equation(tally, name, eqn.params, operands, results)
+    return [_typed(tally, x, v.aval) for x, v in zip(made, eqn.outvars, strict=True)]
+
+
+def _constrained(eqn: Any, operands: Sequence[ShardedArray]) -> Axes | None:
+    """Return the sharding that an equation gives its operand, or None if it gives none."""
+    if eqn.primitive.name == "sharding_constraint":
+        now, spec = operands[0].axes, getattr(eqn.params["sharding"], "spec", None)
+        if spec is None:
+            return None
+        free = eqn.params.get("unconstrained_dims", ())
+        return tuple(now[d] if d in free else axes for d, axes in enumerate(_axes(spec, len(now))))
+    if eqn.primitive.name == "shard":
+        return logical_axes.constrained_axes(eqn.params["names"], operands[0].axes)
+    return None
+
+
+def _typed(tally: Tally, x: ShardedArray, aval: Any) -> ShardedArray:
+    """Give an array the sharding in its type, which it has on a mesh with explicit axes."""
+    if not tally.sizes or (known := logical_axes.explicit_sharding(aval)) is None:
+        return x
+    if logical_axes.unreduced_axes(known) and x.exchange == len(tally.collectives) - 1 >= 0:
+        tally.collectives.pop()  # each device keeps its part of the sum
+        x = dataclasses.replace(x, summed=(), exchange=-1)
+    explicit = logical_axes.explicit_axes(known.mesh)
+    given = _axes(known.spec.partitions, len(x.shape))
+    wanted = tuple(
+        (*to, *(a for a in now if a not in explicit)) for to, now in zip(given, x.axes, strict=True)
+    )
+    return tally.reshard(x, wanted)
+
+
+def _summed(tally: Tally, x: ShardedArray, eqn: Any) -> ShardedArray:
+    """Count the sum that a reshard makes of an operand of which each device had a part of a sum."""
+    before, after = (
+        logical_axes.unreduced_axes(logical_axes.explicit_sharding(v.aval))
+        for v in (eqn.invars[0], eqn.outvars[0])
+    )
+    return tally.sum_over(x, tuple(a for a in before if a not in after))
+
+
+def _count_call(tally: Tally, eqn: Any, inner: Any, operands: list[ShardedArray]) -> list[ShardedArray]:
+    """Count a call, whose operands and results may have shardings of the user's."""
+    before, after = private_api.pinned_shardings(eqn)
+
+    def pinned(x: ShardedArray, sharding: Any) -> ShardedArray:
+        spec = getattr(sharding, "spec", None)
+        return tally.reshard(x, _axes(spec, len(x.shape))) if tally.sizes and spec is not None else x
+
+    results = _count_closed(tally, inner, list(map(pinned, operands, before)))
+    return list(map(pinned, results, after))
+
+
+def _count_shard_map(tally: Tally, eqn: Any, inner: Any, operands: list[ShardedArray]) -> list[ShardedArray]:
+    """Count a `shard_map`, in which shapes are those of one device's parts."""
+    for x, spec in zip(operands, eqn.params["in_specs"], strict=True):
+        tally.read.add(x)
+        tally.reshard(x, _axes(spec, len(x.shape)))
+    _count_closed(tally, inner, [_array(v.aval) for v in inner.jaxpr.invars])
+    specs = eqn.params["out_specs"]
+    return [_array(v.aval, _axes(spec, v.aval.ndim)) for v, spec in zip(eqn.outvars, specs, strict=True)]
 
 
 def _add(tally: Tally, inner: Tally, times: int = 1) -> None:
