@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from jaxpp_async.errors import CostError, MissingCost
+from jaxpp_async.planning.devices import Device, Link, find_device, find_link
 from jaxpp_async.planning.measurements import (
     BETWEEN_HOSTS,
     MEMORY,
@@ -139,6 +141,86 @@ class CostModel(msgspec.Struct, frozen=True):
             skew=_samples(found.skew),
             arguments={arg: Samples.of(late) for arg, late in found.arguments.items() if max(late) > 0},
             reply=_samples(found.reply),
+            assumed=tuple(assumed),
+        )
+
+    @classmethod
+    def from_device(
+        cls,
+        device: str | Device,
+        *,
+        network: str | Link = "infiniband-ndr",
+        devices_per_actor: int = 1,
+        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        matmul: float = 1.0,
+        memory: float = 1.0,
+        links: float = 1.0,
+        overhead_s: float = 0.0,
+        dispatch_s: float = 0.0,
+    ) -> CostModel:
+        """Return costs that follow from a device's published figures, without measuring anything.
+
+        Programs reach a part of the published rates. `matmul`, `memory` and `links` say how large a part is;
+        take them from a measured step, since 1 is never reached. Every number is listed in `assumed`.
+
+        Args:
+            device: the name of a device in `planning.devices`, such as `"h100-sxm"`, or figures of one's own.
+            network: the link between hosts, for each device.
+            devices_per_actor: the number of devices of an actor, which send their parts of an array to
+                another actor at the same time.
+            dtype: the type of numbers in which tasks compute.
+            matmul, memory, links: the shares of the published rates that are reached, above 0 and at most 1:
+                of operations, of bytes read and written, and of bytes sent.
+            overhead_s: the seconds that a task takes in addition to its work.
+            dispatch_s: the seconds from when a task could begin until it begins.
+
+        Raises:
+            MeshError: no device or link has this name.
+            CostError: a figure of the device is not published, or a share is not between 0 and 1.
+        """
+        row, outside = find_device(device), find_link(network)
+        for name, share in (("matmul", matmul), ("memory", memory), ("links", links)):
+            if not 0 < share <= 1:
+                raise CostError(
+                    f"{name}={share} is no share of a published rate; give one above 0 and at most 1"
+                )
+        flops_per_s = row.bf16_flops_per_s if dtype == "bfloat16" else row.f32_flops_per_s
+        if flops_per_s is None or row.memory_bytes_per_s is None:
+            raise CostError(
+                f"of device {row.name!r} no rate of {dtype} or of memory is published; measure steps on it "
+                "(`CostModel.from_timelines`), or pass a `Device` with your own figures"
+            )
+        within_a_host = row.link is not None and devices_per_actor <= row.devices_in_group
+        inside = find_link(row.link) if within_a_host and row.link is not None else outside
+
+        def link(of: Link, lanes: int) -> LinkCost:
+            return LinkCost(Samples((of.latency_s or 0.0,)), lanes * links * of.bytes_per_s)
+
+        assumed = [
+            f"matrix products reach {matmul:.0%} of {flops_per_s:.3g} FLOPs/s ({row.name}, {dtype})",
+            f"tasks reach {memory:.0%} of {row.memory_bytes_per_s:.3g} bytes/s of memory ({row.name})",
+            f"links reach {links:.0%} of {inside.bytes_per_s:.3g} bytes/s a device ({inside.name}), and of "
+            f"{outside.bytes_per_s:.3g} between hosts ({outside.name})",
+            f"a task takes {overhead_s * 1e6:.3g} us in addition, and begins {dispatch_s * 1e6:.3g} us after "
+            "it could",
+            "nothing else takes time, and no time varies",
+        ]
+        assumed += [
+            f"a transfer over {of.name} has no latency: none is published"
+            for of in dict.fromkeys((inside, outside))
+            if of.latency_s is None
+        ]
+        dispatch = Samples((dispatch_s,))
+        return cls(
+            formula=TaskFormula(overhead_s, matmul * flops_per_s, memory * row.memory_bytes_per_s),
+            links={
+                DEVICES: link(inside, 1),
+                SAME_HOST: link(inside, devices_per_actor),
+                BETWEEN_HOSTS: link(outside, devices_per_actor),
+            },
+            actors_per_host=max(1, row.devices_in_group // devices_per_actor),
+            dispatch=dispatch,
+            wake=dispatch,
             assumed=tuple(assumed),
         )
 

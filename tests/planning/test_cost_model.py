@@ -8,7 +8,7 @@ import pytest
 from measured_step import STEP, WORKS
 
 from jaxpp_async import CostModel
-from jaxpp_async.errors import CostError, JaxppAsyncError, MissingCost
+from jaxpp_async.errors import CostError, JaxppAsyncError, MeshError, MissingCost
 from jaxpp_async.planning.cost_model import TaskFormula
 from jaxpp_async.planning.samples import LinkCost, Samples
 from jaxpp_async.program.work import Collective, TaskWork
@@ -83,6 +83,45 @@ def test_actors_on_two_hosts_are_joined_by_another_link():
     assert within.link_between(1, 2) == ("memory", "memory")
     unknown = CostModel(links={"same host": LINK}, actors_per_host=1)
     assert unknown.link_between(0, 1) == ("between hosts", "same host")
+
+
+# ---------------------------------------------------------------- published figures
+
+
+def test_a_device_has_the_rates_of_the_table_times_what_is_reached_of_them():
+    costs = CostModel.from_device("h100-sxm", matmul=0.5, memory=0.8, links=0.9, overhead_s=1e-5)
+    assert costs.task_s(TaskWork("", 989.5e12 / 2, 0)) == pytest.approx(1 + 1e-5)
+    assert costs.task_s(TaskWork("", 0, 0.8 * 3350e9)) == pytest.approx(1 + 1e-5)
+    assert costs.links["devices"].bytes_per_s == costs.links["same host"].bytes_per_s == 0.9 * 450e9
+    assert costs.links["between hosts"].bytes_per_s == 0.9 * 50e9
+    assert costs.link_between(7, 8)[0] == "between hosts" and costs.link_between(0, 7)[0] == "same host"
+    assert "matrix products reach 50% of 9.9e+14 FLOPs/s (h100-sxm, bfloat16)" in costs.assumed
+    assert len(costs.assumed) == 5
+
+
+def test_the_devices_of_an_actor_send_at_the_same_time():
+    costs = CostModel.from_device("h100-sxm", devices_per_actor=8)
+    assert costs.links["between hosts"].bytes_per_s == 8 * 50e9
+    assert costs.links["devices"].bytes_per_s == 450e9
+    assert costs.link_between(0, 1)[0] == "between hosts"
+    wide = CostModel.from_device("h100-sxm", devices_per_actor=16)  # more than one host has
+    assert wide.links["devices"].bytes_per_s == 50e9
+
+
+def test_what_no_vendor_publishes_is_said():
+    assert any("ici-v5e has no latency" in text for text in CostModel.from_device("tpu-v5e").assumed)
+    assert CostModel.from_device("h100-sxm", dtype="float32").formula == TaskFormula(0.0, 67e12, 3350e9)
+    for device, dtype in (("cpu", "bfloat16"), ("tpu-v4", "float32")):
+        with pytest.raises(CostError, match=f"of device '{device}' no rate of {dtype} or of memory"):
+            CostModel.from_device(device, dtype=dtype)
+    with pytest.raises(MeshError, match="did you mean 'h100-sxm'"):
+        CostModel.from_device("h100-sxn")
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])
+def test_a_share_of_a_rate_is_between_none_and_all(share):
+    with pytest.raises(CostError, match=r"matmul=.* is no share of a published rate"):
+        CostModel.from_device("h100-sxm", matmul=share)
 
 
 # ---------------------------------------------------------------- files
