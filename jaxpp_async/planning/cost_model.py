@@ -73,7 +73,9 @@ class CostModel(msgspec.Struct, frozen=True):
     Args:
         tasks: the times of tasks that were measured, by the key of their work.
         formula: the formula for all other tasks; None if there is none.
-        spread: the ratios of single times of a task to their mean, for tasks that have only the formula.
+        spread: the ratios of single times of a task to their mean, for tasks that have only the formula. The
+            ratios of short tasks are left out, since what delays a task for a moment would be many times the
+            length of a short one.
         links: the costs of links by their kind: `"memory"` between actors of one process, `"same host"`,
             `"between hosts"`, and `"devices"` between the devices of one actor.
         actors_per_host: the number of neighbouring actors on one host; 0 if all are on one host.
@@ -127,11 +129,10 @@ class CostModel(msgspec.Struct, frozen=True):
             if link.bytes_per_s is None
         ]
         tasks = {key: Samples.of(times) for key, times in found.tasks.items()}
-        ratios = [t / tasks[key].mean for key, times in found.tasks.items() for t in times if tasks[key].mean]
         return cls(
             tasks=tasks,
             formula=formula,
-            spread=Samples.of(ratios or [1.0]),
+            spread=_spread(found),
             links=links,
             actors_per_host=found.actors_per_host,
             dispatch=_samples(found.dispatch),
@@ -371,16 +372,27 @@ def _samples(values: list[float]) -> Samples:
     return Samples.of(values) if values else ZERO
 
 
+def _spread(found: Measurements) -> Samples:
+    """Return the ratios of single times to their means, of tasks at least a tenth as long as the longest."""
+    means = {key: sum(times) / len(times) for key, times in found.tasks.items()}
+    longest_s = max(means.values())
+    long = [key for key, mean_s in means.items() if mean_s >= longest_s / 10 and mean_s > 0]
+    return Samples.of([t / means[key] for key in long for t in found.tasks[key]] or [1.0])
+
+
 def _fit_formula(found: Measurements) -> tuple[TaskFormula, str]:
     """Fit the formula to the mean times of the measured tasks, by FLOPs or, where that fits better, by bytes.
+
+    A kind of task counts by the share of the steps' time that it took.
 
     Returns:
         The formula, and the words that say what it is.
     """
     works = [found.works[key] for key in found.tasks]
     means = [sum(times) / len(times) for times in found.tasks.values()]
-    overhead_s, per_flop, error = fit_line([w.flops for w in works], means)
-    by_bytes_s, per_byte, bytes_error = fit_line([w.size_bytes for w in works], means)
+    shares = [sum(times) for times in found.tasks.values()]
+    overhead_s, per_flop, error = fit_line([w.flops for w in works], means, shares)
+    by_bytes_s, per_byte, bytes_error = fit_line([w.size_bytes for w in works], means, shares)
     if bytes_error < error or (per_flop == 0 and per_byte > 0):
         rate = 1 / per_byte if per_byte > 0 else None
         formula, amount = TaskFormula(by_bytes_s, bytes_per_s=rate), "bytes"

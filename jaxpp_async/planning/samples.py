@@ -103,28 +103,31 @@ def check_rate(rate: float | None, name: str) -> None:
         raise ValueError(f"{name} is {rate}, which is no positive number")
 
 
-def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> tuple[float, float, float]:
+def fit_line(
+    sizes: Sequence[float], times_s: Sequence[float], weights: Sequence[float] | None = None
+) -> tuple[float, float, float]:
     """Fit `time = overhead + slope * size` by least squares of the relative errors, with nothing negative.
 
     Args:
         sizes: the amounts, not negative.
         times_s: the time of each in seconds, not negative.
+        weights: how much each counts; None: all count the same.
 
     Returns:
-        The overhead in seconds, the slope in seconds per unit of size, and the sum of the squared relative
-        errors.
+        The overhead in seconds, the slope in seconds per unit of size, and the weighted sum of the squared
+        relative errors.
     """
     x, t = np.array(sizes, dtype=float), np.maximum(np.array(times_s, dtype=float), 1e-12)
     scale = max(float(x.max(initial=0.0)), 1e-300)
-    columns = np.stack([1 / t, x / scale / t], axis=1)
-    ones = np.ones(len(t))
+    root = np.sqrt(np.ones(len(t)) if weights is None else np.array(weights, dtype=float))
+    columns = np.stack([root / t, root * x / scale / t], axis=1)
     best = (math.inf, 0.0, 0.0)
     for used in ([0, 1], [1], [0]):  # where both together have a negative part, one of them is 0
         if used == [0, 1] and len(set(x.tolist())) < 2:
             continue
         found = np.zeros(2)
-        found[used] = np.linalg.lstsq(columns[:, used], ones, rcond=None)[0]
-        error = float(np.sum((columns @ found - ones) ** 2))
+        found[used] = np.linalg.lstsq(columns[:, used], root, rcond=None)[0]
+        error = float(np.sum((columns @ found - root) ** 2))
         if (found >= 0).all() and error < best[0] - 1e-12:
             best = (error, float(found[0]), float(found[1]) / scale)
     error, overhead, slope = best

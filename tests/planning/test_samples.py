@@ -65,3 +65,10 @@ def test_a_line_is_fitted_with_nothing_negative(sizes, times, expected):
 def test_times_that_fall_with_size_are_no_negative_slope():
     overhead, slope, _ = fit_line([1, 2], [2, 1])
     assert slope == 0 and 1 < overhead < 2
+
+
+def test_what_weighs_more_is_fitted_better():
+    sizes, times = [1, 2, 3], [1.0, 2.0, 4.0]
+    _, slope, _ = fit_line(sizes, times, [1.0, 1.0, 1e-9])
+    assert slope == pytest.approx(1, rel=1e-6)
+    assert fit_line(sizes, times) == fit_line(sizes, times, [1.0, 1.0, 1.0])
