@@ -204,6 +204,11 @@ async def stamps(context: Context) -> Figures:
     return await _module("stamps")
 
 
+async def messages(context: Context) -> Figures:
+    """What it takes to encode and decode a step's messages and a program."""
+    return await _module("messages")
+
+
 async def plan(context: Context) -> Figures:
     """How many instructions a second compiled programs are replayed at in virtual time."""
     return await _module("plan")
@@ -222,6 +227,7 @@ PARTS: Mapping[str, Part] = {
         Part(transport, "half a minute"),
         Part(controller, "a minute"),
         Part(stamps, "half a minute"),
+        Part(messages, "ten seconds"),
         Part(plan, "half a minute"),
     )
 }

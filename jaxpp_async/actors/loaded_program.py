@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array as packed
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -125,6 +125,9 @@ class LoadedProgram:
         layouts: the distributions of arrays over this process's devices.
         pool: the source of receive buffers. The constructor allocates as many as the program uses at the same
             time.
+        modelled_s: how long each `Run` instruction lasts at least, in seconds, by the instruction's index;
+            empty unless the mesh has a device model. These instructions never count as quick, since the event
+            loop must not wait for their end.
         loops: the indices of the `Run` instructions that contain a loop. These never count as quick, since
             their time may depend on their data.
         process_rank: the number of this process, and its rank in its actor.
@@ -153,10 +156,11 @@ class LoadedProgram:
         names: Mapping[int, str],
         layouts: Layouts,
         pool: ReceivePool,
-        loops: Container[int],
+        modelled_s: Mapping[int, float],
+        loops: Iterable[int],
         process_rank: ProcessRank,
     ):
-        self.plan = plan
+        self.plan, self.modelled_s = plan, modelled_s
         argument = {bind.buffer: names.get(bind.arg) for bind in plan.binds}
         runs = {command.instruction: command for command in plan.commands if isinstance(command, Execute)}
         self.tasks: dict[int, LoadedTask] = {}
@@ -187,7 +191,7 @@ class LoadedProgram:
         self.longest_s = 0.0
         # In an actor of several processes a task may have to wait for the other processes, and the event loop
         # must not be blocked, so no task counts as quick.
-        self._run_times = {} if process_rank.size > 1 else _group_runs(runs, loops)
+        self._run_times = {} if process_rank.size > 1 else _group_runs(runs, {*loops, *modelled_s})
 
     def _transferred_parts(self) -> Iterator[tuple[StartSend | PostRecv, list[Part]]]:
         """Yield the command of each send and receive of the program, with those parts (distinct slices) of
@@ -235,14 +239,14 @@ class LoadedProgram:
             (self.quick.update if times.is_quick else self.quick.difference_update)(times.instructions)
 
 
-def _group_runs(runs: Mapping[int, Execute], loops: Container[int]) -> dict[int, _RunTimes]:
+def _group_runs(runs: Mapping[int, Execute], never_quick: Container[int]) -> dict[int, _RunTimes]:
     """Make the objects that estimate the times of `Run` instructions; `Run`s of the same executable share one
     object.
 
     Args:
         runs: the commands of all `Run` instructions, by the instruction's index.
-        loops: the indices of the `Run` instructions that contain a loop. These instructions never count as
-            quick, and are left out of the result.
+        never_quick: the indices of the `Run` instructions that never count as quick. These are left out of
+            the result.
 
     Returns:
         A dictionary. Its keys are the indices of the `Run` instructions; its values are the estimating
@@ -253,7 +257,7 @@ def _group_runs(runs: Mapping[int, Execute], loops: Container[int]) -> dict[int,
     for at, command in runs.items():
         times = of_executable.setdefault((command.executable, command.donated), _RunTimes())
         times.instructions.append(at)
-        if at not in loops:
+        if at not in never_quick:
             found[at] = times
     return found
 
@@ -307,7 +311,11 @@ async def load_program(
         if executable.has_loop:
             loops.add(run.instruction)
         temp_bytes[run.executable] = max(temp_bytes[run.executable], executable.temp_bytes)
-    program = LoadedProgram(plan, calls, places, message.names, layouts, pool, loops, process_rank)
+    named_s = message.modelled_s
+    modelled_s = {run.instruction: named_s[run.executable] for run in runs if run.executable in named_s}
+    program = LoadedProgram(
+        plan, calls, places, message.names, layouts, pool, modelled_s, loops, process_rank
+    )
     return program, Loaded(compile_s, temp_bytes)
 
 

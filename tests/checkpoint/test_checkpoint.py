@@ -30,6 +30,7 @@ import pytest
 from dtype_examples import AS_BYTES, NATIVE, example
 from jax.sharding import PartitionSpec as P
 from models import gpt, grads_step, mlp
+from resources import inspect_actors
 from train_gpt import Pipeline
 
 import jaxpp_async as jpp
@@ -647,7 +648,7 @@ async def test_broken_checkpoints_name_file_and_cause(mesh, tmp_path):
 
 async def held(mesh: jpp.RemoteMesh) -> dict[str, Any]:
     gc.collect()  # what earlier tests left
-    numbers = await mesh._running().inspect()
+    numbers = await inspect_actors(mesh._running())
     return {
         f"{actor} {name}": n
         for actor, ns in numbers.items()
