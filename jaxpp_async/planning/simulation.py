@@ -127,7 +127,7 @@ def simulate(compiled: SimulatedStep, costs: CostModel, *, seed: int = 0, draws:
     }
     p10, p50, p90 = np.quantile(lengths, (0.1, 0.5, 0.9), method="inverted_cdf").tolist()
     return Simulation(
-        timeline=make_timeline(0, "simulated", 0.0, recorded, works),
+        timeline=make_timeline(0, "simulated", 0.0, recorded, lambda: works),
         step_s=StepTimes(p10, p50, p90),
         peak_bytes=tuple(peak_plan(program).peak_bytes for program in programs),
         assumed=(*costs.assumed, *drawn.assumed),
