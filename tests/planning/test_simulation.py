@@ -155,8 +155,9 @@ def test_arguments_that_come_late_delay_the_actors_that_read_them():
 def test_every_assumed_time_is_listed_and_a_measured_one_is_not():
     step = compiled(jpp.Std1F1B(4), actors=4)
     sim = simulate(step, fixed(actors_per_host=2))
-    kinds = [text for text in sim.assumed if "its time is computed from its FLOPs and bytes" in text]
-    assert "fwd(stage 0): its time is computed from its FLOPs and bytes (4 runs)" in kinds
+    kinds = [text for text in sim.assumed if "time computed from FLOPs and bytes" in text]
+    assert "fwd(stage 0): time computed from FLOPs and bytes (4 runs)" in kinds
+    assert "fwd(stage 1), fwd(stage 2): time computed from FLOPs and bytes (8 runs)" in kinds
     assert (
         "a transfer of the kind 'between hosts' takes as long as one of the kind 'same host'" in sim.assumed
     )
