@@ -180,8 +180,9 @@ def find_link(link: str | Link) -> Link:
 
 
 def _unknown(what: str, name: object, table: Mapping[str, object], kind: str) -> str:
-    close = difflib.get_close_matches(str(name).lower().replace("_", "-"), table, 1)
-    meant = f"did you mean {close[0]!r}?" if close else f"the table has {', '.join(table)}"
+    given = str(name).lower().replace("_", "-")
+    close = [row for row in table if row.startswith(given)] or difflib.get_close_matches(given, table, 1)
+    meant = f"did you mean {' or '.join(map(repr, close))}?" if close else f"the table has {', '.join(table)}"
     return (
         f"{what} is {name!r}, of which there are no figures; {meant} Or pass a `{kind}` with your own figures"
     )

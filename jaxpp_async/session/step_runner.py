@@ -41,12 +41,12 @@ from jaxpp_async.session.remote_array import DELETED, RemoteArray, is_remote
 from jaxpp_async.session.step import (
     CompiledStep,
     DistributedStep,
-    StepOptions,
     handed_back,
     hidden_values,
     slots,
 )
 from jaxpp_async.session.step_future import Printer, StepArrays, StepFuture
+from jaxpp_async.session.step_request import StepOptions
 
 _LOG = logging.getLogger("jaxpp_async")
 
