@@ -192,3 +192,21 @@ def test_a_simulation_prints_a_short_report():
     assert "assumed, not measured:" in lines
     assert repr(sim).startswith(f"<Simulation: {p50} ms a step")
     assert sim.timeline.to_chrome_trace()["traceEvents"]
+
+
+def test_a_step_for_a_machine_that_need_not_exist_is_simulated_with_published_figures():
+    def step(params, batch):
+        def grads(mb):
+            def loss(params):
+                return jnp.sum(jpp.pipeline_yield(mb @ params[0]) @ params[1])
+
+            return jax.grad(loss)(params)
+
+        return jpp.accumulate_grads(grads, jpp.Std1F1B(2))(batch)
+
+    machine = jpp.Machine(actors=2, spmd_mesh={"model": 8}, device="h100-sxm")
+    done = jpp.compile_for(machine, step, ([f32(1024, 1024)] * 2, f32(4, 64, 1024)))
+    sim = simulate(done, jpp.CostModel.from_device("h100-sxm", devices_per_actor=8, matmul=0.5))
+    assert 0 < sim.step_s.p10 == sim.step_s.p90 < 1e-3
+    assert "nothing else takes time, and no time varies" in sim.assumed
+    assert sim.peak_bytes == tuple(a.peak_bytes for a in done.report().actors)
