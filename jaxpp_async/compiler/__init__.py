@@ -26,6 +26,8 @@ reduction_grouping                      `placement`: sums outside the loops, gro
 loop_unrolling, continued_arguments     `task_graph`: the tasks of one loop, and which result replaces which
                                         argument in the next step
 evaluate, export_cache                  `export`: operations as functions, and one export for equal recipes
+work, sharded_work, flop_counts         the work of each executable: operations, bytes and exchanges
+                                        between devices, for predictions
 describe                                dumps of each pass, and reasons for the place of a value or a
                                         transfer
 """

@@ -113,6 +113,7 @@ class CompilePlan:
         any_sharding: the positions of argument leaves that the step does not use, and for which callers may
             pass arrays of any sharding. Leaves that the step returns are left out if the user gave a spec for
             the leaf or for the result.
+        target: the mesh and platform that the step was compiled for.
     """
 
     traced: Traced
@@ -123,6 +124,7 @@ class CompilePlan:
     continues: Mapping[int, int]
     weak_or_strong: frozenset[int]
     any_sharding: frozenset[int]
+    target: Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +235,9 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
     programs = _lower_and_verify(placed.graph, passed)
     texts = _pass_texts(traced, staged, loops, placed, programs)
     free = _find_any_sharding(traced, placed, in_specs, out_specs)
-    return CompilePlan(traced, placed, specs, programs, texts, continues, weak_or_strong, free)
+    return CompilePlan(
+        traced, placed, specs, programs, texts, continues, weak_or_strong, free, request.target
+    )
 
 
 def _find_any_sharding(

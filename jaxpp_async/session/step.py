@@ -7,6 +7,7 @@ step, and stores one `CompiledStep` for each kind of call. Compiling and running
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -22,12 +23,14 @@ from jaxpp_async.compiler.evaluate import value_type
 from jaxpp_async.compiler.export_cache import ExportCache
 from jaxpp_async.compiler.ir import Loop, Traced
 from jaxpp_async.compiler.pipeline import Compiled, StepRequest
+from jaxpp_async.compiler.work import works
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.jax_bridge import jax_config, private_api, tracebacks
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames, deliberate
 from jaxpp_async.markers import logical_axes
 from jaxpp_async.program.actor_program import format_program
 from jaxpp_async.program.instructions import ActorId
+from jaxpp_async.program.work import TaskWork
 from jaxpp_async.session import report
 from jaxpp_async.session.argument_binding import Binding, Slot, leaf_type, shape_struct, type_key
 from jaxpp_async.session.awaiting import UnawaitedCoroutine, says_to_await
@@ -79,6 +82,11 @@ class CompiledStep:
             f"<CompiledStep: {graph.num_actors} actors, {len(graph.nodes)} tasks; .report(), .as_text(), "
             ".passes>"
         )
+
+    @functools.cached_property
+    def works(self) -> tuple[TaskWork, ...]:
+        """The work of each executable of the step, for each device of an actor; counted when first read."""
+        return works(self.compiled)
 
     @property
     def passes(self) -> Mapping[str, str]:
