@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +13,13 @@ from planning import f32, heavy, plan_step, sent
 
 import jaxpp_async as jpp
 from jaxpp_async.compiler.cut import cut_loops, marks_of, work_between_marks
+from jaxpp_async.compiler.export import Target
+from jaxpp_async.compiler.export_cache import ExportCache
 from jaxpp_async.compiler.ir import Loop
 from jaxpp_async.compiler.partition import partition
+from jaxpp_async.compiler.pipeline import StepRequest, compile_step
 from jaxpp_async.compiler.trace import trace
-from jaxpp_async.errors import ScheduleError, UnsupportedError
+from jaxpp_async.errors import ScheduleError, StageError
 from jaxpp_async.schedules.cut import Cut
 
 D = 4
@@ -24,13 +29,16 @@ DOT, TANH, SUM = "dot_general", "tanh", "reduce_sum"
 
 def weights(*widths):
     """The types of weights between layers of these widths, each with a mark behind it but the last."""
-    return [f32(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    return [f32(a, b) for a, b in pairwise(widths)]
 
 
 def chain(ws, x):
     for i, w in enumerate(ws[:-1]):
         x = jpp.pipeline_yield(jnp.tanh(x @ w), name=f"layer {i}")
     return jnp.sum(jnp.square(x @ ws[-1]))
+
+
+FIVE, SIX = weights(*[D] * 6), weights(*[D] * 7)
 
 
 def step_of(schedule, loss=chain):
@@ -50,12 +58,9 @@ def loops_of(fn, *args, schedule=None):
     return [op for op in traced.flat.ops if isinstance(op, Loop)], traced.types
 
 
-def cut(schedule, loss=chain, ws=weights(*[D] * 7), x=X, **options):
+def cut(schedule, loss=chain, ws=SIX, x=X, **options):
     (loop,), types = loops_of(step_of(schedule, loss), ws, x, **options)
     return partition(loop, types)
-
-
-FIVE = weights(*[D] * 6)
 
 
 # ---------------------------------------------------------------- marks that are named
@@ -91,7 +96,7 @@ def test_a_cut_equals_that_of_a_model_with_only_these_marks():
 
 
 def test_without_stages_every_mark_is_a_boundary_and_nothing_is_copied():
-    traced = trace(step_of(jpp.GPipe(6)), (weights(*[D] * 7), X))
+    traced = trace(step_of(jpp.GPipe(6)), (SIX, X))
     after = cut_loops(traced, None)
     assert [op is item for op, item in zip(after.flat.ops, traced.flat.ops, strict=True)]
     (loop,) = [op for op in after.flat.ops if isinstance(op, Loop)]
@@ -122,9 +127,8 @@ def test_marks_in_a_scan_and_in_a_checkpoint_are_counted_as_they_run():
         staged = cut(jpp.Std1F1B(2, stages=[1]), loss, FIVE[:4])
         made = heavy(staged)
         assert len(marks_of(staged.loop)) == 1
-        assert [made[task].count(DOT) + made[task].count("remat2") for task in ("fwd0", "fwd1")] == [2, 2], (
-            made
-        )
+        for task in ("fwd0", "fwd1"):
+            assert made[task].count(DOT) + made[task].count("remat2") == 2
         assert made["fwd1"].count(SUM) == 1
 
 
@@ -139,25 +143,16 @@ def test_the_marks_of_a_gradient_s_tangents_follow_their_marks():
     assert done.passes["partition"].startswith("loop of 3 stages")
 
 
-def test_a_mark_whose_gradient_was_separated_from_it_is_still_an_error():
-    @jax.custom_vjp
-    def odd(x):
-        return x
-
-    def forward(x):
-        return odd(x), x
-
-    odd.defvjp(forward, lambda x, g: (jax.vjp(jpp.pipeline_yield, x)[1](g)[0],))
+def test_a_mark_that_is_no_boundary_may_be_where_no_boundary_can_be():
+    """Stages cannot run forward again behind their backward; a mark that was removed asks nothing of them."""
 
     def loss(ws, x):
-        return jnp.sum(jpp.pipeline_yield(odd(x @ ws[0]) @ ws[1]))
+        slopes = jax.vmap(jax.grad(lambda row: chain(ws, row[None])))(x)
+        return jnp.sum(jnp.square(jpp.pipeline_yield(slopes) @ ws[0]))
 
-    for stages in ("balanced", [0], [1]):
-        try:
-            done = plan_step(step_of(jpp.GPipe(2, stages=stages), loss), FIVE[:2], X)
-        except (UnsupportedError, jpp.errors.StageError, ScheduleError):
-            continue
-        assert done.passes["partition"].startswith("loop of 2 stages")
+    assert heavy(cut(jpp.GPipe(2, stages=[5]), loss))["fwd1"] == [DOT, SUM]
+    with pytest.raises(StageError, match="the gradient of a gradient that goes through this pipeline_yield"):
+        cut(jpp.GPipe(2, stages=[0]), loss)
 
 
 # ---------------------------------------------------------------- which schedule says so
@@ -177,7 +172,7 @@ def boundaries(*loops):
 
 
 def test_any_schedule_may_have_stages():
-    args = weights(*[D] * 7), X
+    args = SIX, X
     assert boundaries(*loops_of(step_of(Mine()), *args)[0]) == [(0, 4)]
     done = plan_step(step_of(Mine()), *args, actors=2)
     assert done.passes["partition"].splitlines()[0] == "loop of 3 stages, 3 microbatches"
@@ -185,18 +180,14 @@ def test_any_schedule_may_have_stages():
 
 def test_another_schedule_keeps_the_written_cut_unless_it_has_its_own():
     written = step_of(jpp.Std1F1B(3, stages=[1, 3]))
-    args = weights(*[D] * 7), X
+    args = SIX, X
 
     def under(schedule):
         return boundaries(*loops_of(written, *args, schedule=schedule)[0])
 
     assert under(None) == under(jpp.GPipe(3)) == under(jpp.GPipe(3).tasks(3, 2)) == [(1, 3)]
     assert under(jpp.GPipe(3, stages=[0, 1])) == [(0, 1)]
-    assert under(jpp.Interleaved1F1B(4, stages="balanced")) == [(2, 3, 4)] or True
-    with pytest.raises(
-        ScheduleError,
-        match=r"GPipe\(num_stages=4\): stages names 2 marks for 3 stages, and the schedule has 4",
-    ):
+    with pytest.raises(ScheduleError, match="stages names 2 marks for 3 stages, and the schedule has 4"):
         under(jpp.GPipe(4))
     balanced = step_of(jpp.Std1F1B(3, stages="balanced"))
     (loop,), _ = loops_of(balanced, *args, schedule=jpp.GPipe(4))
@@ -205,10 +196,10 @@ def test_another_schedule_keeps_the_written_cut_unless_it_has_its_own():
 
 def test_what_is_no_schedule_is_left_to_the_checks_of_schedules():
     for schedule in (jpp.GPipe, 3, [[]], [["no task"]]):
-        (loop,), _ = loops_of(step_of(schedule), weights(*[D] * 7), X)
+        (loop,), _ = loops_of(step_of(schedule), SIX, X)
         assert loop.cut is None
         with pytest.raises(ScheduleError):
-            plan_step(step_of(schedule), weights(*[D] * 7), X)
+            plan_step(step_of(schedule), SIX, X)
 
 
 def test_a_loop_of_fewer_marks_is_an_error_with_its_line():
@@ -276,9 +267,7 @@ def test_loops_of_one_model_have_one_balanced_cut():
     loops, types = loops_of(step, weights(*[32] * 7, 200), f32(3, 2, 32))
     train, held, other = loops
     assert train.cut == held.cut and other.cut is not None and len(other.cut.marks) == 5
-    marked, _ = loops_of(
-        lambda ws, batch: step_of(jpp.GPipe(7))(ws, batch), weights(*[32] * 7, 200), f32(3, 2, 32)
-    )
+    marked, _ = loops_of(step_of(jpp.GPipe(7)), weights(*[32] * 7, 200), f32(3, 2, 32))
     assert train.cut.shares != ()
     assert len(work_between_marks(marked[0], types)) == 7
 
@@ -306,5 +295,34 @@ def test_every_pass_is_told_of_the_cut():
     ids=lambda s: type(s).__name__,
 )
 def test_every_kind_of_schedule_runs_under_a_cut(schedule):
-    done = plan_step(step_of(schedule), weights(*[D] * 7), f32(4, 2, D), actors=2, donate=(0,))
+    done = plan_step(step_of(schedule), SIX, f32(4, 2, D), actors=2, donate=(0,))
     assert done.passes["partition"].startswith(f"loop of {schedule.num_stages} stages, ")
+
+
+def test_cuts_share_the_executables_of_equal_stages():
+    """Stages of two equal layers are lowered once, wherever they are in the model and in whichever cut."""
+    exports = ExportCache()
+    layers = weights(*[D] * 11, 3)
+
+    def lowered(stages):
+        before = exports.count
+        fn = step_of(jpp.GPipe(4, stages=stages))
+        compile_step(
+            StepRequest(
+                fn=fn,
+                args=(layers, X),
+                argument_names=("ws", "batch"),
+                static_argnums=(),
+                donated=(0,),
+                in_specs=lambda traced: [None] * len(traced.arg_names),
+                out_specs=lambda traced: [None] * len(traced.out_names),
+                num_actors=4,
+                target=Target(None, "cpu", {}),
+                exports=exports,
+            )
+        )
+        return exports.count - before
+
+    counts = [lowered(stages) for stages in ([3, 5, 7], [3, 5, 7], [3, 5, 8], (3, 5, 7))]
+    assert counts[1] == counts[3] == 0
+    assert 0 < counts[2] < counts[0]  # stages 0 and 1 are known, 2 and 3 are new
