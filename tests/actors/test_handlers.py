@@ -53,7 +53,8 @@ async def test_every_request_has_a_handler_once_the_actor_is_configured():
     async with harness() as h:
         (actor,) = h.actors
         # `handle` passes steps to the queue of steps, which has no handler, since it is by far the most used.
-        assert {*actor._handlers, m.Step} == {*m.accepted_messages("actor")} - {Double}
+        # The server ends the dispatching of requests at a `Shutdown`, and closes the actor.
+        assert {*actor._handlers, m.Step, m.Shutdown} == {*m.accepted_messages("actor")} - {Double}
 
 
 def test_a_request_that_comes_too_early_or_is_none_fails_by_name():

@@ -192,7 +192,7 @@ async def test_no_loop_waits_for_parts_that_are_still_on_a_device():
     with ThreadPoolExecutor(1) as workers:
         nothing: Any = None
         values = HostValues(nothing, nothing, nothing, workers, nothing, ProcessRank(0))
-        fetched = await values.fetch(Fetch((5,), (0,)), [look], 0)
+        fetched = await values._fetched(Fetch((5,), (0,)), [look], 0)
     assert fetched.arrays == (((4,), "uint8", b"\0\1\0\1"),)
     assert len(told) == 2 and threading.main_thread() not in told
 

@@ -220,7 +220,7 @@ async def test_actors_do_no_more_than_their_programs_say(remote_mesh, monkeypatc
     tally.watch(monkeypatch, host_values, "place", lambda host, layout: host.nbytes)
     tally.watch(monkeypatch, shards, "duplicate")
     tally.watch(monkeypatch, shards, "host_bytes")
-    tally.watch(monkeypatch, receive_buffers, "_copied")
+    tally.watch(monkeypatch, receive_buffers.ReceiveBuffer, "copied")
     tally.watch(monkeypatch, receive_buffers, "aligned_bytes")
     tally.watch(monkeypatch, jax, "device_put")
     steps, passes, loop_passes = 5, [], count_passes(monkeypatch)

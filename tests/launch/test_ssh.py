@@ -138,7 +138,7 @@ SAID_BY_PYTHON = [
 
 @pytest.mark.parametrize(("said", "code", "what"), SAID_BY_PYTHON)
 def test_what_keeps_python_from_starting_is_explained(said, code, what):
-    found = explain_python(Host("n1"), "/opt/py", said.splitlines(), code)
+    found = explain_python("/opt/py", said.splitlines(), code)
     assert re.search(what, found.what) and "/opt/py" in found.what + found.remedy
 
 
