@@ -89,7 +89,7 @@ def _balance(
         work[wanted[i]] = work.get(wanted[i], 0.0) + loop.num_microbatches * work_between_marks(loop, types)
     found: dict[Any, _Choice] = {}
     for key, costs in work.items():
-        boundaries = balanced_cut([float(f"{cost:.2e}") for cost in costs], key[0])
+        boundaries = balanced_cut([int(float(f"{cost:.2e}")) for cost in costs], key[0])
         stages = np.split(costs, [k + 1 for k in boundaries])
         found[key] = boundaries, tuple(float(s.sum() / max(costs.sum(), 1.0)) for s in stages)
     return {i: found[wanted[i]] for i in loops}

@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.schedules.base import BALANCED, freeze_stages
 from jaxpp_async.schedules.simulate import num_stages_of
 from jaxpp_async.schedules.validate import as_int, describe_schedule, describe_value, plural
-
-Stages: TypeAlias = tuple[int | str, ...] | Literal["balanced"]
-"""The cut that a schedule asks for: marks by number or name, or the cut of least work in a stage."""
 
 
 class Mark(NamedTuple):
@@ -72,7 +69,8 @@ def balanced_cut(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     several such cuts, the one whose boundaries are latest, so that an early stage is the larger one.
 
     Args:
-        costs: the cost of each segment between two marks, at least 0; one more than there are marks.
+        costs: the cost of each segment between two marks, at least 0; one more than there are marks. Ints are
+            computed with exactly.
         num_stages: the number of stages, from 1 to the number of segments.
 
     Returns:

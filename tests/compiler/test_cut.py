@@ -19,7 +19,7 @@ from jaxpp_async.compiler.ir import Loop
 from jaxpp_async.compiler.partition import partition
 from jaxpp_async.compiler.pipeline import StepRequest, compile_step
 from jaxpp_async.compiler.trace import trace
-from jaxpp_async.errors import ScheduleError, StageError
+from jaxpp_async.errors import ScheduleError, StageError, UnsupportedError
 from jaxpp_async.schedules.cut import Cut
 
 D = 4
@@ -324,3 +324,15 @@ def test_cuts_share_the_executables_of_equal_stages():
     counts = [lowered(stages) for stages in ([3, 5, 7], [3, 5, 7], [3, 5, 8], (3, 5, 7))]
     assert counts[1] == counts[3] == 0
     assert 0 < counts[2] < counts[0]  # stages 0 and 1 are known, 2 and 3 are new
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"), [(jpp.GPipe(2), " in stage 1 "), (jpp.GPipe(1, stages=[]), "` runs Python")]
+)
+def test_an_error_of_tracing_names_a_stage_only_where_every_mark_ends_one(schedule, said):
+    def loss(ws, x):
+        x = jpp.pipeline_yield(x @ ws[0])
+        return jnp.sum(x) + jnp.sum(jax.pure_callback(lambda v: v, f32(2, D), lax.stop_gradient(x)))
+
+    with pytest.raises(UnsupportedError, match=said):
+        trace(step_of(schedule, loss), ([f32(D, D)], X))
