@@ -112,7 +112,7 @@ def test_compiling_for_gpus_needs_none_and_takes_no_memory():
     assert planned.compiled.target.platform == "cuda" and len(planned.works) == len(
         planned.compiled.executables
     )
-    assert len(jax.live_arrays()) == before and threading.active_count() == threads
+    assert len(jax.live_arrays()) <= before and threading.active_count() == threads
 
 
 def test_many_actors_of_many_devices():
