@@ -1,0 +1,199 @@
+"""Cut layers into stages so that no actor has more work than it must, under the actors' memory.
+
+`schedules.cut.balanced_cut` divides costs among contiguous stages for the compiler. The functions here also know
+which stages share an actor, and how much memory an order of tasks takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from jaxpp_async.planning.problem import Cut, PipelineProblem
+from jaxpp_async.program.instructions import ActorId, Task
+
+MAX_STATES, MAX_UNANSWERED = 5_000, 3
+"""The number of states after which the question whether a cut with so much work exists is left unanswered,
+and the number of unanswered questions after which the best cut found so far has to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCounts:
+    """How many microbatches' activations an actor holds at a moment when it may need the most memory.
+
+    Attributes:
+        actor: the actor.
+        kept: how many microbatches of each stage have run the forward and not yet the input gradient.
+        weight_kept: how many have run the input gradient and not yet the weight gradient.
+    """
+
+    actor: ActorId
+    kept: tuple[int, ...]
+    weight_kept: tuple[int, ...]
+
+
+def peak_counts(rows: Sequence[Sequence[Task]], num_stages: int) -> tuple[KeptCounts, ...]:
+    """Return the moments at which task lists may need the most memory, whatever a stage's bytes are.
+
+    An actor's peak of any cut is its largest need at one of these moments. No moment is returned at which
+    another one of the same actor has at least as many activations of every stage.
+
+    Args:
+        rows: one list of tasks per actor.
+        num_stages: the number of stages.
+    """
+    found = []
+    for actor, row in enumerate(rows):
+        counts = [0] * (2 * num_stages)
+        moments: set[tuple[int, ...]] = set()
+        for task in row:
+            if task.ty == "fwd":
+                counts[task.stage] += 1
+                moments.add(tuple(counts))
+            elif task.ty == "bwd_weight":
+                counts[num_stages + task.stage] -= 1
+            else:
+                counts[task.stage] -= 1
+                if task.ty == "bwd_input":
+                    counts[num_stages + task.stage] += 1
+                    moments.add(tuple(counts))
+        largest: list[tuple[int, ...]] = []
+        for moment in sorted(moments, key=sum, reverse=True):
+            if not any(all(map(int.__le__, moment, other)) for other in largest):
+                largest.append(moment)
+        found += [KeptCounts(actor, m[:num_stages], m[num_stages:]) for m in largest]
+    return tuple(found)
+
+
+def equal_cut(num_layers: int, num_stages: int) -> Cut:
+    """Return the cut into stages of equally many layers, as nearly as that can be.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(f"num_stages: expected 1 to {num_layers} for {num_layers} layers, got {num_stages}")
+    return tuple(stage * num_layers // num_stages for stage in range(1, num_stages))
+
+
+def best_cut(
+    problem: PipelineProblem, actors: Sequence[ActorId], moments: Sequence[KeptCounts] = ()
+) -> Cut | None:
+    """Return a cut with the least work on the busiest actor.
+
+    The work that is asked for is bisected; whether a cut with so much work exists says a dynamic program
+    over (stage, first layer, what each actor has already), which forgets actors without a stage to come. So
+    a cut into one stage an actor takes polynomial time. The cut is the best one unless questions stay
+    unanswered: those that take more than `MAX_STATES` states, which small problems never do.
+
+    Args:
+        problem: the layers and the machine.
+        actors: the actor of each stage: `range(S)` for the least largest stage, `[0, 1, 1, 0]` for a V of
+            two actors.
+        moments: the moments at which an actor must not need more than its cap.
+
+    Returns:
+        The boundaries; None if no cut was found that fits into the memory.
+    """
+    fold = _Fold(problem, actors, moments)
+    most, least = fold.total, max(fold.total / len(set(actors)), fold.largest_layer)
+    best = fold.cut_within(most)
+    while best is not None:
+        most = fold.busiest(best)
+        if most - least <= 1e-6 * most or fold.num_unanswered >= MAX_UNANSWERED:
+            return best
+        middle = (least + most) / 2
+        better = fold.cut_within(middle)
+        if better is None:
+            least = middle
+        else:
+            best = better
+    return None
+
+
+class _Fold:
+    """The dynamic program of `best_cut`; its arguments are those of `best_cut`."""
+
+    def __init__(
+        self, problem: PipelineProblem, actors: Sequence[ActorId], moments: Sequence[KeptCounts]
+    ) -> None:
+        layers = problem.layers
+        self.actors, self.num_layers, self.num_stages = tuple(actors), len(layers), len(actors)
+        per_stage = 3 * problem.dispatch_s
+        self.work = list(accumulate((layer.work_s for layer in layers), initial=0.0))
+        self.per_stage = per_stage
+        self.total = self.work[-1] + per_stage * self.num_stages
+        self.largest_layer = max(layer.work_s for layer in layers) + per_stage
+        self.caps = [cap * (1 + 1e-9) for cap in problem.caps]
+        kept = list(accumulate((layer.kept_bytes for layer in layers), initial=0.0))
+        weight_kept = list(accumulate((layer.weight_kept_bytes for layer in layers), initial=0.0))
+        static = list(accumulate((layer.static_bytes for layer in layers), initial=0.0))
+        # Sums of bytes up to each layer for each stage's moments, so that a stage's need is a difference.
+        by_actor = [[m for m in moments if m.actor == actor] for actor in range(problem.num_actors)]
+        self.needs = [
+            [
+                [s + m.kept[stage] * k + m.weight_kept[stage] * w for s, k, w in zip(static, kept, weight_kept, strict=True)]
+                for m in by_actor[actor]
+            ]
+            or [static]
+            for stage, actor in enumerate(actors)
+        ]
+        self.num_moments = [max(1, len(m)) for m in by_actor]
+        self.lasts = {actor: stage for stage, actor in enumerate(actors)}
+        self.num_unanswered = 0
+
+    def busiest(self, cut: Cut) -> float:
+        """Return the work of the busiest actor."""
+        loads = [0.0] * (max(self.actors) + 1)
+        for actor, first, end in zip(self.actors, (0, *cut), (*cut, self.num_layers), strict=True):
+            loads[actor] += self.work[end] - self.work[first] + self.per_stage
+        return max(loads)
+
+    def cut_within(self, limit: float) -> Cut | None:
+        """Return a cut that gives no actor more work than `limit`, or None."""
+        self.limit, self.failed, self.num_states = limit * (1 + 1e-12), set(), 0
+        loads = [0.0] * (max(self.actors) + 1)
+        bytes_ = [[0.0] * count for count in self.num_moments]
+        bounds: list[int] = []
+        found = self._extend(0, 0, loads, bytes_, bounds)
+        self.num_unanswered += self.num_states > MAX_STATES
+        return tuple(bounds[:-1]) if found else None
+
+    def _extend(
+        self, stage: int, first: int, loads: list[float], bytes_: list[list[float]], bounds: list[int]
+    ) -> bool:
+        if stage == self.num_stages:
+            return first == self.num_layers
+        self.num_states += 1
+        if self.num_states > MAX_STATES:
+            return False
+        actor, left = self.actors[stage], self.num_stages - stage - 1
+        # What actors hold that have no stage to come does not matter any more.
+        open_ = [a for a, last in self.lasts.items() if last >= stage]
+        state = (stage, first, *(round(loads[a], 9) for a in open_), *(b for a in open_ for b in bytes_[a]))
+        if state in self.failed:
+            return False
+        had, had_bytes = loads[actor], bytes_[actor]
+        space = sum(self.limit - loads[a] for a in open_ if a != actor or self.lasts[a] > stage)
+        ends = range(first + 1, self.num_layers - left + 1) if left else [self.num_layers]
+        # Stages near the average first, since such cuts fit more often.
+        share = self.work[first] + (self.work[-1] - self.work[first]) / (left + 1)
+        for end in sorted(ends, key=lambda end: abs(self.work[end] - share)):
+            work = self.work[end] - self.work[first] + self.per_stage
+            if had + work > self.limit:
+                continue
+            rest = self.work[-1] - self.work[end] + left * self.per_stage
+            if rest > space - (work if self.lasts[actor] > stage else 0) + 1e-9 * self.total:
+                continue
+            held = [b + n[end] - n[first] for b, n in zip(had_bytes, self.needs[stage], strict=True)]
+            if any(b > self.caps[actor] for b in held):
+                continue
+            loads[actor], bytes_[actor] = had + work, held
+            bounds.append(end)
+            if self._extend(stage + 1, end, loads, bytes_, bounds):
+                return True
+            bounds.pop()
+            loads[actor], bytes_[actor] = had, had_bytes
+        self.failed.add(state)
+        return False

@@ -1,0 +1,161 @@
+"""Try every named schedule on a problem, each on the cut that suits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from jaxpp_async.planning.cut import KeptCounts, best_cut, equal_cut, peak_counts
+from jaxpp_async.planning.evaluation import TaskTable, fits
+from jaxpp_async.planning.problem import Assignment, Cut, PipelineProblem
+from jaxpp_async.program.instructions import ActorId, Task
+from jaxpp_async.schedules import (
+    DualPipeV,
+    Eager1F1B,
+    GPipe,
+    Interleaved1F1B,
+    LoopedBFS,
+    Std1F1B,
+    ZeroBubbleH1,
+    ZeroBubbleH2,
+    ZeroBubbleV,
+    stage_actors,
+)
+from jaxpp_async.schedules.base import BuiltIn
+
+FOLDS: dict[type[BuiltIn], tuple[int, ...]] = {
+    GPipe: (1,),
+    Std1F1B: (1,),
+    Eager1F1B: (1,),
+    ZeroBubbleH1: (1,),
+    ZeroBubbleH2: (1,),
+    Interleaved1F1B: (2, 3, 4),
+    LoopedBFS: (2, 4),
+    ZeroBubbleV: (2,),
+    DualPipeV: (2,),
+}
+"""The named schedules, each with the numbers of stages an actor that are tried."""
+
+
+@dataclass(frozen=True)
+class NamedOrder:
+    """The task lists of a named schedule, which are the same for every cut.
+
+    Attributes:
+        name: the schedule as one would write it, such as `"Std1F1B(4)"`.
+        num_stages: the number of stages.
+        rows: one tuple of tasks per actor.
+        actors: the actor of each stage.
+        moments: see `peak_counts`.
+    """
+
+    name: str
+    num_stages: int
+    rows: tuple[tuple[Task, ...], ...]
+    actors: tuple[ActorId, ...]
+    moments: tuple[KeptCounts, ...]
+
+
+@lru_cache(maxsize=64)
+def named_order(schedule: type[BuiltIn], num_stages: int, num_microbatches: int, num_actors: int) -> NamedOrder:
+    """Return the task lists of a named schedule."""
+    rows = tuple(map(tuple, schedule(num_stages).tasks(num_microbatches, num_actors)))
+    name = f"{schedule.__name__}({num_stages})"
+    return NamedOrder(name, num_stages, rows, stage_actors(rows), peak_counts(rows, num_stages))
+
+
+def named_orders(problem: PipelineProblem) -> Iterator[NamedOrder]:
+    """Yield the task lists of all named schedules that have at most as many stages as there are layers."""
+    for schedule, folds in FOLDS.items():
+        for fold in folds:
+            if (num_stages := fold * problem.num_actors) <= len(problem.layers):
+                yield named_order(schedule, num_stages, problem.num_microbatches, problem.num_actors)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An assignment with its figures.
+
+    Attributes:
+        assignment: the cut and the task lists.
+        step_s: the time of a step, in seconds.
+        peak_bytes: the memory of each actor.
+        fits: whether that is within the caps.
+    """
+
+    assignment: Assignment
+    step_s: float
+    peak_bytes: tuple[float, ...]
+    fits: bool
+
+
+def on_equal_cut(problem: PipelineProblem) -> list[Timed]:
+    """Return every named schedule on stages of equally many layers, the fastest first."""
+    found = []
+    for order in named_orders(problem):
+        cut = equal_cut(len(problem.layers), order.num_stages)
+        found.append(_timed(problem, order, cut))
+    return sorted(found, key=lambda timed: timed.step_s)
+
+
+def on_best_cut(problem: PipelineProblem, *, rounds: int = 8) -> list[Timed]:
+    """Return every named schedule that fits into the memory on some cut, the fastest first.
+
+    Each starts on the cut with the least busiest actor, from which one boundary at a time moves by a layer
+    while that makes the step shorter.
+
+    Args:
+        problem: the layers and the machine.
+        rounds: how often all boundaries are tried.
+    """
+    found = []
+    for order in named_orders(problem):
+        cut = best_cut(problem, order.actors, order.moments)
+        if cut is not None:
+            found.append(_climb(problem, order, cut, rounds))
+    return sorted((timed for timed in found if timed.fits), key=lambda timed: timed.step_s)
+
+
+def _climb(problem: PipelineProblem, order: NamedOrder, cut: Cut, rounds: int) -> Timed:
+    best = _timed(problem, order, cut)
+    for _ in range(rounds):
+        before = best
+        for boundary in range(len(cut)):
+            for step in (-1, 1):
+                tried = moved(best.assignment.cut, boundary, step, len(problem.layers))
+                if tried is not None:
+                    timed = _timed(problem, order, tried)
+                    if timed.fits and timed.step_s < best.step_s:
+                        best = timed
+        if best is before:
+            break
+    return best
+
+
+def moved(cut: Sequence[int], boundary: int, step: int, num_layers: int) -> Cut | None:
+    """Return a cut with one boundary moved, or None where a stage would become empty.
+
+    Args:
+        cut: the boundaries.
+        boundary: the position in `cut` of the one that moves.
+        step: by how many layers.
+        num_layers: the number of layers.
+    """
+    bounds = (0, *cut, num_layers)
+    if not bounds[boundary] < cut[boundary] + step < bounds[boundary + 2]:
+        return None
+    return (*cut[:boundary], cut[boundary] + step, *cut[boundary + 1 :])
+
+
+def _timed(problem: PipelineProblem, order: NamedOrder, cut: Cut) -> Timed:
+    stages = problem.stages(cut)
+    table = TaskTable(stages, order.actors, problem.num_microbatches, problem.num_actors)
+    peaks = list(table.static_bytes)
+    for moment in order.moments:
+        held = sum(map(float.__mul__, map(float, moment.kept), map(float, stages.kept_bytes)))
+        held += sum(map(float.__mul__, map(float, moment.weight_kept), map(float, stages.weight_kept_bytes)))
+        peaks[moment.actor] = max(peaks[moment.actor], table.static_bytes[moment.actor] + held)
+    step_s = table.step_s(table.rows_of(order.rows))
+    assignment = Assignment(cut, order.rows, order.name)
+    return Timed(assignment, step_s, tuple(peaks), fits(peaks, problem.caps))
