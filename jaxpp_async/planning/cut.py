@@ -6,6 +6,7 @@ which stages share an actor, and how much memory an order of tasks takes.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,7 +14,7 @@ from itertools import accumulate
 from jaxpp_async.planning.problem import Cut, PipelineProblem
 from jaxpp_async.program.instructions import ActorId, Task
 
-MAX_STATES, MAX_UNANSWERED = 5_000, 3
+MAX_STATES, MAX_UNANSWERED = 20_000, 2
 """The number of states after which the question whether a cut with so much work exists is left unanswered,
 and the number of unanswered questions after which the best cut found so far has to do."""
 
@@ -78,25 +79,30 @@ def equal_cut(num_layers: int, num_stages: int) -> Cut:
 
 
 def best_cut(
-    problem: PipelineProblem, actors: Sequence[ActorId], moments: Sequence[KeptCounts] = ()
+    problem: PipelineProblem,
+    actors: Sequence[ActorId],
+    moments: Sequence[KeptCounts] = (),
+    *,
+    max_states: int = MAX_STATES,
 ) -> Cut | None:
     """Return a cut with the least work on the busiest actor.
 
     The work that is asked for is bisected; whether a cut with so much work exists says a dynamic program
     over (stage, first layer, what each actor has already), which forgets actors without a stage to come. So
     a cut into one stage an actor takes polynomial time. The cut is the best one unless questions stay
-    unanswered: those that take more than `MAX_STATES` states, which small problems never do.
+    unanswered: those that take more than `max_states` states, which small problems never do.
 
     Args:
         problem: the layers and the machine.
         actors: the actor of each stage: `range(S)` for the least largest stage, `[0, 1, 1, 0]` for a V of
             two actors.
         moments: the moments at which an actor must not need more than its cap.
+        max_states: the number of states after which a question is left unanswered.
 
     Returns:
         The boundaries; None if no cut was found that fits into the memory.
     """
-    fold = _Fold(problem, actors, moments)
+    fold = _Fold(problem, actors, moments, max_states)
     most, least = fold.total, max(fold.total / len(set(actors)), fold.largest_layer)
     best = fold.cut_within(most)
     while best is not None:
@@ -116,7 +122,11 @@ class _Fold:
     """The dynamic program of `best_cut`; its arguments are those of `best_cut`."""
 
     def __init__(
-        self, problem: PipelineProblem, actors: Sequence[ActorId], moments: Sequence[KeptCounts]
+        self,
+        problem: PipelineProblem,
+        actors: Sequence[ActorId],
+        moments: Sequence[KeptCounts],
+        max_states: int,
     ) -> None:
         layers = problem.layers
         self.actors, self.num_layers, self.num_stages = tuple(actors), len(layers), len(actors)
@@ -140,8 +150,9 @@ class _Fold:
             for stage, actor in enumerate(actors)
         ]
         self.num_moments = [max(1, len(m)) for m in by_actor]
-        self.lasts = {actor: stage for stage, actor in enumerate(actors)}
-        self.num_unanswered = 0
+        # The actors that have a stage to come: what others hold does not matter any more.
+        self.open = [sorted(set(actors[stage:])) for stage in range(self.num_stages + 1)]
+        self.max_states, self.num_unanswered = max_states, 0
 
     def busiest(self, cut: Cut) -> float:
         """Return the work of the busiest actor."""
@@ -154,42 +165,56 @@ class _Fold:
         """Return a cut that gives no actor more work than `limit`, or None."""
         self.limit, self.failed, self.num_states = limit * (1 + 1e-12), set(), 0
         loads = [0.0] * (max(self.actors) + 1)
-        bytes_ = [[0.0] * count for count in self.num_moments]
+        bytes_ = [(0.0,) * count for count in self.num_moments]
         bounds: list[int] = []
         found = self._extend(0, 0, loads, bytes_, bounds)
-        self.num_unanswered += self.num_states > MAX_STATES
+        self.num_unanswered += self.num_states > self.max_states
         return tuple(bounds[:-1]) if found else None
 
     def _extend(
-        self, stage: int, first: int, loads: list[float], bytes_: list[list[float]], bounds: list[int]
+        self, stage: int, first: int, loads: list[float], bytes_: list[tuple[float, ...]], bounds: list[int]
     ) -> bool:
+        """Try to cut the layers from `first` on into the stages from `stage` on; `bounds` gets their ends.
+
+        Args:
+            stage: the stage that begins with layer `first`.
+            first: that layer.
+            loads: the work of each actor so far.
+            bytes_: what each actor needs so far at each of its moments.
+            bounds: the ends of the stages so far.
+        """
         if stage == self.num_stages:
-            return first == self.num_layers
+            return True
         self.num_states += 1
-        if self.num_states > MAX_STATES:
+        if self.num_states > self.max_states:
             return False
-        actor, left = self.actors[stage], self.num_stages - stage - 1
-        # What actors hold that have no stage to come does not matter any more.
-        open_ = [a for a, last in self.lasts.items() if last >= stage]
-        state = (stage, first, *(round(loads[a], 9) for a in open_), *(b for a in open_ for b in bytes_[a]))
+        actor, left, open_ = self.actors[stage], self.num_stages - stage - 1, self.open[stage]
+        state = (stage, first, *[round(loads[a], 9) for a in open_], *[bytes_[a] for a in open_])
         if state in self.failed:
             return False
-        had, had_bytes = loads[actor], bytes_[actor]
-        space = sum(self.limit - loads[a] for a in open_ if a != actor or self.lasts[a] > stage)
-        ends = range(first + 1, self.num_layers - left + 1) if left else [self.num_layers]
+        had, had_bytes, cap = loads[actor], bytes_[actor], self.caps[actor]
+        # The first layer behind the stage: not so late that this actor has too much work, and not so early
+        # that the actors of the later stages have.
+        slack = 1e-9 * self.total
+        latest = bisect_right(self.work, self.work[first] + self.limit - had - self.per_stage + slack) - 1
+        latest = min(latest, self.num_layers - left)
+        later = self.open[stage + 1]
+        space = sum(self.limit - loads[a] for a in later) - left * self.per_stage
+        if actor in later:  # the sum then counts this stage's work as space
+            space -= self.work[-1] - self.work[first] + self.per_stage
+            earliest = first + 1 if space >= -slack else self.num_layers + 1
+        else:
+            earliest = max(first + 1, bisect_left(self.work, self.work[-1] - space - slack))
+        if not left:
+            earliest = max(earliest, self.num_layers)
         # Stages near the average first, since such cuts fit more often.
         share = self.work[first] + (self.work[-1] - self.work[first]) / (left + 1)
-        for end in sorted(ends, key=lambda end: abs(self.work[end] - share)):
-            work = self.work[end] - self.work[first] + self.per_stage
-            if had + work > self.limit:
+        for end in sorted(range(earliest, latest + 1), key=lambda end: abs(self.work[end] - share)):
+            held = tuple(b + n[end] - n[first] for b, n in zip(had_bytes, self.needs[stage], strict=True))
+            if max(held) > cap:
                 continue
-            rest = self.work[-1] - self.work[end] + left * self.per_stage
-            if rest > space - (work if self.lasts[actor] > stage else 0) + 1e-9 * self.total:
-                continue
-            held = [b + n[end] - n[first] for b, n in zip(had_bytes, self.needs[stage], strict=True)]
-            if any(b > self.caps[actor] for b in held):
-                continue
-            loads[actor], bytes_[actor] = had + work, held
+            loads[actor] = had + self.work[end] - self.work[first] + self.per_stage
+            bytes_[actor] = held
             bounds.append(end)
             if self._extend(stage + 1, end, loads, bytes_, bounds):
                 return True

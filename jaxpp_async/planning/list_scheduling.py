@@ -1,6 +1,7 @@
 """Make task lists by priorities: every actor runs, of the tasks that could run now, the one with the least key.
 
-Backwards are split while lists are made; `merge_backwards` makes them whole where that costs no time.
+A stage's backwards are all split or all whole while lists are made; `merge_backwards` then makes single ones
+whole where that costs no time.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 
-from jaxpp_async.planning.evaluation import BACKWARD, TaskTable
+from jaxpp_async.planning.evaluation import BACKWARD, FORWARD, INPUT_GRADIENT, TaskTable
 
 _NEVER = math.inf
 
@@ -26,12 +28,14 @@ class Priorities:
         limits: for each stage, how many forwards may be ahead of the input gradients.
         patience: an actor waits for a task with a smaller key that arrives within this fraction of the time
             of the task that it would run instead.
+        whole: for each stage, whether its backwards are whole; their keys are those of the input gradients.
     """
 
     period_s: float
     offsets: tuple[float, ...]
     limits: tuple[int, ...]
     patience: float = 0.0
+    whole: tuple[bool, ...] = ()
 
 
 def list_schedule(
@@ -54,6 +58,7 @@ def list_schedule(
         a cap.
     """
     num, count = len(table.stages), table.num_microbatches
+    whole = priorities.whole or (False,) * num
     kept, weight_kept = table.stages.kept_bytes, table.stages.weight_kept_bytes
     durations, delays, actors = table.durations, table.delays, table.actors
     period, offsets, limits, patience = (
@@ -78,7 +83,7 @@ def list_schedule(
         arrivals[i] = 0.0
     rows: list[list[int]] = [[] for _ in mine]
     lasts = [0.0] * table.num_actors
-    ends = [-1.0] * (3 * num * count)
+    ends = [-1.0] * (4 * num * count)
     wake = [0.0 if stages else _NEVER for stages in mine]
     events = [(0.0, actor) for actor, stages in enumerate(mine) if stages]
     while events:
@@ -120,7 +125,7 @@ def list_schedule(
                     elif key < best:
                         best, place = key, num + stage
             i = weights[stage]
-            if i < done:
+            if i < done and not whole[stage]:
                 key = offsets[2 * num + stage] + i * period
                 if key < best:
                     best, place = key, 2 * num + stage
@@ -132,6 +137,8 @@ def list_schedule(
         kind, stage = divmod(place, num)
         i = (forwards, inputs, weights)[kind][stage]
         number = place * count + i
+        if kind == 1 and whole[stage]:
+            number += 2 * num * count
         if patience and coming < best and coming_at - now < patience * durations[number]:
             wake[actor] = coming_at
             heappush(events, (coming_at, actor))
@@ -145,8 +152,11 @@ def list_schedule(
             successor = stage + 1 if stage + 1 < num else -1
         elif kind == 1:
             inputs[stage] = i + 1
-            free[actor] = space + kept[stage] - weight_kept[stage]
-            pending[actor] += weight_kept[stage]
+            if whole[stage]:
+                free[actor] = space + kept[stage]
+            else:
+                free[actor] = space + kept[stage] - weight_kept[stage]
+                pending[actor] += weight_kept[stage]
             successor = num + stage - 1 if stage else -1
         else:
             weights[stage] = i + 1
@@ -197,33 +207,62 @@ def _can_finish(
     return True
 
 
-def merge_backwards(table: TaskTable, rows: list[list[int]]) -> list[list[int]]:
-    """Make backwards whole whose halves follow each other, as long as the step does not become longer.
+def merge_backwards(table: TaskTable, rows: list[list[int]], *, evaluations: int = 200) -> list[list[int]]:
+    """Make split backwards whole, as long as the step does not become longer.
+
+    Pairs of halves that follow each other are tried all together, then the first and the second half of the
+    pairs if that makes the step longer, and so on; then other pairs likewise, at the place of the input
+    gradient. A whole backward frees memory no later than the two halves.
 
     Args:
         table: the tasks.
-        rows: lists of task numbers, with split backwards.
+        rows: lists of task numbers.
+        evaluations: how many steps to time at most.
 
     Returns:
-        Lists with as many whole backwards as a greedy choice finds: all of an actor's pairs, or those of one
-        stage of it.
+        Lists with fewer split backwards.
     """
     size = len(table.stages) * table.num_microbatches
+    found = {number for row in rows for number in row}
+    near = {
+        first - size
+        for row in rows
+        for first, second in pairwise(row)
+        if second - first == size and size <= first < 2 * size
+    }
+    far = {number - size for number in found if size <= number < 2 * size} - near
+    chosen: set[int] = set()
     best, best_s = rows, table.step_s(rows)
-    for stage in range(len(table.stages)):
-        merged = [_merged(row, size, stage * table.num_microbatches, table.num_microbatches) for row in best]
+    pending = [sorted(far), sorted(near)]
+    while pending and evaluations > 0:
+        group = pending.pop()
+        if not group:
+            continue
+        evaluations -= 1
+        merged = [_merged(row, size, chosen.union(group)) for row in rows]
         merged_s = table.step_s(merged)
         if merged_s <= best_s:
+            chosen.update(group)
             best, best_s = merged, merged_s
+        elif len(group) > 1:
+            middle = len(group) // 2
+            pending += [group[:middle], group[middle:]]
     return best
 
 
-def _merged(row: list[int], size: int, first: int, count: int) -> list[int]:
+def _merged(row: list[int], size: int, places: set[int]) -> list[int]:
+    """Return a list with whole backwards of some pairs of a stage and a microbatch.
+
+    Args:
+        row: task numbers.
+        size: the number of such pairs.
+        places: stage * M + microbatch of each, for M microbatches.
+    """
     found: list[int] = []
     for number in row:
-        place = number - 2 * size
-        if first <= place < first + count and found and found[-1] == number - size:
-            found[-1] = BACKWARD * size + place
-        else:
+        kind, place = divmod(number, size)
+        if kind in (FORWARD, BACKWARD) or place not in places:
             found.append(number)
+        elif kind == INPUT_GRADIENT:
+            found.append(BACKWARD * size + place)
     return found

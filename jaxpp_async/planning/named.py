@@ -37,6 +37,12 @@ FOLDS: dict[type[BuiltIn], tuple[int, ...]] = {
 }
 """The named schedules, each with the numbers of stages an actor that are tried."""
 
+QUICK_STATES = 1_000
+"""The states of `best_cut` for one schedule; boundaries then move while that helps."""
+
+PROMISING = 1.1
+"""Boundaries move only if the step is at most this much longer than the shortest one so far."""
+
 
 @dataclass(frozen=True)
 class NamedOrder:
@@ -102,26 +108,32 @@ def on_equal_cut(problem: PipelineProblem) -> list[Timed]:
 def on_best_cut(problem: PipelineProblem, *, rounds: int = 8) -> list[Timed]:
     """Return every named schedule that fits into the memory on some cut, the fastest first.
 
-    Each starts on the cut with the least busiest actor, from which one boundary at a time moves by a layer
-    while that makes the step shorter.
+    Each starts on a cut with little work on the busiest actor. For the promising ones, one boundary at a time
+    then moves by a layer while that makes the step shorter.
 
     Args:
         problem: the layers and the machine.
         rounds: how often all boundaries are tried.
     """
-    found = []
+    found: list[tuple[NamedOrder, Timed]] = []
     for order in named_orders(problem):
-        cut = best_cut(problem, order.actors, order.moments)
+        cut = best_cut(problem, order.actors, order.moments, max_states=QUICK_STATES)
         if cut is not None:
-            found.append(_climb(problem, order, cut, rounds))
-    return sorted((timed for timed in found if timed.fits), key=lambda timed: timed.step_s)
+            found.append((order, _timed(problem, order, cut)))
+    found.sort(key=lambda pair: pair[1].step_s)
+    climbed, best_s = [], found[0][1].step_s if found else 0.0
+    for order, timed in found:
+        if timed.step_s <= PROMISING * best_s:
+            timed = _climb(problem, order, timed, rounds)
+            best_s = min(best_s, timed.step_s)
+        climbed.append(timed)
+    return sorted(climbed, key=lambda timed: timed.step_s)
 
 
-def _climb(problem: PipelineProblem, order: NamedOrder, cut: Cut, rounds: int) -> Timed:
-    best = _timed(problem, order, cut)
+def _climb(problem: PipelineProblem, order: NamedOrder, best: Timed, rounds: int) -> Timed:
     for _ in range(rounds):
         before = best
-        for boundary in range(len(cut)):
+        for boundary in range(len(best.assignment.cut)):
             for step in (-1, 1):
                 tried = moved(best.assignment.cut, boundary, step, len(problem.layers))
                 if tried is not None:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from jaxpp_async.planning.cut import best_cut
 from jaxpp_async.planning.evaluation import TaskTable
 from jaxpp_async.planning.list_scheduling import Priorities, list_schedule, merge_backwards
-from jaxpp_async.planning.named import Timed, moved, named_orders, on_best_cut
+from jaxpp_async.planning.named import QUICK_STATES, Timed, moved, named_orders, on_best_cut
 from jaxpp_async.planning.problem import Assignment, Cut, Layer, PipelineProblem, Stages
 from jaxpp_async.program.instructions import ActorId
 
@@ -114,6 +114,7 @@ class _Candidate:
             `_natural_offsets`, in periods: entry kind * L + layer, for L layers.
         limits: for each layer, the limit of the stage that begins with it.
         patience: see `Priorities`.
+        whole: for each layer, whether the backwards of the stage that begins with it are whole.
     """
 
     cut: Cut
@@ -121,6 +122,7 @@ class _Candidate:
     shifts: tuple[float, ...]
     limits: tuple[int, ...]
     patience: float
+    whole: tuple[bool, ...]
 
 
 def _natural_offsets(stages: Stages, period_s: float) -> list[float]:
@@ -156,7 +158,7 @@ def _starts(problem: PipelineProblem, named: Sequence[Timed]) -> list[_Candidate
     found = [_as_candidate(problem, timed.assignment) for timed in named[:3]]
     for actors in sorted({order.actors for order in named_orders(problem)}, key=len):
         if len(actors) <= 2 * problem.num_actors:
-            cut = best_cut(problem, actors)
+            cut = best_cut(problem, actors, max_states=QUICK_STATES)
             if cut is not None:
                 found.append(_plain(problem, cut, actors))
     if not found:  # fewer layers than actors
@@ -168,7 +170,7 @@ def _starts(problem: PipelineProblem, named: Sequence[Timed]) -> list[_Candidate
 def _plain(problem: PipelineProblem, cut: Cut, actors: tuple[ActorId, ...]) -> _Candidate:
     num_layers = len(problem.layers)
     limits = (problem.num_microbatches,) * num_layers
-    return _Candidate(cut, actors, (0.0,) * (3 * num_layers), limits, 0.0)
+    return _Candidate(cut, actors, (0.0,) * (3 * num_layers), limits, 0.0, (False,) * num_layers)
 
 
 def _as_candidate(problem: PipelineProblem, assignment: Assignment) -> _Candidate:
@@ -190,7 +192,12 @@ def _as_candidate(problem: PipelineProblem, assignment: Assignment) -> _Candidat
             ends[first + i] - table.durations[first + i] - i * period for i in range(count)
         ) / count - offsets[place]
         shifts[kind * num_layers + (0, *cut)[stage]] = lateness / period
-    return replace(_plain(problem, cut, actors), shifts=tuple(shifts))
+    whole = [False] * num_layers
+    for row in assignment.rows:
+        for task in row:
+            if task.ty == "bwd":
+                whole[(0, *cut)[task.stage]] = True
+    return replace(_plain(problem, cut, actors), shifts=tuple(shifts), whole=tuple(whole))
 
 
 # ---------------------------------------------------------------- annealing
@@ -285,7 +292,8 @@ class _Annealing:
         ]
         offsets = map(float.__add__, _natural_offsets(stages, period), shifts)
         limits = tuple(candidate.limits[first] for first in firsts)
-        return Priorities(period, tuple(offsets), limits, candidate.patience)
+        whole = tuple(candidate.whole[first] for first in firsts)
+        return Priorities(period, tuple(offsets), limits, candidate.patience, whole)
 
     def _cost(self, candidate: _Candidate, count: int, most: float = math.inf) -> float:
         """Return the time of a step, and a little for the ends of all actors; infinite if it does not fit.
@@ -331,6 +339,11 @@ class _Annealing:
             return self._other_stages(candidate)
         if draw < 0.85:
             return self._other_keys(candidate)
+        if draw < 0.9 and self.problem.dispatch_s > 0:
+            layer = self.rng.choice((0, *candidate.cut))
+            whole = list(candidate.whole)
+            whole[layer] = not whole[layer]
+            return replace(candidate, whole=tuple(whole))
         if draw < 0.95:
             layer = self.rng.choice((0, *candidate.cut))
             limits = list(candidate.limits)
@@ -361,11 +374,13 @@ class _Annealing:
                 return None
             # The stage's keys go with it.
             old_first, first = cut[boundary], new[boundary]
-            shifts, limits = list(candidate.shifts), list(candidate.limits)
+            shifts, limits, whole = list(candidate.shifts), list(candidate.limits), list(candidate.whole)
             for kind in range(3):
                 shifts[kind * num_layers + first] = shifts[kind * num_layers + old_first]
-            limits[first] = limits[old_first]
-            return replace(candidate, cut=new, shifts=tuple(shifts), limits=tuple(limits))
+            limits[first], whole[first] = limits[old_first], whole[old_first]
+            return replace(
+                candidate, cut=new, shifts=tuple(shifts), limits=tuple(limits), whole=tuple(whole)
+            )
         if draw < 0.7:
             here, there = rng.randrange(num), rng.randrange(num)
             if actors[here] == actors[there]:
