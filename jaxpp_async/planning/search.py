@@ -17,6 +17,7 @@ from jaxpp_async.planning.cut import best_cut
 from jaxpp_async.planning.evaluation import TaskTable
 from jaxpp_async.planning.list_scheduling import Priorities, list_schedule, merge_backwards
 from jaxpp_async.planning.named import QUICK_STATES, Timed, moved, named_orders, on_best_cut
+from jaxpp_async.planning.order_search import improve_order
 from jaxpp_async.planning.problem import Assignment, Cut, Layer, PipelineProblem, Stages
 from jaxpp_async.program.instructions import ActorId
 
@@ -77,7 +78,7 @@ def search(
     """
     named = on_best_cut(problem)
     annealing = _Annealing(problem, random.Random(seed), iterations)
-    found = annealing.run(_starts(problem, named))
+    found = annealing.run(_starts(problem, named)) + [annealing.polished(timed) for timed in named[:1]]
     best = min([*named[:1], *found], key=lambda timed: timed.step_s, default=None)
     if best is None:
         raise ValueError(_nothing_fits(problem))
@@ -226,6 +227,8 @@ class _Annealing:
         self.problem, self.rng, self.iterations = problem, rng, iterations
         self.few = min(problem.num_microbatches, 3 * problem.num_actors)
         self.tables: dict[tuple[Cut, tuple[ActorId, ...], int], TaskTable] = {}
+        tasks = len(problem.layers) * problem.num_microbatches
+        self.polish = min(iterations, 400_000 // tasks)
         self.max_stages = min(len(problem.layers), 3 * problem.num_actors)
 
     def run(self, starts: Sequence[_Candidate]) -> list[Timed]:
@@ -251,6 +254,12 @@ class _Annealing:
                 steps = int(self.iterations * 0.2 * few / self.problem.num_microbatches)
                 self._walk(walk, steps, self.problem.num_microbatches, 0.001, 0.0001)
         return [timed for walk in walks if (timed := self._timed(walk.best)) is not None]
+
+    def polished(self, timed: Timed) -> Timed:
+        """Return an assignment whose order is improved task by task."""
+        assignment = timed.assignment
+        table = self._table(assignment.cut, assignment.actors, self.problem.num_microbatches)
+        return self._polished(table, assignment.cut, table.rows_of(assignment.rows))
 
     def _walk(self, walk: _Walk, steps: int, count: int, heat: float, end_heat: float) -> None:
         """Take steps of simulated annealing.
@@ -326,8 +335,12 @@ class _Annealing:
         found = list_schedule(table, self._priorities(candidate, table.stages), problem.caps)
         if found is None:
             return None
-        rows = merge_backwards(table, found[2])
-        assignment = Assignment(candidate.cut, table.tasks_of(rows), "searched")
+        return self._polished(table, candidate.cut, merge_backwards(table, found[2]))
+
+    def _polished(self, table: TaskTable, cut: Cut, rows: list[list[int]]) -> Timed:
+        rows = improve_order(table, rows, self.problem.caps, self.rng, self.polish)
+        rows = merge_backwards(table, rows)
+        assignment = Assignment(cut, table.tasks_of(rows), "searched")
         return Timed(assignment, table.step_s(rows), table.peak_bytes(rows), True)
 
     # ------------------------------------------------------------ neighbours
