@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 
-from jaxpp_async.planning.problem import Cut, PipelineProblem, Stages
+from jaxpp_async.planning.problem import Boundaries, PipelineProblem, StageCosts
 from jaxpp_async.program.instructions import ActorId
 
 MAX_SUMS = 50_000
 """The number of different sums of works up to which loads are taken to be such sums."""
 
 
-def bound_of_placement(problem: PipelineProblem, cut: Cut, actors: Sequence[ActorId]) -> float:
+def bound_of_placement(problem: PipelineProblem, cut: Boundaries, actors: Sequence[ActorId]) -> float:
     """Return a time below which no order of the tasks ends, in seconds, for one cut and one placement.
 
     The bound is the largest of `bound_of_cut`, the path of one microbatch (its tasks follow one another, and
@@ -47,7 +47,7 @@ def bound_of_placement(problem: PipelineProblem, cut: Cut, actors: Sequence[Acto
     return max(found) * (1 - 1e-9)
 
 
-def bound_of_cut(problem: PipelineProblem, cut: Cut) -> float:
+def bound_of_cut(problem: PipelineProblem, cut: Boundaries) -> float:
     """Return a time below which no placement and no order of the tasks ends, in seconds, for one cut.
 
     The bound is the largest of `bound_of_all`, the path of one microbatch without transfers, each stage's
@@ -161,7 +161,7 @@ def _sums(works: Sequence[float]) -> list[float] | None:
 # ---------------------------------------------------------------- one actor
 
 
-def _times(stages: Stages) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
+def _times(stages: StageCosts) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
     """Return the times of the tasks of each stage, those of weight gradients without dispatch."""
     weights = [time_s - stages.dispatch_s for time_s in stages.weight_gradient_s]
     return stages.forward_s, stages.input_gradient_s, weights
@@ -178,7 +178,7 @@ class _Paths:
         whole: the path of one microbatch.
     """
 
-    def __init__(self, stages: Stages, actors: Sequence[ActorId]) -> None:
+    def __init__(self, stages: StageCosts, actors: Sequence[ActorId]) -> None:
         self.stages = stages
         forward, inputs, weights = self.forward, self.input_gradient, self.weight_gradient = _times(stages)
         num, hops = len(forward), stages.hops(actors)

@@ -14,7 +14,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from jaxpp_async.planning.problem import Stages
+from jaxpp_async.planning.named import named_order
+from jaxpp_async.planning.problem import StageCosts
 from jaxpp_async.program.instructions import Task, TaskType
 from jaxpp_async.schedules import (
     Eager1F1B,
@@ -30,7 +31,9 @@ from jaxpp_async.schedules import (
 from jaxpp_async.schedules.base import BuiltIn
 
 
-def estimate_step_s(schedule: type[BuiltIn], stages: Stages, num_microbatches: int, num_actors: int) -> float:
+def estimate_step_s(
+    schedule: type[BuiltIn], stages: StageCosts, num_microbatches: int, num_actors: int
+) -> float:
     """Return about how long a step of a named schedule takes, in seconds.
 
     Args:
@@ -45,6 +48,16 @@ def estimate_step_s(schedule: type[BuiltIn], stages: Stages, num_microbatches: i
     if formula is not None and len(stages) == num_actors:
         return formula(_Costs.of(stages), num_microbatches, num_actors)
     return _estimate_of(schedule, len(stages), num_microbatches, num_actors).step_s(stages)
+
+
+def peak_bytes(
+    schedule: type[BuiltIn], stages: StageCosts, num_microbatches: int, num_actors: int
+) -> tuple[float, ...]:
+    """Return the memory of each actor under a named schedule; the arguments are those of `estimate_step_s`.
+
+    The result is exact: the moments at which an actor may need the most do not depend on the stages' bytes.
+    """
+    return named_order(schedule, len(stages), num_microbatches, num_actors).peak_bytes(stages)
 
 
 @dataclass(slots=True)
@@ -65,9 +78,12 @@ class _Costs:
     lead: Sequence[float]
 
     @classmethod
-    def of(cls, stages: Stages) -> _Costs:
+    def of(cls, stages: StageCosts) -> _Costs:
         f, t = stages.forward_s, stages.transfer_s
-        b = [i + w - stages.dispatch_s for i, w in zip(stages.input_gradient_s, stages.weight_gradient_s, strict=True)]
+        b = [
+            i + w - stages.dispatch_s
+            for i, w in zip(stages.input_gradient_s, stages.weight_gradient_s, strict=True)
+        ]
         lead = list(accumulate(map(float.__add__, f[:-1], t), initial=0.0))
         return cls(f, stages.input_gradient_s, stages.weight_gradient_s, b, t, lead)
 
@@ -134,7 +150,7 @@ def _most(trips: dict[int, float], count: int) -> float:
 
 
 def _looped(c: _Costs, m: int, a: int) -> float:
-    """Follow only the first and the last microbatch through the stages, all microbatches one stage at a time."""
+    """Follow the first and the last microbatch through the stages, one stage after another."""
     num = len(c.f)
     free = [0.0] * a
     first = last = 0.0
@@ -192,7 +208,7 @@ class OrderEstimate:
         ]
         self.sources, self.targets, self.hops = np.array(edges or [(0, 0, -1)]).T
 
-    def step_s(self, stages: Stages) -> float:
+    def step_s(self, stages: StageCosts) -> float:
         """Return about how long a step takes, in seconds, for the costs of the stages."""
         num = self.num_stages
         f, i, b = (np.array(times) for times in (stages.forward_s, stages.input_gradient_s, _whole(stages)))
@@ -205,13 +221,15 @@ class OrderEstimate:
         inputs = turn + (down[-1] + back[-1]) - (down + back)
         heads = np.concatenate((lead, inputs, inputs + i, inputs))
         end = down + (w[0] if back is i else 0.0)
-        tails = np.concatenate((inputs[0] + back[0] + (w[0] if back is i else 0.0) - lead - f, end, 0 * w, end))
+        tails = np.concatenate(
+            (inputs[0] + back[0] + (w[0] if back is i else 0.0) - lead - f, end, 0 * w, end)
+        )
         times = np.concatenate((f, i, w, b))[self.columns]
         work = np.cumsum(times)
         before = work - times
         offsets = before[self.firsts][self.actor_of]
-        # A number for each actor that is larger than any time, so that a running maximum, forward or backward,
-        # does not pass from one actor to the next.
+        # A number for each actor that is larger than any time, so that a running maximum, forward or
+        # backward, does not pass from one actor to the next.
         apart = self.actor_of * (2 * work[-1] + turn + end[-1] + 1)
         done = before - offsets
         starts = np.maximum.accumulate(heads[self.columns] - done + apart) - apart + done
@@ -227,10 +245,12 @@ class OrderEstimate:
 _KINDS: dict[TaskType, int] = {"fwd": 0, "bwd_input": 1, "bwd_weight": 2, "bwd": 3}
 
 
-def _whole(stages: Stages) -> list[float]:
+def _whole(stages: StageCosts) -> list[float]:
     return [stages.backward_s(stage) for stage in range(len(stages))]
 
 
 @lru_cache(maxsize=64)
-def _estimate_of(schedule: type[BuiltIn], num_stages: int, num_microbatches: int, num_actors: int) -> OrderEstimate:
-    return OrderEstimate(schedule(num_stages).tasks(num_microbatches, num_actors), num_stages)
+def _estimate_of(
+    schedule: type[BuiltIn], num_stages: int, num_microbatches: int, num_actors: int
+) -> OrderEstimate:
+    return OrderEstimate(named_order(schedule, num_stages, num_microbatches, num_actors).rows, num_stages)

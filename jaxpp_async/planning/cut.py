@@ -1,7 +1,7 @@
 """Cut layers into stages so that no actor has more work than it must, under the actors' memory.
 
-`schedules.cut.balanced_cut` divides costs among contiguous stages for the compiler. The functions here also know
-which stages share an actor, and how much memory an order of tasks takes.
+The compiler's own balanced cut minimises the largest stage. The functions here also know which stages share
+an actor, and how much memory an order of tasks takes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from jaxpp_async.planning.problem import Cut, PipelineProblem
+from jaxpp_async.planning.problem import Boundaries, PipelineProblem
 from jaxpp_async.program.instructions import ActorId, Task
 
 MAX_STATES, MAX_UNANSWERED = 20_000, 2
@@ -67,7 +67,7 @@ def peak_counts(rows: Sequence[Sequence[Task]], num_stages: int) -> tuple[KeptCo
     return tuple(found)
 
 
-def equal_cut(num_layers: int, num_stages: int) -> Cut:
+def equal_cut(num_layers: int, num_stages: int) -> Boundaries:
     """Return the cut into stages of equally many layers, as nearly as that can be.
 
     Raises:
@@ -84,7 +84,7 @@ def best_cut(
     moments: Sequence[KeptCounts] = (),
     *,
     max_states: int = MAX_STATES,
-) -> Cut | None:
+) -> Boundaries | None:
     """Return a cut with the least work on the busiest actor.
 
     The work that is asked for is bisected; whether a cut with so much work exists says a dynamic program
@@ -143,7 +143,10 @@ class _Fold:
         by_actor = [[m for m in moments if m.actor == actor] for actor in range(problem.num_actors)]
         self.needs = [
             [
-                [s + m.kept[stage] * k + m.weight_kept[stage] * w for s, k, w in zip(static, kept, weight_kept, strict=True)]
+                [
+                    s + m.kept[stage] * k + m.weight_kept[stage] * w
+                    for s, k, w in zip(static, kept, weight_kept, strict=True)
+                ]
                 for m in by_actor[actor]
             ]
             or [static]
@@ -154,14 +157,14 @@ class _Fold:
         self.open = [sorted(set(actors[stage:])) for stage in range(self.num_stages + 1)]
         self.max_states, self.num_unanswered = max_states, 0
 
-    def busiest(self, cut: Cut) -> float:
+    def busiest(self, cut: Boundaries) -> float:
         """Return the work of the busiest actor."""
         loads = [0.0] * (max(self.actors) + 1)
         for actor, first, end in zip(self.actors, (0, *cut), (*cut, self.num_layers), strict=True):
             loads[actor] += self.work[end] - self.work[first] + self.per_stage
         return max(loads)
 
-    def cut_within(self, limit: float) -> Cut | None:
+    def cut_within(self, limit: float) -> Boundaries | None:
         """Return a cut that gives no actor more work than `limit`, or None."""
         self.limit, self.failed, self.num_states = limit * (1 + 1e-12), set(), 0
         loads = [0.0] * (max(self.actors) + 1)
@@ -207,7 +210,7 @@ class _Fold:
             earliest = max(first + 1, bisect_left(self.work, self.work[-1] - space - slack))
         if not left:
             earliest = max(earliest, self.num_layers)
-        # Stages near the average first, since such cuts fit more often.
+        # StageCosts near the average first, since such cuts fit more often.
         share = self.work[first] + (self.work[-1] - self.work[first]) / (left + 1)
         for end in sorted(range(earliest, latest + 1), key=lambda end: abs(self.work[end] - share)):
             held = tuple(b + n[end] - n[first] for b, n in zip(had_bytes, self.needs[stage], strict=True))

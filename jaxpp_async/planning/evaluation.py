@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from jaxpp_async.errors import ScheduleError
-from jaxpp_async.planning.problem import Assignment, PipelineProblem, Stages
+from jaxpp_async.planning.problem import Assignment, PipelineProblem, StageCosts
 from jaxpp_async.program.instructions import ActorId, Task, TaskType
 
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, BACKWARD = range(4)
@@ -58,7 +58,7 @@ class TaskTable:
     """
 
     def __init__(
-        self, stages: Stages, actors: Sequence[ActorId], num_microbatches: int, num_actors: int
+        self, stages: StageCosts, actors: Sequence[ActorId], num_microbatches: int, num_actors: int
     ) -> None:
         self.stages, self.actors = stages, tuple(actors)
         self.num_microbatches, self.num_actors = num_microbatches, num_actors

@@ -1,7 +1,7 @@
-"""Make task lists by priorities: every actor runs, of the tasks that could run now, the one with the least key.
+"""Make task lists by priorities: of the tasks that could run now, an actor runs the one with the least key.
 
-A stage's backwards are all split or all whole while lists are made; `merge_backwards` then makes single ones
-whole where that costs no time.
+A stage's backwards are all split or all whole while lists are made; `merge_backwards` in `order_search` then
+makes single ones whole where that costs no time.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
 
-from jaxpp_async.planning.evaluation import BACKWARD, FORWARD, INPUT_GRADIENT, TaskTable
+from jaxpp_async.planning.evaluation import TaskTable
 
 _NEVER = math.inf
 
@@ -108,9 +107,7 @@ def list_schedule(
                             coming, coming_at = key, arrival
                     elif key < best and (
                         space + pending[actor] - kept[stage] >= totals[actor]
-                        or _can_finish(
-                            mine[actor], stage, kept, forwards, inputs, space + pending[actor]
-                        )
+                        or _can_finish(mine[actor], stage, kept, forwards, inputs, space + pending[actor])
                     ):
                         best, place = key, stage
             if done < i:
@@ -168,11 +165,9 @@ def list_schedule(
             target = successor * count + i
             arrival = arrivals[target] = end + delays[target]
             other = actors[successor % num]
-            if arrival < wake[other]:
-                # Only an actor that idles wakes early.
-                if lasts[other] <= now:
-                    wake[other] = arrival
-                    heappush(events, (arrival, other))
+            if arrival < wake[other] and lasts[other] <= now:  # an actor that idles wakes early
+                wake[other] = arrival
+                heappush(events, (arrival, other))
     return ends, sum(lasts), rows
 
 
@@ -205,64 +200,3 @@ def _can_finish(
             return False
         space += held
     return True
-
-
-def merge_backwards(table: TaskTable, rows: list[list[int]], *, evaluations: int = 200) -> list[list[int]]:
-    """Make split backwards whole, as long as the step does not become longer.
-
-    Pairs of halves that follow each other are tried all together, then the first and the second half of the
-    pairs if that makes the step longer, and so on; then other pairs likewise, at the place of the input
-    gradient. A whole backward frees memory no later than the two halves.
-
-    Args:
-        table: the tasks.
-        rows: lists of task numbers.
-        evaluations: how many steps to time at most.
-
-    Returns:
-        Lists with fewer split backwards.
-    """
-    size = len(table.stages) * table.num_microbatches
-    found = {number for row in rows for number in row}
-    near = {
-        first - size
-        for row in rows
-        for first, second in pairwise(row)
-        if second - first == size and size <= first < 2 * size
-    }
-    far = {number - size for number in found if size <= number < 2 * size} - near
-    chosen: set[int] = set()
-    best, best_s = rows, table.step_s(rows)
-    pending = [sorted(far), sorted(near)]
-    while pending and evaluations > 0:
-        group = pending.pop()
-        if not group:
-            continue
-        evaluations -= 1
-        merged = [_merged(row, size, chosen.union(group)) for row in rows]
-        merged_s = table.step_s(merged)
-        if merged_s <= best_s:
-            chosen.update(group)
-            best, best_s = merged, merged_s
-        elif len(group) > 1:
-            middle = len(group) // 2
-            pending += [group[:middle], group[middle:]]
-    return best
-
-
-def _merged(row: list[int], size: int, places: set[int]) -> list[int]:
-    """Return a list with whole backwards of some pairs of a stage and a microbatch.
-
-    Args:
-        row: task numbers.
-        size: the number of such pairs.
-        places: stage * M + microbatch of each, for M microbatches.
-    """
-    found: list[int] = []
-    for number in row:
-        kind, place = divmod(number, size)
-        if kind in (FORWARD, BACKWARD) or place not in places:
-            found.append(number)
-        elif kind == INPUT_GRADIENT:
-            found.append(BACKWARD * size + place)
-    return found

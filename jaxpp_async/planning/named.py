@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
 
 from jaxpp_async.planning.cut import KeptCounts, best_cut, equal_cut, peak_counts
 from jaxpp_async.planning.evaluation import TaskTable, fits
-from jaxpp_async.planning.problem import Assignment, Cut, PipelineProblem
+from jaxpp_async.planning.problem import Assignment, Boundaries, PipelineProblem, StageCosts
 from jaxpp_async.program.instructions import ActorId, Task
 from jaxpp_async.schedules import (
     DualPipeV,
@@ -62,9 +63,23 @@ class NamedOrder:
     actors: tuple[ActorId, ...]
     moments: tuple[KeptCounts, ...]
 
+    def peak_bytes(self, stages: StageCosts) -> tuple[float, ...]:
+        """Return the memory of each actor, exactly as a replay of the lists counts it."""
+        static = [0.0] * len(self.rows)
+        for stage, actor in enumerate(self.actors):
+            static[actor] += stages.static_bytes[stage]
+        peaks = list(static)
+        for moment in self.moments:
+            held = sum(map(mul, moment.kept, stages.kept_bytes))
+            held += sum(map(mul, moment.weight_kept, stages.weight_kept_bytes))
+            peaks[moment.actor] = max(peaks[moment.actor], static[moment.actor] + held)
+        return tuple(peaks)
+
 
 @lru_cache(maxsize=64)
-def named_order(schedule: type[BuiltIn], num_stages: int, num_microbatches: int, num_actors: int) -> NamedOrder:
+def named_order(
+    schedule: type[BuiltIn], num_stages: int, num_microbatches: int, num_actors: int
+) -> NamedOrder:
     """Return the task lists of a named schedule."""
     rows = tuple(map(tuple, schedule(num_stages).tasks(num_microbatches, num_actors)))
     name = f"{schedule.__name__}({num_stages})"
@@ -124,9 +139,10 @@ def on_best_cut(problem: PipelineProblem, *, rounds: int = 8) -> list[Timed]:
     climbed, best_s = [], found[0][1].step_s if found else 0.0
     for order, timed in found:
         if timed.step_s <= PROMISING * best_s:
-            timed = _climb(problem, order, timed, rounds)
-            best_s = min(best_s, timed.step_s)
-        climbed.append(timed)
+            climbed.append(_climb(problem, order, timed, rounds))
+            best_s = min(best_s, climbed[-1].step_s)
+        else:
+            climbed.append(timed)
     return sorted(climbed, key=lambda timed: timed.step_s)
 
 
@@ -145,7 +161,7 @@ def _climb(problem: PipelineProblem, order: NamedOrder, best: Timed, rounds: int
     return best
 
 
-def moved(cut: Sequence[int], boundary: int, step: int, num_layers: int) -> Cut | None:
+def moved(cut: Sequence[int], boundary: int, step: int, num_layers: int) -> Boundaries | None:
     """Return a cut with one boundary moved, or None where a stage would become empty.
 
     Args:
@@ -160,14 +176,10 @@ def moved(cut: Sequence[int], boundary: int, step: int, num_layers: int) -> Cut 
     return (*cut[:boundary], cut[boundary] + step, *cut[boundary + 1 :])
 
 
-def _timed(problem: PipelineProblem, order: NamedOrder, cut: Cut) -> Timed:
+def _timed(problem: PipelineProblem, order: NamedOrder, cut: Boundaries) -> Timed:
     stages = problem.stages(cut)
     table = TaskTable(stages, order.actors, problem.num_microbatches, problem.num_actors)
-    peaks = list(table.static_bytes)
-    for moment in order.moments:
-        held = sum(map(float.__mul__, map(float, moment.kept), map(float, stages.kept_bytes)))
-        held += sum(map(float.__mul__, map(float, moment.weight_kept), map(float, stages.weight_kept_bytes)))
-        peaks[moment.actor] = max(peaks[moment.actor], table.static_bytes[moment.actor] + held)
+    peaks = order.peak_bytes(stages)
     step_s = table.step_s(table.rows_of(order.rows))
     assignment = Assignment(cut, order.rows, order.name)
-    return Timed(assignment, step_s, tuple(peaks), fits(peaks, problem.caps))
+    return Timed(assignment, step_s, peaks, fits(peaks, problem.caps))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 from jaxpp_async.planning.evaluation import (
     BACKWARD,
+    FORWARD,
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     TaskTable,
@@ -58,7 +60,7 @@ def _cost(table: TaskTable, rows: Sequence[Sequence[int]]) -> tuple[float, float
 
 
 def _changed(table: TaskTable, row: list[int], rng: random.Random) -> list[int] | None:
-    """Return a list with one task elsewhere, a backward split or two halves joined; None if that is not valid."""
+    """Return a list with one task elsewhere, or a backward split or whole; None if that is not valid."""
     size = len(table.stages) * table.num_microbatches
     at = rng.randrange(len(row))
     number = row[at]
@@ -77,3 +79,64 @@ def _changed(table: TaskTable, row: list[int], rng: random.Random) -> list[int] 
         return None  # the tasks of one stage and microbatch keep their order
     rest = row[:at] + row[at + 1 :]
     return [*rest[:to], number, *rest[to:]]
+
+
+def merge_backwards(table: TaskTable, rows: list[list[int]], *, evaluations: int = 200) -> list[list[int]]:
+    """Make split backwards whole, as long as the step does not become longer.
+
+    Pairs of halves that follow each other are tried all together, then the first and the second half of the
+    pairs if that makes the step longer, and so on; then other pairs likewise, at the place of the input
+    gradient. A whole backward frees memory no later than the two halves.
+
+    Args:
+        table: the tasks.
+        rows: lists of task numbers.
+        evaluations: how many steps to time at most.
+
+    Returns:
+        Lists with fewer split backwards.
+    """
+    size = len(table.stages) * table.num_microbatches
+    found = {number for row in rows for number in row}
+    near = {
+        first - size
+        for row in rows
+        for first, second in pairwise(row)
+        if second - first == size and size <= first < 2 * size
+    }
+    far = {number - size for number in found if size <= number < 2 * size} - near
+    chosen: set[int] = set()
+    best, best_s = rows, table.step_s(rows)
+    pending = [sorted(far), sorted(near)]
+    while pending and evaluations > 0:
+        group = pending.pop()
+        if not group:
+            continue
+        evaluations -= 1
+        merged = [_merged(row, size, chosen.union(group)) for row in rows]
+        merged_s = table.step_s(merged)
+        if merged_s <= best_s:
+            chosen.update(group)
+            best, best_s = merged, merged_s
+        elif len(group) > 1:
+            middle = len(group) // 2
+            pending += [group[:middle], group[middle:]]
+    return best
+
+
+def _merged(row: list[int], size: int, places: set[int]) -> list[int]:
+    """Return a list with whole backwards of some pairs of a stage and a microbatch.
+
+    Args:
+        row: task numbers.
+        size: the number of such pairs.
+        places: stage * M + microbatch of each, for M microbatches.
+    """
+    found: list[int] = []
+    for number in row:
+        kind, place = divmod(number, size)
+        if kind in (FORWARD, BACKWARD) or place not in places:
+            found.append(number)
+        elif kind == INPUT_GRADIENT:
+            found.append(BACKWARD * size + place)
+    return found

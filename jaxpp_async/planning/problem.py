@@ -18,7 +18,7 @@ from typing import TypeAlias
 from jaxpp_async.program.instructions import ActorId, Task
 from jaxpp_async.schedules import stage_actors
 
-Cut: TypeAlias = tuple[int, ...]
+Boundaries: TypeAlias = tuple[int, ...]
 """The boundaries between stages: the index of the first layer of every stage but the first, ascending. Mark
 k, which ends layer k, is the boundary k + 1."""
 
@@ -109,7 +109,7 @@ class PipelineProblem:
         """The time of a step of perfect balance: the work of all microbatches, divided among the actors."""
         return self.num_microbatches * sum(layer.work_s for layer in self.layers) / self.num_actors
 
-    def stages(self, cut: Cut) -> Stages:
+    def stages(self, cut: Boundaries) -> StageCosts:
         """Return the costs of the stages into which `cut` divides the layers.
 
         Raises:
@@ -123,7 +123,7 @@ class PipelineProblem:
         def summed(name: str) -> tuple[float, ...]:
             return tuple(sum(getattr(layer, name) for layer in group) for group in groups)
 
-        return Stages(
+        return StageCosts(
             forward_s=tuple(t + self.dispatch_s for t in summed("forward_s")),
             input_gradient_s=tuple(t + self.dispatch_s for t in summed("input_gradient_s")),
             weight_gradient_s=tuple(t + self.dispatch_s for t in summed("weight_gradient_s")),
@@ -138,7 +138,7 @@ class PipelineProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class StageCosts:
     """The costs of each stage of a cut, for one microbatch: sums of the costs of its layers, by stage index.
 
     Attributes:
@@ -172,7 +172,8 @@ class Stages:
             actors: the actor of each stage.
         """
         return [
-            0.0 if here == there else t for t, (here, there) in zip(self.transfer_s, pairwise(actors), strict=True)
+            0.0 if here == there else t
+            for t, (here, there) in zip(self.transfer_s, pairwise(actors), strict=True)
         ]
 
 
@@ -187,7 +188,7 @@ class Assignment:
         name: the name of the schedule that the rows are from, for people.
     """
 
-    cut: Cut
+    cut: Boundaries
     rows: tuple[tuple[Task, ...], ...]
     name: str = ""
 
@@ -195,6 +196,11 @@ class Assignment:
     def num_stages(self) -> int:
         """The number of stages."""
         return len(self.cut) + 1
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """The marks that are boundaries, counted from 0, as a schedule's `stages=` takes them."""
+        return tuple(boundary - 1 for boundary in self.cut)
 
     @property
     def actors(self) -> tuple[ActorId, ...]:

@@ -15,10 +15,10 @@ from itertools import pairwise
 
 from jaxpp_async.planning.cut import best_cut
 from jaxpp_async.planning.evaluation import TaskTable
-from jaxpp_async.planning.list_scheduling import Priorities, list_schedule, merge_backwards
+from jaxpp_async.planning.list_scheduling import Priorities, list_schedule
 from jaxpp_async.planning.named import QUICK_STATES, Timed, moved, named_orders, on_best_cut
-from jaxpp_async.planning.order_search import improve_order
-from jaxpp_async.planning.problem import Assignment, Cut, Layer, PipelineProblem, Stages
+from jaxpp_async.planning.order_search import improve_order, merge_backwards
+from jaxpp_async.planning.problem import Assignment, Boundaries, Layer, PipelineProblem, StageCosts
 from jaxpp_async.program.instructions import ActorId
 
 DEFAULT_ITERATIONS = 6_000
@@ -55,14 +55,12 @@ class SearchResult:
         if self.gain < WORTHWHILE:
             return f"a search has nothing to win over {name}, which takes {self.named.step_s:.4g} s"
         return (
-            f"the searched order takes {self.best.step_s:.4g} s, {self.gain:.1%} less than {name} on its best "
-            f"cut ({self.named.step_s:.4g} s)"
+            f"the searched order takes {self.best.step_s:.4g} s, {self.gain:.1%} less than {name} on its "
+            f"best cut ({self.named.step_s:.4g} s)"
         )
 
 
-def search(
-    problem: PipelineProblem, *, iterations: int = DEFAULT_ITERATIONS, seed: int = 0
-) -> SearchResult:
+def search(problem: PipelineProblem, *, iterations: int = DEFAULT_ITERATIONS, seed: int = 0) -> SearchResult:
     """Search for the assignment with the shortest step that fits into the memory.
 
     The result is never slower than the best named schedule on its best cut. The same arguments give the same
@@ -95,8 +93,8 @@ def _nothing_fits(problem: PipelineProblem) -> str:
     stage = needs.index(max(needs))
     static = sum(layer.static_bytes for layer in problem.layers[bounds[stage] : bounds[stage + 1]])
     return (
-        f"no cut into stages fits: layers {bounds[stage]} to {bounds[stage + 1] - 1} of the most even cut need "
-        f"{needs[stage]:.4g} bytes for one microbatch, {static:.4g} of them static; the largest cap is "
+        f"no cut into stages fits: layers {bounds[stage]} to {bounds[stage + 1] - 1} of the most even cut "
+        f"need {needs[stage]:.4g} bytes for one microbatch, {static:.4g} of them static; the largest cap is "
         f"{max(problem.caps):.4g} bytes"
     )
 
@@ -118,7 +116,7 @@ class _Candidate:
         whole: for each layer, whether the backwards of the stage that begins with it are whole.
     """
 
-    cut: Cut
+    cut: Boundaries
     actors: tuple[ActorId, ...]
     shifts: tuple[float, ...]
     limits: tuple[int, ...]
@@ -126,7 +124,7 @@ class _Candidate:
     whole: tuple[bool, ...]
 
 
-def _natural_offsets(stages: Stages, period_s: float) -> list[float]:
+def _natural_offsets(stages: StageCosts, period_s: float) -> list[float]:
     """Return when the tasks of one microbatch alone would start, weight gradients one period later."""
     offsets: list[float] = []
     now = 0.0
@@ -141,7 +139,7 @@ def _natural_offsets(stages: Stages, period_s: float) -> list[float]:
     return offsets + backwards + [start + period_s for start in backwards]
 
 
-def _busiest_s(stages: Stages, actors: Sequence[ActorId]) -> float:
+def _busiest_s(stages: StageCosts, actors: Sequence[ActorId]) -> float:
     """Return the work of the busiest actor for one microbatch, with whole backwards."""
     loads: dict[ActorId, float] = {}
     for stage, actor in enumerate(actors):
@@ -168,7 +166,7 @@ def _starts(problem: PipelineProblem, named: Sequence[Timed]) -> list[_Candidate
     return found
 
 
-def _plain(problem: PipelineProblem, cut: Cut, actors: tuple[ActorId, ...]) -> _Candidate:
+def _plain(problem: PipelineProblem, cut: Boundaries, actors: tuple[ActorId, ...]) -> _Candidate:
     num_layers = len(problem.layers)
     limits = (problem.num_microbatches,) * num_layers
     return _Candidate(cut, actors, (0.0,) * (3 * num_layers), limits, 0.0, (False,) * num_layers)
@@ -189,9 +187,10 @@ def _as_candidate(problem: PipelineProblem, assignment: Assignment) -> _Candidat
         first = place * count
         if ends[first] < 0:
             continue
-        lateness = sum(
-            ends[first + i] - table.durations[first + i] - i * period for i in range(count)
-        ) / count - offsets[place]
+        lateness = (
+            sum(ends[first + i] - table.durations[first + i] - i * period for i in range(count)) / count
+            - offsets[place]
+        )
         shifts[kind * num_layers + (0, *cut)[stage]] = lateness / period
     whole = [False] * num_layers
     for row in assignment.rows:
@@ -226,7 +225,7 @@ class _Annealing:
     def __init__(self, problem: PipelineProblem, rng: random.Random, iterations: int) -> None:
         self.problem, self.rng, self.iterations = problem, rng, iterations
         self.few = min(problem.num_microbatches, 3 * problem.num_actors)
-        self.tables: dict[tuple[Cut, tuple[ActorId, ...], int], TaskTable] = {}
+        self.tables: dict[tuple[Boundaries, tuple[ActorId, ...], int], TaskTable] = {}
         tasks = len(problem.layers) * problem.num_microbatches
         self.polish = min(iterations, 400_000 // tasks)
         self.max_stages = min(len(problem.layers), 3 * problem.num_actors)
@@ -242,7 +241,7 @@ class _Annealing:
         full = few < self.problem.num_microbatches
         share = self.iterations * (0.8 if full else 1.0) / num_rounds
         heat = 0.02
-        for round_ in range(num_rounds):
+        for _ in range(num_rounds):
             for walk in walks:
                 self._walk(walk, int(share / len(walks)), few, heat, heat / 3)
             walks = sorted(walks, key=lambda walk: walk.best_cost)[: max(1, len(walks) // 2)]
@@ -284,7 +283,7 @@ class _Annealing:
                 if cost < walk.best_cost:
                     walk.best, walk.best_cost = candidate, cost
 
-    def _table(self, cut: Cut, actors: tuple[ActorId, ...], count: int) -> TaskTable:
+    def _table(self, cut: Boundaries, actors: tuple[ActorId, ...], count: int) -> TaskTable:
         key = (cut, actors, count)
         if key not in self.tables:
             if len(self.tables) > 200:
@@ -292,7 +291,7 @@ class _Annealing:
             self.tables[key] = TaskTable(self.problem.stages(cut), actors, count, self.problem.num_actors)
         return self.tables[key]
 
-    def _priorities(self, candidate: _Candidate, stages: Stages) -> Priorities:
+    def _priorities(self, candidate: _Candidate, stages: StageCosts) -> Priorities:
         period = _busiest_s(stages, candidate.actors)
         firsts = (0, *candidate.cut)
         num_layers = len(self.problem.layers)
@@ -337,7 +336,7 @@ class _Annealing:
             return None
         return self._polished(table, candidate.cut, merge_backwards(table, found[2]))
 
-    def _polished(self, table: TaskTable, cut: Cut, rows: list[list[int]]) -> Timed:
+    def _polished(self, table: TaskTable, cut: Boundaries, rows: list[list[int]]) -> Timed:
         rows = improve_order(table, rows, self.problem.caps, self.rng, self.polish)
         rows = merge_backwards(table, rows)
         assignment = Assignment(cut, table.tasks_of(rows), "searched")
@@ -391,9 +390,7 @@ class _Annealing:
             for kind in range(3):
                 shifts[kind * num_layers + first] = shifts[kind * num_layers + old_first]
             limits[first], whole[first] = limits[old_first], whole[old_first]
-            return replace(
-                candidate, cut=new, shifts=tuple(shifts), limits=tuple(limits), whole=tuple(whole)
-            )
+            return replace(candidate, cut=new, shifts=tuple(shifts), limits=tuple(limits), whole=tuple(whole))
         if draw < 0.7:
             here, there = rng.randrange(num), rng.randrange(num)
             if actors[here] == actors[there]:

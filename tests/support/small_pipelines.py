@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from itertools import combinations, product
 
-from jaxpp_async.planning.problem import Cut, Layer, PipelineProblem
+from jaxpp_async.planning.problem import Boundaries, Layer, PipelineProblem
 
 
 def drawn_problem(
@@ -19,7 +19,7 @@ def drawn_problem(
     spread: float = 3.0,
     is_tight: bool = False,
 ) -> PipelineProblem:
-    """A problem with random times and bytes; `is_tight` gives each actor little more than two layers' bytes."""
+    """A problem with random times and bytes; with `is_tight` not all microbatches fit into the memory."""
     layers = tuple(
         Layer(
             forward_s=rng.uniform(1, spread),
@@ -39,7 +39,7 @@ def drawn_problem(
     return PipelineProblem(layers, num_actors, num_microbatches, cap, latency_s, bytes_per_s, dispatch_s)
 
 
-def cuts(num_layers: int, max_stages: int) -> Iterator[Cut]:
+def cuts(num_layers: int, max_stages: int) -> Iterator[Boundaries]:
     """Every cut into at most so many stages."""
     for num_boundaries in range(min(num_layers, max_stages)):
         yield from combinations(range(1, num_layers), num_boundaries)
@@ -53,13 +53,13 @@ def placements(num_stages: int, num_actors: int) -> Iterator[tuple[int, ...]]:
 
 
 def least_step(
-    problem: PipelineProblem, cut: Cut, actors: tuple[int, ...], best: float = math.inf
+    problem: PipelineProblem, cut: Boundaries, actors: tuple[int, ...], best: float = math.inf
 ) -> float:
     """The shortest step of any order of the tasks of a cut and placement that fits into the memory; `best` if
     none is shorter. Looks at all of them: branches over the next task of any actor.
 
-    A microbatch is (forwards done, end of the last one, input gradients done, end of the last one, bits of the
-    weight gradients done); all microbatches are alike, so they are sorted.
+    A microbatch is (forwards done, end of the last one, input gradients done, end of the last one, bits of
+    the weight gradients done); all microbatches are alike, so they are sorted.
     """
     stages, count = problem.stages(cut), problem.num_microbatches
     num, hops = len(stages), stages.hops(actors)
