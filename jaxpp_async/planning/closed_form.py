@@ -181,15 +181,18 @@ class OrderEstimate:
     """An estimate for any task lists, made once for all cuts.
 
     The estimate is the longest of the ways through the lists that go from the step's start directly to some
-    task, work through its actor's list up to another one, change to another actor once, work through that
-    actor's list, and go directly to the step's end. A replay looks at ways with any number of changes.
+    task, work through its actor's list up to another one, change to another actor, work through that actor's
+    list, and so on, and at last go directly to the step's end. A replay looks at ways with any number of
+    changes, an estimate at those with few.
 
     Args:
         rows: one list of tasks per actor.
         num_stages: the number of stages.
+        num_changes: how often such a way may change from one actor to another.
     """
 
-    def __init__(self, rows: Sequence[Sequence[Task]], num_stages: int) -> None:
+    def __init__(self, rows: Sequence[Sequence[Task]], num_stages: int, num_changes: int = 2) -> None:
+        self.num_changes = num_changes
         tasks = [task for row in rows for task in row]
         places = {task: place for place, task in enumerate(tasks)}
         actors = stage_actors(rows)
@@ -232,14 +235,18 @@ class OrderEstimate:
         # backward, does not pass from one actor to the next.
         apart = self.actor_of * (2 * work[-1] + turn + end[-1] + 1)
         done = before - offsets
-        starts = np.maximum.accumulate(heads[self.columns] - done + apart) - apart + done
-        done += times
-        ends = np.maximum.accumulate((tails[self.columns] + done - apart)[::-1])[::-1] + apart - done
-        whole = np.max(starts + times + ends)
+        shift = apart - done
+        after = done + times
+        ends = np.maximum.accumulate((tails[self.columns] + after - apart)[::-1])[::-1] + apart - after
+        starts = heads[self.columns]
         if self.hops[0] < 0:
-            return float(whole)
-        crossing = starts[self.sources] + times[self.sources] + hops[self.hops]
-        return float(max(whole, np.max(crossing + times[self.targets] + ends[self.targets])))
+            return float(np.max(np.maximum.accumulate(starts + shift) - shift + times + ends))
+        ways = times[self.sources] + hops[self.hops]
+        for _ in range(self.num_changes):
+            starts = np.maximum.accumulate(starts + shift) - shift
+            crossing = starts[self.sources] + ways
+            starts[self.targets] = np.maximum(starts[self.targets], crossing)
+        return float(np.max(starts + times + ends))
 
 
 _KINDS: dict[TaskType, int] = {"fwd": 0, "bwd_input": 1, "bwd_weight": 2, "bwd": 3}

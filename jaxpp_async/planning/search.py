@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from jaxpp_async.planning.cut import best_cut
+from jaxpp_async.planning.cut import KeptCounts, best_cut
 from jaxpp_async.planning.evaluation import TaskTable
 from jaxpp_async.planning.list_scheduling import Priorities, list_schedule
 from jaxpp_async.planning.named import QUICK_STATES, Timed, moved, named_orders, on_best_cut
@@ -92,6 +92,8 @@ def _nothing_fits(problem: PipelineProblem) -> str:
     needs = [sum(layer.forward_s for layer in sizes[first:end]) for first, end in pairwise(bounds)]
     stage = needs.index(max(needs))
     static = sum(layer.static_bytes for layer in problem.layers[bounds[stage] : bounds[stage + 1]])
+    if max(needs) <= min(problem.caps):
+        return "no cut and placement was found that fits into the memory; try more iterations"
     return (
         f"no cut into stages fits: layers {bounds[stage]} to {bounds[stage + 1] - 1} of the most even cut "
         f"need {needs[stage]:.4g} bytes for one microbatch, {static:.4g} of them static; the largest cap is "
@@ -157,7 +159,12 @@ def _starts(problem: PipelineProblem, named: Sequence[Timed]) -> list[_Candidate
     found = [_as_candidate(problem, timed.assignment) for timed in named[:3]]
     for actors in sorted({order.actors for order in named_orders(problem)}, key=len):
         if len(actors) <= 2 * problem.num_actors:
-            cut = best_cut(problem, actors, max_states=QUICK_STATES)
+            # One microbatch has to fit.
+            moments = [
+                KeptCounts(actor, tuple(int(other == actor) for other in actors), (0,) * len(actors))
+                for actor in range(problem.num_actors)
+            ]
+            cut = best_cut(problem, actors, moments, max_states=QUICK_STATES)
             if cut is not None:
                 found.append(_plain(problem, cut, actors))
     if not found:  # fewer layers than actors
