@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise
 
 from jaxpp_async.planning.problem import Boundaries, PipelineProblem
 from jaxpp_async.program.instructions import ActorId, Task
@@ -90,7 +90,8 @@ def best_cut(
     The work that is asked for is bisected; whether a cut with so much work exists says a dynamic program
     over (stage, first layer, what each actor has already), which forgets actors without a stage to come. So
     a cut into one stage an actor takes polynomial time. The cut is the best one unless questions stay
-    unanswered: those that take more than `max_states` states, which small problems never do.
+    unanswered: those that take more than `max_states` states, which small problems never do. Then one or two
+    boundaries at a time move by a layer while that helps.
 
     Args:
         problem: the layers and the machine.
@@ -107,8 +108,10 @@ def best_cut(
     best = fold.cut_within(most)
     while best is not None:
         most = fold.busiest(best)
-        if most - least <= 1e-6 * most or fold.num_unanswered >= MAX_UNANSWERED:
+        if most - least <= 1e-6 * most:
             return best
+        if fold.num_unanswered >= MAX_UNANSWERED:
+            return fold.improved(best)
         middle = (least + most) / 2
         better = fold.cut_within(middle)
         if better is None:
@@ -163,6 +166,57 @@ class _Fold:
         for actor, first, end in zip(self.actors, (0, *cut), (*cut, self.num_layers), strict=True):
             loads[actor] += self.work[end] - self.work[first] + self.per_stage
         return max(loads)
+
+    def improved(self, cut: Boundaries) -> Boundaries:
+        """Return a cut from which no move of one or two boundaries by a layer gives less busy actors.
+
+        What is minimised is the sum of high powers of the actors' works, so that moves that leave the busiest
+        actor as it is count, too.
+        """
+        bounds = [0, *cut, self.num_layers]
+        work, actors = self.work, self.actors
+        loads = [0.0] * (max(actors) + 1)
+        for stage, actor in enumerate(actors):
+            loads[actor] += work[bounds[stage + 1]] - work[bounds[stage]]
+        unit = max(loads)
+        singles = [((k, step),) for k in range(1, self.num_stages) for step in (-1, 1)]
+        pairs = [(*one, *two) for one, two in combinations(singles, 2) if one[0][0] != two[0][0]]
+        is_better = True
+        while is_better:
+            is_better = False
+            for moves in (*singles, *pairs):
+                changes: dict[ActorId, float] = {}
+                for k, step in moves:
+                    here = bounds[k]
+                    moved = work[here + step] - work[here]
+                    for actor, change in ((actors[k - 1], moved), (actors[k], -moved)):
+                        changes[actor] = changes.get(actor, 0.0) + change
+                gain = sum(
+                    (loads[actor] / unit) ** 16 - ((loads[actor] + change) / unit) ** 16
+                    for actor, change in changes.items()
+                )
+                if gain <= 1e-9:
+                    continue
+                tried = list(bounds)
+                for k, step in moves:
+                    tried[k] += step
+                if all(first < end for first, end in pairwise(tried)) and self.fits(tried):
+                    is_better, bounds = True, tried
+                    for actor, change in changes.items():
+                        loads[actor] += change
+        return tuple(bounds[1:-1])
+
+    def fits(self, bounds: Sequence[int]) -> bool:
+        """Return whether no actor needs more than its cap at one of its moments.
+
+        Args:
+            bounds: the first layer of each stage, and the number of layers.
+        """
+        needs = [[0.0] * count for count in self.num_moments]
+        for stage, actor in enumerate(self.actors):
+            for k, sums in enumerate(self.needs[stage]):
+                needs[actor][k] += sums[bounds[stage + 1]] - sums[bounds[stage]]
+        return all(max(mine) <= cap for mine, cap in zip(needs, self.caps, strict=True))
 
     def cut_within(self, limit: float) -> Boundaries | None:
         """Return a cut that gives no actor more work than `limit`, or None."""

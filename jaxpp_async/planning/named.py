@@ -38,7 +38,7 @@ FOLDS: dict[type[BuiltIn], tuple[int, ...]] = {
 }
 """The named schedules, each with the numbers of stages an actor that are tried."""
 
-QUICK_STATES = 1_000
+QUICK_STATES = 3_000
 """The states of `best_cut` for one schedule; boundaries then move while that helps."""
 
 PROMISING = 1.1
@@ -123,8 +123,8 @@ def on_equal_cut(problem: PipelineProblem) -> list[Timed]:
 def on_best_cut(problem: PipelineProblem, *, rounds: int = 8) -> list[Timed]:
     """Return every named schedule that fits into the memory on some cut, the fastest first.
 
-    Each starts on a cut with little work on the busiest actor. For the promising ones, one boundary at a time
-    then moves by a layer while that makes the step shorter.
+    Each starts on a cut with little work on the busiest actor, or on the equal one if that is faster. For the
+    promising ones, one boundary at a time then moves by a layer while that makes the step shorter.
 
     Args:
         problem: the layers and the machine.
@@ -132,9 +132,14 @@ def on_best_cut(problem: PipelineProblem, *, rounds: int = 8) -> list[Timed]:
     """
     found: list[tuple[NamedOrder, Timed]] = []
     for order in named_orders(problem):
-        cut = best_cut(problem, order.actors, order.moments, max_states=QUICK_STATES)
-        if cut is not None:
-            found.append((order, _timed(problem, order, cut)))
+        cuts = [
+            best_cut(problem, order.actors, order.moments, max_states=QUICK_STATES),
+            equal_cut(len(problem.layers), order.num_stages),
+        ]
+        timed = [_timed(problem, order, cut) for cut in cuts if cut is not None]
+        fitting = [one for one in timed if one.fits]
+        if fitting:
+            found.append((order, min(fitting, key=lambda one: one.step_s)))
     found.sort(key=lambda pair: pair[1].step_s)
     climbed, best_s = [], found[0][1].step_s if found else 0.0
     for order, timed in found:

@@ -16,9 +16,10 @@ from itertools import pairwise
 from jaxpp_async.planning.cut import KeptCounts, best_cut
 from jaxpp_async.planning.evaluation import TaskTable
 from jaxpp_async.planning.list_scheduling import Priorities, list_schedule
-from jaxpp_async.planning.named import QUICK_STATES, Timed, moved, named_orders, on_best_cut
+from jaxpp_async.planning.named import QUICK_STATES, Timed, named_orders, on_best_cut
 from jaxpp_async.planning.order_search import improve_order, merge_backwards
 from jaxpp_async.planning.problem import Assignment, Boundaries, Layer, PipelineProblem, StageCosts
+from jaxpp_async.planning.search_moves import SearchMoves, SearchPoint
 from jaxpp_async.program.instructions import ActorId
 
 DEFAULT_ITERATIONS = 6_000
@@ -104,28 +105,6 @@ def _nothing_fits(problem: PipelineProblem) -> str:
 # ---------------------------------------------------------------- candidates
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A point of the search.
-
-    Attributes:
-        cut: the boundaries.
-        actors: the actor of each stage.
-        shifts: by how much the keys of a kind of task of the stage that begins with a layer differ from
-            `_natural_offsets`, in periods: entry kind * L + layer, for L layers.
-        limits: for each layer, the limit of the stage that begins with it.
-        patience: see `Priorities`.
-        whole: for each layer, whether the backwards of the stage that begins with it are whole.
-    """
-
-    cut: Boundaries
-    actors: tuple[ActorId, ...]
-    shifts: tuple[float, ...]
-    limits: tuple[int, ...]
-    patience: float
-    whole: tuple[bool, ...]
-
-
 def _natural_offsets(stages: StageCosts, period_s: float) -> list[float]:
     """Return when the tasks of one microbatch alone would start, weight gradients one period later."""
     offsets: list[float] = []
@@ -149,7 +128,7 @@ def _busiest_s(stages: StageCosts, actors: Sequence[ActorId]) -> float:
     return max(loads.values())
 
 
-def _starts(problem: PipelineProblem, named: Sequence[Timed]) -> list[_Candidate]:
+def _starts(problem: PipelineProblem, named: Sequence[Timed]) -> list[SearchPoint]:
     """Return the candidates that the search starts from.
 
     Args:
@@ -173,13 +152,13 @@ def _starts(problem: PipelineProblem, named: Sequence[Timed]) -> list[_Candidate
     return found
 
 
-def _plain(problem: PipelineProblem, cut: Boundaries, actors: tuple[ActorId, ...]) -> _Candidate:
+def _plain(problem: PipelineProblem, cut: Boundaries, actors: tuple[ActorId, ...]) -> SearchPoint:
     num_layers = len(problem.layers)
     limits = (problem.num_microbatches,) * num_layers
-    return _Candidate(cut, actors, (0.0,) * (3 * num_layers), limits, 0.0, (False,) * num_layers)
+    return SearchPoint(cut, actors, (0.0,) * (3 * num_layers), limits, 0.0, (False,) * num_layers)
 
 
-def _as_candidate(problem: PipelineProblem, assignment: Assignment) -> _Candidate:
+def _as_candidate(problem: PipelineProblem, assignment: Assignment) -> SearchPoint:
     """Return a candidate whose keys resemble the times of an assignment's tasks."""
     cut, actors = assignment.cut, assignment.actors
     stages, count = problem.stages(cut), problem.num_microbatches
@@ -214,9 +193,9 @@ def _as_candidate(problem: PipelineProblem, assignment: Assignment) -> _Candidat
 class _Walk:
     """One chain of annealing: where it is, and the best that it has seen."""
 
-    at: _Candidate
+    at: SearchPoint
     cost: float
-    best: _Candidate
+    best: SearchPoint
     best_cost: float
 
 
@@ -235,9 +214,9 @@ class _Annealing:
         self.tables: dict[tuple[Boundaries, tuple[ActorId, ...], int], TaskTable] = {}
         tasks = len(problem.layers) * problem.num_microbatches
         self.polish = min(iterations, 400_000 // tasks)
-        self.max_stages = min(len(problem.layers), 3 * problem.num_actors)
+        self.moves = SearchMoves(problem, rng)
 
-    def run(self, starts: Sequence[_Candidate]) -> list[Timed]:
+    def run(self, starts: Sequence[SearchPoint]) -> list[Timed]:
         """Anneal from all starts, then go on with the best, and return what was found with its figures."""
         few = self.few
         walks = [_Walk(start, math.inf, start, math.inf) for start in starts]
@@ -279,12 +258,12 @@ class _Annealing:
         """
         walk.at, walk.cost = walk.best, walk.best_cost
         for step in range(steps):
-            candidate = self._neighbour(walk.at)
-            if candidate is None:
-                continue
             bar = -math.log(1 - self.rng.random()) * heat * (end_heat / heat) ** (step / steps)
             most = walk.cost * (1 + bar) if walk.cost < math.inf else math.inf
-            cost = self._cost(candidate, count, most)
+            candidate = self._promising(walk.at, most)
+            if candidate is None:
+                continue
+            cost = self._cost(candidate, count)
             if cost <= most:
                 walk.at, walk.cost = candidate, cost
                 if cost < walk.best_cost:
@@ -298,7 +277,7 @@ class _Annealing:
             self.tables[key] = TaskTable(self.problem.stages(cut), actors, count, self.problem.num_actors)
         return self.tables[key]
 
-    def _priorities(self, candidate: _Candidate, stages: StageCosts) -> Priorities:
+    def _priorities(self, candidate: SearchPoint, stages: StageCosts) -> Priorities:
         period = _busiest_s(stages, candidate.actors)
         firsts = (0, *candidate.cut)
         num_layers = len(self.problem.layers)
@@ -310,19 +289,29 @@ class _Annealing:
         whole = tuple(candidate.whole[first] for first in firsts)
         return Priorities(period, tuple(offsets), limits, candidate.patience, whole)
 
-    def _cost(self, candidate: _Candidate, count: int, most: float = math.inf) -> float:
+    def _promising(self, candidate: SearchPoint, most: float) -> SearchPoint | None:
+        """Return a neighbour whose busiest actor can be done before `most`; None if several have no such."""
+        for _ in range(8):
+            neighbour = self.moves.neighbour(candidate)
+            if neighbour is None:
+                continue
+            if neighbour.cut == candidate.cut and neighbour.actors == candidate.actors:
+                return neighbour
+            stages = self._table(neighbour.cut, neighbour.actors, self.few).stages
+            if _busiest_s(stages, neighbour.actors) * self.problem.num_microbatches <= most:
+                return neighbour
+        return None
+
+    def _cost(self, candidate: SearchPoint, count: int) -> float:
         """Return the time of a step, and a little for the ends of all actors; infinite if it does not fit.
 
         Args:
             candidate: what to judge.
             count: by how many microbatches; the others are taken to go on at the rate of the last ones.
-            most: the cost above which nobody is interested.
         """
         problem = self.problem
         table = self._table(candidate.cut, candidate.actors, count)
         busiest = _busiest_s(table.stages, candidate.actors)
-        if busiest * problem.num_microbatches > most:
-            return math.inf
         found = list_schedule(table, self._priorities(candidate, table.stages), problem.caps)
         if found is None:
             return math.inf
@@ -335,7 +324,7 @@ class _Annealing:
             step_s += (problem.num_microbatches - count) * max(rate, busiest)
         return step_s + 0.01 * sum_of_ends / problem.num_actors
 
-    def _timed(self, candidate: _Candidate) -> Timed | None:
+    def _timed(self, candidate: SearchPoint) -> Timed | None:
         problem = self.problem
         table = self._table(candidate.cut, candidate.actors, problem.num_microbatches)
         found = list_schedule(table, self._priorities(candidate, table.stages), problem.caps)
@@ -348,77 +337,3 @@ class _Annealing:
         rows = merge_backwards(table, rows)
         assignment = Assignment(cut, table.tasks_of(rows), "searched")
         return Timed(assignment, table.step_s(rows), table.peak_bytes(rows), True)
-
-    # ------------------------------------------------------------ neighbours
-
-    def _neighbour(self, candidate: _Candidate) -> _Candidate | None:
-        """Return a candidate that differs from `candidate` a little, or None if the dice made none."""
-        draw = self.rng.random()
-        if draw < 0.3:
-            return self._other_stages(candidate)
-        if draw < 0.85:
-            return self._other_keys(candidate)
-        if draw < 0.9 and self.problem.dispatch_s > 0:
-            layer = self.rng.choice((0, *candidate.cut))
-            whole = list(candidate.whole)
-            whole[layer] = not whole[layer]
-            return replace(candidate, whole=tuple(whole))
-        if draw < 0.95:
-            layer = self.rng.choice((0, *candidate.cut))
-            limits = list(candidate.limits)
-            now = min(limits[layer], 2 * self.problem.num_actors)
-            limits[layer] = max(1, now + self.rng.choice((-1, 1)))
-            return replace(candidate, limits=tuple(limits))
-        return replace(candidate, patience=self.rng.choice((0.0, 0.0, 0.2, 0.5, 0.8, 1.0)))
-
-    def _other_keys(self, candidate: _Candidate) -> _Candidate:
-        rng, num_layers = self.rng, len(self.problem.layers)
-        firsts = (0, *candidate.cut)
-        shifts = list(candidate.shifts)
-        for _ in range(rng.choice((1, 1, 2, 3))):
-            layer, kind = rng.choice(firsts), rng.randrange(3)
-            shifts[kind * num_layers + layer] += rng.gauss(0, rng.choice((0.1, 0.5, 2.0)))
-        return replace(candidate, shifts=tuple(shifts))
-
-    def _other_stages(self, candidate: _Candidate) -> _Candidate | None:
-        rng, cut, actors = self.rng, candidate.cut, list(candidate.actors)
-        num_layers, num = len(self.problem.layers), len(actors)
-        draw = rng.random()
-        if draw < 0.5:
-            if not cut:
-                return None
-            boundary = rng.randrange(len(cut))
-            new = moved(cut, boundary, rng.choice((-1, 1)), num_layers)
-            if new is None:
-                return None
-            # The stage's keys go with it.
-            old_first, first = cut[boundary], new[boundary]
-            shifts, limits, whole = list(candidate.shifts), list(candidate.limits), list(candidate.whole)
-            for kind in range(3):
-                shifts[kind * num_layers + first] = shifts[kind * num_layers + old_first]
-            limits[first], whole[first] = limits[old_first], whole[old_first]
-            return replace(candidate, cut=new, shifts=tuple(shifts), limits=tuple(limits), whole=tuple(whole))
-        if draw < 0.7:
-            here, there = rng.randrange(num), rng.randrange(num)
-            if actors[here] == actors[there]:
-                return None
-            actors[here], actors[there] = actors[there], actors[here]
-            return replace(candidate, actors=tuple(actors))
-        if draw < 0.8:
-            stage, actor = rng.randrange(num), rng.randrange(self.problem.num_actors)
-            if actors[stage] == actor:
-                return None
-            actors[stage] = actor
-            return replace(candidate, actors=tuple(actors))
-        if draw < 0.9:
-            layer = rng.randrange(1, num_layers) if num_layers > 1 else 0
-            if num >= self.max_stages or layer in cut or layer == 0:
-                return None
-            new = tuple(sorted((*cut, layer)))
-            actors.insert(new.index(layer) + rng.randrange(2), rng.randrange(self.problem.num_actors))
-            return replace(candidate, cut=new, actors=tuple(actors))
-        if not cut:
-            return None
-        boundary = rng.randrange(len(cut))
-        del actors[boundary + rng.randrange(2)]
-        return replace(candidate, cut=cut[:boundary] + cut[boundary + 1 :], actors=tuple(actors))
