@@ -178,7 +178,7 @@ class _Fold:
         loads = [0.0] * (max(actors) + 1)
         for stage, actor in enumerate(actors):
             loads[actor] += work[bounds[stage + 1]] - work[bounds[stage]]
-        unit = max(loads)
+        unit = max(loads) or 1.0
         singles = [((k, step),) for k in range(1, self.num_stages) for step in (-1, 1)]
         pairs = [(*one, *two) for one, two in combinations(singles, 2) if one[0][0] != two[0][0]]
         is_better = True

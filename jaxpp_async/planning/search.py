@@ -177,7 +177,7 @@ def _as_candidate(problem: PipelineProblem, assignment: Assignment) -> SearchPoi
             sum(ends[first + i] - table.durations[first + i] - i * period for i in range(count)) / count
             - offsets[place]
         )
-        shifts[kind * num_layers + (0, *cut)[stage]] = lateness / period
+        shifts[kind * num_layers + (0, *cut)[stage]] = lateness / (period or 1.0)
     whole = [False] * num_layers
     for row in assignment.rows:
         for task in row:

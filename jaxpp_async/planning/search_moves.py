@@ -141,7 +141,7 @@ class SearchMoves:
         loads = [0.0] * self.problem.num_actors
         for stage, actor in enumerate(actors):
             loads[actor] += work[bounds[stage + 1]] - work[bounds[stage]]
-        unit = work[-1] / len(loads)
+        unit = work[-1] / len(loads) or 1.0
         for count in range(rng.choice((20, 60, 150))):
             draw = rng.random()
             if draw < 0.7:
@@ -151,12 +151,15 @@ class SearchMoves:
                     continue
                 change = work[here] - work[bounds[k]]
                 giving, taking = actors[k], actors[k - 1]
+                changes = [(bounds, k, here)]
             else:
                 one, two = rng.randrange(num), rng.randrange(num)
                 giving, taking = actors[one], actors[two]
                 change = work[bounds[one + 1]] - work[bounds[one]]
+                changes = [(actors, one, taking)]
                 if draw < 0.9:
                     change -= work[bounds[two + 1]] - work[bounds[two]]
+                    changes.append((actors, two, giving))
             if giving == taking:
                 continue
             before = (loads[giving] / unit) ** STEEPNESS + (loads[taking] / unit) ** STEEPNESS
@@ -166,10 +169,6 @@ class SearchMoves:
                 continue
             loads[giving] -= change
             loads[taking] += change
-            if draw < 0.7:
-                bounds[k] = here
-            else:
-                actors[one] = taking
-                if draw < 0.9:
-                    actors[two] = giving
+            for values, position, value in changes:
+                values[position] = value
         return self._with_stages(point, tuple(bounds[1:-1]), tuple(actors))
