@@ -204,6 +204,11 @@ async def stamps(context: Context) -> Figures:
     return await _module("stamps")
 
 
+async def messages(context: Context) -> Figures:
+    """What it takes to encode and decode a step's messages and a program."""
+    return await _module("messages")
+
+
 PARTS: Mapping[str, Part] = {
     part.measure.__name__: part
     for part in (
@@ -217,6 +222,7 @@ PARTS: Mapping[str, Part] = {
         Part(transport, "half a minute"),
         Part(controller, "a minute"),
         Part(stamps, "half a minute"),
+        Part(messages, "ten seconds"),
     )
 }
 """By the key in the results, in the order in which they are measured."""

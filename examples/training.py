@@ -53,10 +53,19 @@ class ScheduleName(StrEnum):
     loopedbfs = "LoopedBFS"
     zerobubblev = "ZeroBubbleV"
     dualpipev = "DualPipeV"
+    vhalf = "VHalf"
+    vmin = "VMin"
 
 
 TWO_STAGES = frozenset(
-    {ScheduleName.interleaved1f1b, ScheduleName.loopedbfs, ScheduleName.zerobubblev, ScheduleName.dualpipev}
+    {
+        ScheduleName.interleaved1f1b,
+        ScheduleName.loopedbfs,
+        ScheduleName.zerobubblev,
+        ScheduleName.dualpipev,
+        ScheduleName.vhalf,
+        ScheduleName.vmin,
+    }
 )
 """Schedules that want two stages on each actor."""
 

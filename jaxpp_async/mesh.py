@@ -7,8 +7,8 @@ them.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter
 from typing import Any, NoReturn
 
 from jaxpp_async.base.events import EventLog, Events
@@ -26,7 +26,7 @@ from jaxpp_async.protocol.parent_watch import LEASE_S
 from jaxpp_async.session import mesh_options
 from jaxpp_async.session.awaiting import says_to_await
 from jaxpp_async.session.host_transfers import RemoteValues
-from jaxpp_async.session.step import DistributedStep, StepOptions
+from jaxpp_async.session.step import DistributedStep, StepOptions, signature_of
 from jaxpp_async.session.step_future import StepFuture
 from jaxpp_async.session.step_runner import StepRunner
 from jaxpp_async.storage.checkpoint_folder import CheckpointPath
@@ -84,6 +84,9 @@ class RemoteMesh:
         lease_s: the seconds without a heartbeat from this process after which each actor ends itself. This
             process sends heartbeats unless the process is stopped, or a native call holds Python's GIL. See
             docs/operations.md.
+
+    Attributes:
+        saver: the object that runs the saves of this mesh; `Checkpoints` uses it.
 
     Raises:
         MeshError: options contradict each other, or ask for something that the machines do not have.
@@ -172,7 +175,7 @@ class RemoteMesh:
         target = mesh_options.make_target(self.spmd_mesh, kinds, self.axis_rules, config.platform)
         self._values = RemoteValues(self._running, target)
         self._events = EventLog()
-        self._saver = Saver(self._running, self._values, self._events.emit)
+        self.saver = Saver(self._running, self._values, self._events.emit)
         self._runner = StepRunner(
             self._running,
             self._values,
@@ -225,7 +228,7 @@ class RemoteMesh:
     async def aclose(self) -> None:
         """End the actors; the mesh's arrays cannot be used afterwards. A second call does nothing."""
         if self._controller is not None:
-            await self._saver.aclose()
+            await self.saver.aclose()
             await self._controller.aclose()
 
     @property
@@ -441,11 +444,6 @@ class RemoteMesh:
 
     # ---------------------------------------------------------------- checkpoints
 
-    @property
-    def saver(self) -> Saver:
-        """The object that runs the saves of this mesh; `Checkpoints` uses it."""
-        return self._saver
-
     @mesh_options.only_known
     @says_to_await
     async def save(
@@ -477,7 +475,7 @@ class RemoteMesh:
             MeshClosedError: the mesh is closed or has failed.
         """
         with HiddenFrames():
-            return await self._saver.save(path, tree, wait=wait, on_progress=on_progress)
+            return await self.saver.save(path, tree, wait=wait, on_progress=on_progress)
 
     @mesh_options.only_known
     @says_to_await
@@ -514,11 +512,8 @@ def _argnums(name: str, value: int | Sequence[int], fn: Callable) -> tuple[int, 
     most = _most_arguments(fn)
     if most is not None and found and max(found) >= most:
         takes = f"takes {most} argument{'s' * (most != 1)}"
-        raise deliberate(
-            ValueError(
-                f"step {getattr(fn, '__name__', 'step')!r} {takes}, but {name} names argument {max(found)}"
-            )
-        )
+        step = getattr(fn, "__name__", "step")
+        raise deliberate(ValueError(f"step {step!r} {takes}, but {name} names argument {max(found)}"))
     return found
 
 
@@ -526,12 +521,8 @@ def _most_arguments(fn: Callable) -> int | None:
     """Return how many arguments `fn` can be called with by position; None if the number is unlimited or
     unknown.
     """
-    try:
-        parameters = inspect.signature(
-            fn, follow_wrapped=False
-        ).parameters.values()  # a wrapper may add parameters
-    except (TypeError, ValueError):  # builtins have no signature
+    signature = signature_of(fn, follow_wrapped=False)  # a wrapper may add parameters
+    kinds = [p.kind for p in signature.parameters.values()] if signature is not None else []
+    if signature is None or Parameter.VAR_POSITIONAL in kinds:
         return None
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return None
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)

@@ -277,7 +277,7 @@ class StepRun:
         key = command.buffer
         if command.private or buffer.array is None:
             try:
-                self._arrays[key] = buffer.received(private_copy=command.private)
+                self._arrays[key] = buffer.copied()
             except Exception as failure:  # no copy could be made, which fails the step
                 self.fail(failure, command.instruction)
                 return

@@ -280,7 +280,7 @@ class Explainer:
             )
             return f"{verb} {task_kind(node.label)}"
         op = self._producers.get(self.placed.value_ids[value])
-        return f"of {node.label}" if op is None else f"{op.name} at {_file_name(op.line)}"
+        return f"of {node.label}" if op is None else f"{op.name} at {os.path.basename(op.line)}"
 
     def _find_phase(self, value: ValueId, actor: ActorId) -> str:
         """Return the part of the step in which `value` is sent to `actor`, such as "before the loop"."""
@@ -415,10 +415,6 @@ def _join_reasons(reasons: Mapping[ActorId, str]) -> str:
     if len(set(reasons.values())) == 1:
         return next(iter(reasons.values()))
     return "; ".join(f"actor {a}: {reason}" for a, reason in reasons.items())
-
-
-def _file_name(line: str) -> str:
-    return os.path.basename(line)
 
 
 def join_names(names: Iterable[str], most: int = 4) -> str:

@@ -49,7 +49,7 @@ from jaxpp_async.compiler.ir import Flat, Loop, Op, Traced, Types
 from jaxpp_async.compiler.partition import StagedLoop, partition
 from jaxpp_async.compiler.rematerialization import minimize_residuals
 from jaxpp_async.compiler.sharding_propagation import Spec, propagate, sharded
-from jaxpp_async.compiler.task_graph import PlacedStep, build_task_graph
+from jaxpp_async.compiler.task_graph import PlacedStep, StepBuilder
 from jaxpp_async.compiler.task_variants import ScheduledLoop, schedule_loop
 from jaxpp_async.compiler.trace import trace_ignoring_weak_types, warn_of_markers_outside
 from jaxpp_async.program.actor_program import ActorProgram
@@ -215,14 +215,14 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
         loops = {i: _schedule(s, request, traced.types) for i, s in staged.items()}
     passed("schedule")
     continues = continued_arguments(traced)
-    placed = build_task_graph(
+    placed = StepBuilder(
         traced,
         loops,
         num_actors=request.num_actors,
         continues=continues,
         donated=[arg in request.donated for arg in traced.arg_of],
         result_homes=dict(request.result_homes),
-    )
+    ).build()
     verify.verify_graph(placed.graph)
     refuse_host_memory(placed)
     passed("place")

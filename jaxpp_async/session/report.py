@@ -255,11 +255,8 @@ def _transfers(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[
         )
         for (when, source, to, size, what, why), n in counts.items()
     ]
-    return tuple(
-        sorted(
-            lines, key=lambda t: (-t.per_microbatch, -t.total_bytes, t.what, t.from_actor, t.to_actor, t.why)
-        )
-    )
+    lines.sort(key=lambda t: (-t.per_microbatch, -t.total_bytes, t.what, t.from_actor, t.to_actor, t.why))
+    return tuple(lines)
 
 
 def _type(value: Value) -> str:
@@ -282,15 +279,8 @@ def _inputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[Pla
         lines.append(PlaceLine(value.label, _type(value), i.actors, value.aval.size_bytes, why))
     if count:
         actors, size = inputs[-1].actors, graph.values[inputs[-1].value].aval.size_bytes
-        lines.append(
-            PlaceLine(
-                f"{_INDICES} 0 to {count - 1}",
-                f"{count} x int32[]",
-                actors,
-                count * size,
-                "put there once, and kept",
-            )
-        )
+        name, why = f"{_INDICES} 0 to {count - 1}", "put there once, and kept"
+        lines.append(PlaceLine(name, f"{count} x int32[]", actors, count * size, why))
     return tuple(lines)
 
 
@@ -399,7 +389,8 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
             join_names(loop.leaves, 8),
             loop.line,
         )
-    if loops and (idle := _idle(compiled.programs)):
+    idle = [program.actor for program in compiled.programs if not runs(program.instructions)]
+    if loops and idle:
         _LOG.warning(
             "step %r leaves actors %s of %d idle: its schedule has fewer actors than the mesh; make more "
             "stages, or a mesh of as many actors as the schedule uses",
@@ -417,8 +408,3 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
             file or line,
             int(number) if number.isdigit() else 0,
         )
-
-
-def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:
-    """Return the actors whose programs run no task."""
-    return [p.actor for p in programs if not runs(p.instructions)]

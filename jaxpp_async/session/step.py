@@ -2,7 +2,7 @@
 
 `DistributedStep` is the object that `mesh.distributed` returns. A `DistributedStep` has the options of the
 step, and stores one `CompiledStep` for each kind of call. Compiling and running are done by the step's
-`Runner`, which is a part of the mesh.
+`StepRunner`, which is a part of the mesh.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_async.compiler.continued_arguments import result_positions
 from jaxpp_async.compiler.evaluate import value_type
-from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.export_cache import ExportCache
 from jaxpp_async.compiler.ir import Loop, Traced
 from jaxpp_async.compiler.pipeline import Compiled, StepRequest
@@ -33,6 +32,9 @@ from jaxpp_async.session import report
 from jaxpp_async.session.argument_binding import Binding, Slot, leaf_type, shape_struct, type_key
 from jaxpp_async.session.awaiting import UnawaitedCoroutine, says_to_await
 from jaxpp_async.session.remote_array import RemoteArray
+
+if TYPE_CHECKING:
+    from jaxpp_async.session.step_runner import StepRunner
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,28 +98,6 @@ class CompiledStep:
         return [s for s, arg in zip(self.inputs, self.compiled.traced.arg_of, strict=False) if arg == argnum]
 
 
-class Runner(Protocol):
-    """The interface of the part of a mesh that compiles and runs steps."""
-
-    @property
-    def num_actors(self) -> int: ...
-
-    @property
-    def target(self) -> Target: ...
-
-    async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
-        """Run a step on the mesh and return its results; see `RemoteMesh.run`."""
-        ...
-
-    async def compile(self, step: DistributedStep, args: Sequence[Any]) -> CompiledStep:
-        """Compile a step for these arguments without running it; see `DistributedStep.compile`."""
-        ...
-
-    async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
-        """Make argument `argnum` of a step on the actors by running `fn`; see `DistributedStep.init`."""
-        ...
-
-
 @dataclass(frozen=True)
 class StepOptions:
     """The options of a step, which the user passes to `RemoteMesh.distributed`.
@@ -173,7 +153,7 @@ class DistributedStep:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: StepRunner,
         fn: Callable,
         options: StepOptions,
         *,
@@ -187,12 +167,12 @@ class DistributedStep:
         self._latest: CompiledStep | None = None
         self._calls: deque[tuple[CallSignature, CompiledStep]] = deque(maxlen=_CALLS_KEPT)
         self.__name__ = getattr(fn, "__name__", "step")
-        named = _signature(fn)
+        named = signature_of(fn)
         self._names = tuple(named.parameters) if named else ()  # without names, positions serve as names
         # A wrapper's own signature is checked, since it may take more arguments than the wrapped function.
         # `jax.jit` around a wrapper has the signature of the innermost function, so then nothing is checked.
         inner = getattr(fn, "__wrapped__", None)
-        self._parameters = None if hasattr(inner, "__wrapped__") else _signature(fn, follow_wrapped=False)
+        self._parameters = None if hasattr(inner, "__wrapped__") else signature_of(fn, follow_wrapped=False)
 
     def __repr__(self) -> str:
         return f"<DistributedStep {self.__name__!r}>"
@@ -541,7 +521,7 @@ class DistributedStep:
         )
 
 
-def _signature(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signature | None:
+def signature_of(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signature | None:
     """Return a function's signature, or None if Python cannot determine it, as for some builtins.
 
     Args:

@@ -48,7 +48,7 @@ _LOG = logging.getLogger("jaxpp_async")
 
 
 class StepRunner:
-    """The part of a mesh that compiles and runs its steps; implements `step.Runner`.
+    """The part of a mesh that compiles and runs its steps.
 
     Args:
         controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
@@ -255,12 +255,7 @@ class StepRunner:
             return
         places = compiled.inputs[len(compiled.inputs) - len(compiled.hidden_values) :]
         arrays = [self._values.new_array(slot.type, slot.actors) for slot in places]
-        used = [
-            (array, value)
-            for array, value in zip(arrays, compiled.hidden_values, strict=True)
-            if array.actors
-        ]
-        await self._values.fill([(array, host_array(value)) for array, value in used])
+        await self._values.fill(list(zip(arrays, map(host_array, compiled.hidden_values), strict=True)))
         compiled.hidden.extend(arrays)
 
     # ---------------------------------------------------------------- running

@@ -217,11 +217,10 @@ class StepReplay:
     """
 
     def __init__(self, actors: Sequence[ActorTimeline], transfers: Sequence[TimelineTransfer]):
-        first_s = min((a.begin_s for a in actors), default=0.0)
-        self._begins = {a.actor: a.begin_s - first_s for a in actors}
+        self._first_s = min((a.begin_s for a in actors), default=0.0)
+        self._begins = {a.actor: a.begin_s - self._first_s for a in actors}
         self._events = {(a.actor, e.instruction): e for a in actors for e in a.events}
         self._transfers = {(t.receive.actor, t.receive.instruction): t for t in transfers}
-        self._first_s = first_s
         self._needs: dict[_Key, list[_Key]] = {
             key: [(t.send.actor, i) for i in t.send.needs] for key, t in self._transfers.items()
         }

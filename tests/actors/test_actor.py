@@ -617,7 +617,7 @@ async def test_closing_in_the_middle_of_a_step():
         await two_stage_pipeline(h)
         await h.put(1, 100, np.zeros(8, np.float32))
         await h.start(1, m.Step, epoch=1, step=0, program_id=0, inputs={0: 100}, outputs={0: 101})
-        await h.ask(1, m.Shutdown)
+        await h.actors[1].aclose()
         await h.actors[1].aclose()
 
 

@@ -75,13 +75,12 @@ async def load(compiled: Compiled, executables=None):
 
 
 async def test_each_run_gets_the_executable_for_what_it_donates(made):
-    keeps, donates = executable(), executable(has_loop=True, places=("a.py:1: log",))
+    keeps, donates = executable(), executable()
     compiled = Compiled(keeps=keeps, donates=donates)
-    (plan, calls, places, names, *_, loops, process_rank), reply = await load(compiled)
+    (plan, executables, names, *_, process_rank), reply = await load(compiled)
     assert (plan.program, compiled.blobs, process_rank) == (PROGRAM, {"k": b"blob"}, ProcessRank(0))
     assert compiled.loaded == [("k", ()), ("k", (0,))]
-    assert calls == {1: keeps.call, 2: donates.call}
-    assert (places, loops, names) == ({2: ("a.py:1: log",)}, {2}, {0: "x"})
+    assert (executables, names) == ({1: keeps, 2: donates}, {0: "x"})
     assert reply == Loaded(1.0, {3: 64})
 
 
