@@ -45,7 +45,7 @@ def problem(works: list[float], num_actors: int, num_microbatches: int, cap: flo
     layers = tuple(Layer(work, work, work, work, work / 2) for work in works)
     roomy = PipelineProblem(layers, num_actors, num_microbatches)
     stages = roomy.stages(equal_cut(len(layers), num_actors))
-    needed = max(peak_bytes(Std1F1B, stages, num_microbatches, num_actors))
+    needed = max(peak_bytes(Std1F1B(num_actors), stages, num_microbatches, num_actors))
     return PipelineProblem(layers, num_actors, num_microbatches, cap * needed)
 
 
@@ -116,14 +116,14 @@ def speeds() -> dict[str, float]:
     figures = {}
     given = problem([1.0] * 32, 8, 64, 1.0)
     for schedule in (Std1F1B, Interleaved1F1B, ZeroBubbleV):
-        num_stages = FOLDS[schedule][0] * 8
-        order = named_order(schedule, num_stages, 64, 8)
-        stages = given.stages(equal_cut(32, num_stages))
+        named = schedule(FOLDS[schedule][0] * 8)
+        order = named_order(named, 64, 8)
+        stages = given.stages(equal_cut(32, named.num_stages))
         table = TaskTable(stages, order.actors, 64, 8)
         rows = table.rows_of(order.rows)
         num_tasks = sum(map(len, rows))
         figures[f"{schedule.__name__}_tasks_per_s"] = num_tasks / _least_s(lambda: table.step_s(rows))  # noqa: B023
-        seconds = _least_s(lambda: estimate_step_s(schedule, stages, 64, 8))  # noqa: B023
+        seconds = _least_s(lambda: estimate_step_s(named, stages, 64, 8))  # noqa: B023
         figures[f"{schedule.__name__}_closed_form_us"] = 1e6 * seconds
     return figures
 
@@ -165,7 +165,7 @@ def measure(iterations: int, console: Console) -> dict[str, Any]:
     return {
         "study": study(iterations, console),
         # An evaluation of 8 actors and 64 microbatches takes ten times as long.
-        "large": large(iterations // 4, console),
+        "large": large(iterations // 3, console),
         "speed": speeds(),
     }
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from jaxpp_async.schedules import (
     Eager1F1B,
     GPipe,
     LoopedBFS,
+    Schedule,
     Std1F1B,
     ZeroBubbleH1,
     ZeroBubbleH2,
@@ -28,36 +30,33 @@ from jaxpp_async.schedules import (
     split_backwards,
     stage_actors,
 )
-from jaxpp_async.schedules.base import BuiltIn
 
 
-def estimate_step_s(
-    schedule: type[BuiltIn], stages: StageCosts, num_microbatches: int, num_actors: int
-) -> float:
+def estimate_step_s(schedule: Schedule, stages: StageCosts, num_microbatches: int, num_actors: int) -> float:
     """Return about how long a step of a named schedule takes, in seconds.
 
     Args:
-        schedule: the class of the schedule.
-        stages: the costs of the stages.
+        schedule: the schedule.
+        stages: the costs of its stages.
         num_microbatches: the number of microbatches.
         num_actors: the number of actors.
     """
-    if schedule is LoopedBFS:
+    if type(schedule) is LoopedBFS:
         return _looped(_Costs.of(stages), num_microbatches, num_actors)
-    formula = _FORMULAS.get(schedule)
+    formula = _FORMULAS.get(type(schedule))
     if formula is not None and len(stages) == num_actors:
         return formula(_Costs.of(stages), num_microbatches, num_actors)
-    return _estimate_of(schedule, len(stages), num_microbatches, num_actors).step_s(stages)
+    return _estimate_of(schedule, num_microbatches, num_actors).step_s(stages)
 
 
 def peak_bytes(
-    schedule: type[BuiltIn], stages: StageCosts, num_microbatches: int, num_actors: int
+    schedule: Schedule, stages: StageCosts, num_microbatches: int, num_actors: int
 ) -> tuple[float, ...]:
     """Return the memory of each actor under a named schedule; the arguments are those of `estimate_step_s`.
 
     The result is exact: the moments at which an actor may need the most do not depend on the stages' bytes.
     """
-    return named_order(schedule, len(stages), num_microbatches, num_actors).peak_bytes(stages)
+    return named_order(schedule, num_microbatches, num_actors).peak_bytes(stages)
 
 
 @dataclass(slots=True)
@@ -164,7 +163,7 @@ def _looped(c: _Costs, m: int, a: int) -> float:
     return max(free)
 
 
-_FORMULAS: dict[type[BuiltIn], Callable[[_Costs, int, int], float]] = {
+_FORMULAS: dict[type[Any], Callable[[_Costs, int, int], float]] = {
     GPipe: _gpipe,
     Std1F1B: _turns(1, is_split=False),
     Eager1F1B: _turns(2, is_split=False),
@@ -257,7 +256,5 @@ def _whole(stages: StageCosts) -> list[float]:
 
 
 @lru_cache(maxsize=64)
-def _estimate_of(
-    schedule: type[BuiltIn], num_stages: int, num_microbatches: int, num_actors: int
-) -> OrderEstimate:
-    return OrderEstimate(named_order(schedule, num_stages, num_microbatches, num_actors).rows, num_stages)
+def _estimate_of(schedule: Schedule, num_microbatches: int, num_actors: int) -> OrderEstimate:
+    return OrderEstimate(named_order(schedule, num_microbatches, num_actors).rows, schedule.num_stages)

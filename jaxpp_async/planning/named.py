@@ -12,12 +12,16 @@ from jaxpp_async.planning.evaluation import TaskTable, fits
 from jaxpp_async.planning.problem import Assignment, Boundaries, PipelineProblem, StageCosts
 from jaxpp_async.program.instructions import ActorId, Task
 from jaxpp_async.schedules import (
+    ControllableMemory,
     DualPipeV,
     Eager1F1B,
     GPipe,
     Interleaved1F1B,
     LoopedBFS,
+    Schedule,
     Std1F1B,
+    VHalf,
+    VMin,
     ZeroBubbleH1,
     ZeroBubbleH2,
     ZeroBubbleV,
@@ -35,6 +39,8 @@ FOLDS: dict[type[BuiltIn], tuple[int, ...]] = {
     LoopedBFS: (2, 4),
     ZeroBubbleV: (2,),
     DualPipeV: (2,),
+    VHalf: (2,),
+    VMin: (2,),
 }
 """The named schedules, each with the numbers of stages an actor that are tried."""
 
@@ -77,21 +83,38 @@ class NamedOrder:
 
 
 @lru_cache(maxsize=64)
-def named_order(
-    schedule: type[BuiltIn], num_stages: int, num_microbatches: int, num_actors: int
-) -> NamedOrder:
+def named_order(schedule: Schedule, num_microbatches: int, num_actors: int) -> NamedOrder:
     """Return the task lists of a named schedule."""
-    rows = tuple(map(tuple, schedule(num_stages).tasks(num_microbatches, num_actors)))
-    name = f"{schedule.__name__}({num_stages})"
+    num_stages = schedule.num_stages
+    rows = tuple(map(tuple, schedule.tasks(num_microbatches, num_actors)))
+    name = f"{type(schedule).__name__}({num_stages})"
+    if isinstance(schedule, ControllableMemory):
+        name = f"ControllableMemory({num_stages}, activations={schedule.activations:g})"
     return NamedOrder(name, num_stages, rows, stage_actors(rows), peak_counts(rows, num_stages))
 
 
-def named_orders(problem: PipelineProblem) -> Iterator[NamedOrder]:
-    """Yield the task lists of all named schedules that have at most as many stages as there are layers."""
+def named_schedules(num_layers: int, num_actors: int) -> Iterator[Schedule]:
+    """Yield all named schedules that have at most as many stages as there are layers.
+
+    Args:
+        num_layers: the number of layers.
+        num_actors: the number of actors.
+    """
     for schedule, folds in FOLDS.items():
         for fold in folds:
-            if (num_stages := fold * problem.num_actors) <= len(problem.layers):
-                yield named_order(schedule, num_stages, problem.num_microbatches, problem.num_actors)
+            if (num_stages := fold * num_actors) <= num_layers:
+                yield schedule(num_stages)
+    if 2 * num_actors <= num_layers:
+        half = (num_actors + 2) // 2  # of `VHalf`; with as many as actors the order is that of `ZeroBubbleV`
+        for activations in sorted({(half + num_actors) // 2, num_actors - 1}):
+            if half < activations < num_actors:
+                yield ControllableMemory(2 * num_actors, activations=activations)
+
+
+def named_orders(problem: PipelineProblem) -> Iterator[NamedOrder]:
+    """Yield the task lists of all named schedules for a problem."""
+    for schedule in named_schedules(len(problem.layers), problem.num_actors):
+        yield named_order(schedule, problem.num_microbatches, problem.num_actors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def test_the_busiest_actor_has_as_little_work_as_any_cut_gives_it(actors):
 def test_under_a_cap_too(schedule):
     rng = random.Random(schedule.__name__)
     num_stages = FOLDS[schedule][0] * 2
-    order = named_order(schedule, num_stages, 4, 2)
+    order = named_order(schedule(num_stages), 4, 2)
     fitting = 0
     for _ in range(6):
         problem = drawn_problem(rng, num_layers=7, num_actors=2, num_microbatches=4)
@@ -75,7 +75,7 @@ def test_large_problems_end_with_a_good_cut():
 def test_an_actors_peak_is_at_one_of_the_moments_whatever_the_bytes_are(schedule):
     rng = random.Random(schedule.__name__)
     num_stages = FOLDS[schedule][0] * 3
-    order = named_order(schedule, num_stages, 7, 3)
+    order = named_order(schedule(num_stages), 7, 3)
     assert len(order.moments) < 60
     for _ in range(4):
         problem = drawn_problem(rng, num_layers=num_stages, num_actors=3, num_microbatches=7)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jaxpp_async.planning.evaluation import evaluate
-from jaxpp_async.planning.named import moved, named_orders, on_best_cut, on_equal_cut
+from jaxpp_async.planning.named import moved, named_orders, named_schedules, on_best_cut, on_equal_cut
 from jaxpp_async.planning.problem import Layer, PipelineProblem
+from jaxpp_async.schedules import ControllableMemory
 
 HEAVY = (*[Layer(1, 1, 1, 1, 0.5)] * 8, Layer(3, 3, 3, 3, 1.5))
 
@@ -37,6 +38,13 @@ def test_only_schedules_with_enough_layers_are_tried():
     assert "Std1F1B(2)" in names
     assert not any("(4)" in name for name in names)
     assert list(named_orders(PipelineProblem(HEAVY[:1], 2, 4))) == []
+
+
+def test_schedules_for_a_memory_cap_are_among_them():
+    names = {order.name for order in named_orders(PipelineProblem(HEAVY, 4, 4))}
+    assert {"VHalf(8)", "VMin(8)"} <= names
+    activations = [s.activations for s in named_schedules(99, 8) if isinstance(s, ControllableMemory)]
+    assert activations == [6, 7]
 
 
 def test_a_boundary_does_not_pass_another():

@@ -20,7 +20,7 @@ def test_changed_lists_are_valid_and_not_slower(schedule, seed):
     rng = random.Random(seed)
     num_stages = 6 if schedule is ZeroBubbleV else 3
     problem = drawn_problem(rng, num_layers=num_stages, num_actors=3, num_microbatches=4)
-    order = named_order(schedule, num_stages, 4, 3)
+    order = named_order(schedule(num_stages), 4, 3)
     table = TaskTable(problem.stages(tuple(range(1, num_stages))), order.actors, 4, 3)
     before = table.rows_of(order.rows)
     caps = [peak * 1.1 for peak in table.peak_bytes(before)]
@@ -37,7 +37,7 @@ def test_changed_lists_are_valid_and_not_slower(schedule, seed):
 def test_halves_join_where_nobody_waits_for_the_first():
     """With one actor nobody does; each whole backward saves a dispatch."""
     problem = PipelineProblem((Layer(1, 1, 1),) * 2, 1, 3, dispatch_s=0.5)
-    order = named_order(ZeroBubbleH1, 2, 3, 1)
+    order = named_order(ZeroBubbleH1(2), 3, 1)
     table = TaskTable(problem.stages((1,)), order.actors, 3, 1)
     merged = merge_backwards(table, table.rows_of(order.rows))
     assert {task.ty for task in table.tasks_of(merged)[0]} == {"fwd", "bwd"}
