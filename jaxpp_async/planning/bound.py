@@ -174,6 +174,8 @@ class _Paths:
         forward, input_gradient, weight_gradient: the times of the tasks of each stage.
         leads: the lead of each stage.
         returns: the time from the end of a stage's forward to the start of its input gradient.
+        ways_down: the time from the end of a stage's input gradient through those of all earlier stages and
+            the weight gradient of stage 0.
         tails: the time from the end of a stage's input gradient to the end of the step, at least.
         whole: the path of one microbatch.
     """
@@ -183,12 +185,12 @@ class _Paths:
         forward, inputs, weights = self.forward, self.input_gradient, self.weight_gradient = _times(stages)
         num, hops = len(forward), stages.hops(actors)
         self.hops = hops
-        self.leads, self.tails = [0.0] * num, [weights[0]] * num
+        self.leads, self.tails, self.ways_down = [0.0] * num, [weights[0]] * num, [weights[0]] * num
         self.returns = [0.0] * num
         for s in range(1, num):
             self.leads[s] = self.leads[s - 1] + forward[s - 1] + hops[s - 1]
-            after = hops[s - 1] + inputs[s - 1] + self.tails[s - 1]
-            self.tails[s] = max(weights[s], after)
+            self.ways_down[s] = hops[s - 1] + inputs[s - 1] + self.ways_down[s - 1]
+            self.tails[s] = max(weights[s], hops[s - 1] + inputs[s - 1] + self.tails[s - 1])
         for s in reversed(range(num - 1)):
             self.returns[s] = 2 * hops[s] + forward[s + 1] + self.returns[s + 1] + inputs[s + 1]
         self.whole = forward[0] + self.returns[0] + inputs[0] + weights[0]
@@ -212,11 +214,12 @@ class _Paths:
     def ends(self, stage: int, count: int) -> list[float]:
         """Return the least times from the ends of a stage's input gradients to the end of the step.
 
-        Entry k holds for the (k+1)-th last of them; the proof is that of `starts`, backward in time.
+        Entry k holds for the (k+1)-th last of them: so many microbatches have yet to pass each earlier stage
+        one after the other, and then go on down. The proof is that of `starts`, backward in time.
         """
         tail = self.tails[stage]
         found = [tail] * count
-        way = tail - self.weight_gradient[0]
+        way = self.ways_down[stage]
         for earlier in range(stage + 1):
             each = self.input_gradient[earlier]
             for k in range(count):

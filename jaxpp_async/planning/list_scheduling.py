@@ -159,7 +159,7 @@ def list_schedule(
             weights[stage] = i + 1
             free[actor] = space + weight_kept[stage]
             pending[actor] -= weight_kept[stage]
-        lasts[actor] = wake[actor] = ends[number] = end
+        lasts[actor] = wake[actor] = ends[number] = ends[place * count + i] = end
         heappush(events, (end, actor))
         if successor >= 0:
             target = successor * count + i

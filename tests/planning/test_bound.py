@@ -35,6 +35,15 @@ def test_no_bound_is_above_the_best_order(seed):
     assert bound_of_all(problem) <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("times", [(1, 5, 1, 1, 1, 20), (1, 1, 9, 4, 1, 1), (6, 1, 1, 1, 1, 9)])
+def test_no_bound_is_above_the_best_order_where_one_kind_of_task_is_long(times):
+    problem = PipelineProblem((Layer(*times[:3]), Layer(*times[3:])), 2, 3)
+    for cut in cuts(2, 2):
+        for actors in placements(len(cut) + 1, 2):
+            least = least_step(problem, cut, actors)
+            assert bound_of_placement(problem, cut, actors) <= least * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_no_schedule_that_anything_finds_is_below_a_bound(seed):
     rng = random.Random(seed)
