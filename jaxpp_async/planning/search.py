@@ -136,7 +136,7 @@ def _starts(problem: PipelineProblem, named: Sequence[Timed]) -> list[SearchPoin
         named: named schedules that fit, the fastest first; the orders of the first few are among the starts.
     """
     found = [_as_candidate(problem, timed.assignment) for timed in named[:3]]
-    for actors in sorted({order.actors for order in named_orders(problem)}, key=len):
+    for actors in sorted({order.actors for order in named_orders(problem)}, key=lambda it: (len(it), it)):
         if len(actors) <= 2 * problem.num_actors:
             # One microbatch has to fit.
             moments = [
