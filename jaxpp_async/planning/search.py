@@ -226,12 +226,12 @@ class _Annealing:
         num_rounds = max(1, math.ceil(math.log2(len(walks))) + 1)
         full = few < self.problem.num_microbatches
         share = self.iterations * (0.8 if full else 1.0) / num_rounds
-        heat = 0.02
+        heat = 0.01
         for _ in range(num_rounds):
             for walk in walks:
-                self._walk(walk, int(share / len(walks)), few, heat, heat / 3)
+                self._walk(walk, int(share / len(walks)), few, heat, heat / 10)
             walks = sorted(walks, key=lambda walk: walk.best_cost)[: max(1, len(walks) // 2)]
-            heat /= 2
+            heat *= 0.8
         if full:
             for walk in walks:
                 walk.at = walk.best

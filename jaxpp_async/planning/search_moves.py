@@ -81,10 +81,11 @@ class SearchMoves:
     def _other_stages(self, point: SearchPoint) -> SearchPoint | None:
         rng, cut, actors = self.rng, point.cut, list(point.actors)
         num_layers, num = len(self.problem.layers), len(actors)
-        draw = rng.random()
-        if draw < 0.4:
+        # With many actors a single change seldom leaves all of them with even work.
+        if rng.random() < min(0.4, 0.05 * self.problem.num_actors):
             return self._evened(point)
-        if draw < 0.6:
+        draw = rng.random()
+        if draw < 0.45:
             if not cut:
                 return None
             boundary = rng.randrange(len(cut))
@@ -92,7 +93,7 @@ class SearchMoves:
             if new is None:
                 return None
             return self._with_stages(point, new, point.actors)
-        if draw < 0.75:
+        if draw < 0.68:
             here, there = rng.randrange(num), rng.randrange(num)
             if actors[here] == actors[there]:
                 return None
