@@ -23,7 +23,8 @@ import transformer
 import jaxpp_async as jpp
 from jaxpp_async.compiler.pipeline import StepRequest, compile_step, gc_paused, plan
 from jaxpp_async.session import mesh_options
-from jaxpp_async.session.step import DistributedStep, StepOptions
+from jaxpp_async.session.step import DistributedStep
+from jaxpp_async.session.step_request import StepOptions
 
 NUM_ACTORS = 8
 STAGES = (12, 24, 48, 96)

@@ -8,7 +8,6 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter
 from typing import Any, NoReturn
 
 from jaxpp_async.base.events import EventLog, Events
@@ -19,15 +18,17 @@ from jaxpp_async.controller.options import BACKUP_EVERY, LAUNCH_TIMEOUT_S, Contr
 from jaxpp_async.controller.stall_detector import PROGRESS_S
 from jaxpp_async.errors import MeshError
 from jaxpp_async.jax_bridge.compilation_cache import DEFAULT as DEFAULT_CACHE
-from jaxpp_async.jax_bridge.tracebacks import HiddenFrames, deliberate
+from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
+from jaxpp_async.program.work import DeviceModel
 from jaxpp_async.protocol.actor_info import ActorInfo
 from jaxpp_async.protocol.messages import StepStats
 from jaxpp_async.protocol.parent_watch import LEASE_S
 from jaxpp_async.session import mesh_options
 from jaxpp_async.session.awaiting import says_to_await
 from jaxpp_async.session.host_transfers import RemoteValues
-from jaxpp_async.session.step import DistributedStep, StepOptions, signature_of
+from jaxpp_async.session.step import DistributedStep
 from jaxpp_async.session.step_future import StepFuture
+from jaxpp_async.session.step_request import make_options
 from jaxpp_async.session.step_runner import StepRunner
 from jaxpp_async.storage.checkpoint_folder import CheckpointPath
 from jaxpp_async.timeline import Timeline
@@ -84,6 +85,11 @@ class RemoteMesh:
         lease_s: the seconds without a heartbeat from this process after which each actor ends itself. This
             process sends heartbeats unless the process is stopped, or a native call holds Python's GIL. See
             docs/operations.md.
+        device_model: an object with a method `task_s(work)`, such as a cost model, which takes the
+            `TaskWork` of an executable and returns seconds. Each task of a step then lasts, from its start,
+            at least that long: it computes, and waits for the rest of the time. Processes, transfers and
+            scheduling stay real. `step.init` and moves of arrays are not lengthened. Actors on GPUs are
+            refused. With None (the default), tasks last as long as they compute. See docs/planning.md.
 
     Attributes:
         saver: the object that runs the saves of this mesh; `Checkpoints` uses it.
@@ -122,6 +128,7 @@ class RemoteMesh:
         compilation_cache: str | None = DEFAULT_CACHE,
         launch_timeout_s: float = LAUNCH_TIMEOUT_S,
         lease_s: float = LEASE_S,
+        device_model: DeviceModel | None = None,
     ):
         self.num_actors = mesh_options.check_actor_count(num_actors)
         self.spmd_mesh = mesh_options.check_axes(spmd_mesh)
@@ -129,6 +136,7 @@ class RemoteMesh:
         max_restarts = mesh_options.check_count("max_restarts", max_restarts, least=0)
         kinds, given = mesh_options.check_axis_types(axis_types, self.spmd_mesh), platform
         platform = mesh_options.choose_platform(given)
+        device_model = mesh_options.check_device_model(device_model, platform)
         self._launcher, inline, each = mesh_options.make_launcher(
             launcher,
             self.num_actors,
@@ -183,6 +191,7 @@ class RemoteMesh:
             target=target,
             max_inflight=max_inflight,
             actor_config=config.jax_config,
+            device_model=device_model,
         )
 
     def __repr__(self) -> str:
@@ -300,11 +309,15 @@ class RemoteMesh:
             TypeError: `fn` cannot be called.
             ValueError: an option names an argument that `fn` does not have.
         """
-        if not callable(fn):
-            raise deliberate(TypeError(f"mesh.distributed takes a step function; got {fn!r}"))
-        donated = _argnums("donate_argnums", donate_argnums, fn)
-        static = _argnums("static_argnums", static_argnums, fn)
-        step = DistributedStep(self._runner, fn, StepOptions(in_shardings, out_shardings, donated, static))
+        options = make_options(
+            fn,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+            caller="mesh.distributed",
+        )
+        step = DistributedStep(self._runner, fn, options)
         step.__name__ = name or step.__name__
         return step
 
@@ -503,26 +516,3 @@ class RemoteMesh:
         """
         with HiddenFrames():
             return await restore(self._running(), self._values, path, like)
-
-
-def _argnums(name: str, value: int | Sequence[int], fn: Callable) -> tuple[int, ...]:
-    found = (value,) if isinstance(value, int) else tuple(value)
-    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in found):
-        raise deliberate(ValueError(f"{name} is {value!r}; give positions of arguments, counted from 0"))
-    most = _most_arguments(fn)
-    if most is not None and found and max(found) >= most:
-        takes = f"takes {most} argument{'s' * (most != 1)}"
-        step = getattr(fn, "__name__", "step")
-        raise deliberate(ValueError(f"step {step!r} {takes}, but {name} names argument {max(found)}"))
-    return found
-
-
-def _most_arguments(fn: Callable) -> int | None:
-    """Return how many arguments `fn` can be called with by position; None if the number is unlimited or
-    unknown.
-    """
-    signature = signature_of(fn, follow_wrapped=False)  # a wrapper may add parameters
-    kinds = [p.kind for p in signature.parameters.values()] if signature is not None else []
-    if signature is None or Parameter.VAR_POSITIONAL in kinds:
-        return None
-    return sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array as packed
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -116,6 +116,8 @@ class LoadedProgram:
         plan: the commands of the program.
         executables: the executable of each `Run` instruction, by the instruction's index.
         names: the user's names of step arguments, by the argument's number, for error messages.
+        modelled_s: how long a call of an executable lasts at least, in seconds, by the executable's index in
+            the program; empty unless the mesh has a device model.
         layouts: the distributions of arrays over this process's devices.
         pool: the source of receive buffers. The constructor allocates as many as the program uses at the same
             time.
@@ -123,6 +125,9 @@ class LoadedProgram:
 
     Attributes:
         tasks: the task of each `Run` instruction, by the instruction's index.
+        modelled_s: how long each `Run` instruction lasts at least, in seconds, by the instruction's index. A
+            `Run` that is not among them lasts as long as it computes. The others never count as quick, since
+            the event loop must not wait for their end.
         layouts: the layout of each buffer, by buffer key.
         buffers: the free buffers from which each `Recv` instruction takes one, by the instruction's index.
         transfers: the messages of each `Send` and `Recv` instruction, by the instruction's index.
@@ -142,6 +147,7 @@ class LoadedProgram:
         plan: ExecutionPlan,
         executables: Mapping[int, Executable],
         names: Mapping[int, str],
+        modelled_s: Mapping[int, float],
         layouts: Layouts,
         pool: ReceivePool,
         process_rank: ProcessRank,
@@ -155,6 +161,9 @@ class LoadedProgram:
             assert isinstance(run, Run)
             names_of_inputs = [argument.get(key) for key in runs[at].inputs]
             self.tasks[at] = LoadedTask(executable, run.label, names_of_inputs)
+        self.modelled_s = {
+            at: modelled_s[run.executable] for at, run in runs.items() if run.executable in modelled_s
+        }
         self.layouts = tuple(layouts.of(aval) for aval in plan.avals)
         for aval, count in plan.max_receives.items():
             pool.buffers_of(aval).reserve(count)
@@ -175,9 +184,12 @@ class LoadedProgram:
         self.donates = any(command.donated for command in plan.binds)
         self.quick: set[int] = set()
         self.longest_s = 0.0
-        # In an actor of several processes a task may have to wait for the other processes, and the event loop
-        # must not be blocked, so no task counts as quick.
-        self._run_times = {} if process_rank.size > 1 else _group_runs(runs, executables)
+        # The time of a loop may depend on its data. In an actor of several processes a task may have to wait
+        # for the other processes, and the event loop must not be blocked, so no task counts as quick.
+        never_quick = {
+            at for at, executable in executables.items() if executable.has_loop or at in self.modelled_s
+        }
+        self._run_times = {} if process_rank.size > 1 else _group_runs(runs, never_quick)
 
     def _transferred_parts(self) -> Iterator[tuple[StartSend | PostRecv, list[Part]]]:
         """Yield the command of each send and receive of the program, with those parts (distinct slices) of
@@ -225,14 +237,14 @@ class LoadedProgram:
             (self.quick.update if times.is_quick else self.quick.difference_update)(times.instructions)
 
 
-def _group_runs(runs: Mapping[int, Execute], executables: Mapping[int, Executable]) -> dict[int, _RunTimes]:
+def _group_runs(runs: Mapping[int, Execute], never_quick: Container[int]) -> dict[int, _RunTimes]:
     """Make the objects that estimate the times of `Run` instructions; `Run`s of the same executable share one
     object.
 
     Args:
         runs: the commands of all `Run` instructions, by the instruction's index.
-        executables: the executable of each `Run` instruction. A `Run` whose executable has a loop never
-            counts as quick, since its time may depend on its data, and is left out of the result.
+        never_quick: the indices of the `Run` instructions that never count as quick. They are left out of the
+            result.
 
     Returns:
         A dictionary. Its keys are the indices of the `Run` instructions; its values are the estimating
@@ -243,7 +255,7 @@ def _group_runs(runs: Mapping[int, Execute], executables: Mapping[int, Executabl
     for at, command in runs.items():
         times = of_executable.setdefault((command.executable, command.donated), _RunTimes())
         times.instructions.append(at)
-        if not executables[at].has_loop:
+        if at not in never_quick:
             found[at] = times
     return found
 
@@ -292,7 +304,7 @@ async def load_program(
         executable = of_run[run.instruction] = executables.get((content_key, run.donated))
         _check(plan, run, content_key, executable, layouts, checked)
         temp_bytes[run.executable] = max(temp_bytes[run.executable], executable.temp_bytes)
-    program = LoadedProgram(plan, of_run, message.names, layouts, pool, process_rank)
+    program = LoadedProgram(plan, of_run, message.names, message.modelled_s, layouts, pool, process_rank)
     return program, Loaded(compile_s, temp_bytes)
 
 

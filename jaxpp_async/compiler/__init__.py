@@ -4,6 +4,7 @@
 executable.
 
 trace                   traces the step function into flat operations over integer value ids
+cut                     removes the marks that are no stage boundaries by the loop's schedule
 partition               splits each loop's operations into forward and backward tasks, one pair per stage
 rematerialization       chooses the forward values that a backward keeps and those that it computes again
 task_variants           makes the forms of tasks that a schedule asks for: whole, split, or forward and
@@ -26,6 +27,8 @@ reduction_grouping                      `placement`: sums outside the loops, gro
 loop_unrolling, continued_arguments     `task_graph`: the tasks of one loop, and which result replaces which
                                         argument in the next step
 evaluate, export_cache                  `export`: operations as functions, and one export for equal recipes
+work, sharded_work, flop_counts         the work of each executable: operations, bytes and exchanges
+                                        between devices, for predictions
 describe                                dumps of each pass, and reasons for the place of a value or a
                                         transfer
 """

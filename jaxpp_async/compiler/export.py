@@ -86,31 +86,48 @@ def emit(
     """
     if out_specs is None:
         out_specs = [specs.get(v, ()) if isinstance(v, int) else () for v in recipe.outputs]
-    inputs = [types[v] for v in recipe.inputs]
     checked = nonfinite.forbids_nonfinite() and bool(recipe.ops or recipe.accumulates)
     fn = checked_function(recipe, types) if checked else recipe_function(recipe, types)
     fn.__name__ = recipe.stem
     options: dict[str, Any] = {}
-    shardings: Sequence[Any] = [None] * len(inputs)
     if target.mesh is not None:
-        shardings = [_sharding(target.mesh, specs.get(v, ()), types[v]) for v in recipe.inputs]
-        options["in_shardings"] = tuple(shardings)
+        options["in_shardings"] = tuple(_input_shardings(recipe, types, specs, target.mesh))
         options["out_shardings"] = [
             _sharding(target.mesh, spec, types[v] if isinstance(v, int) else None)
             for v, spec in zip(recipe.outputs, out_specs, strict=True)
         ]
         if checked:
             options["out_shardings"] = options["out_shardings"], NamedSharding(target.mesh, PartitionSpec())
-    in_types = shardings if logical_axes.has_explicit_axes(target.mesh) else [None] * len(inputs)
-    avals = [
-        jax.ShapeDtypeStruct(t.aval.shape, jnp.dtype(t.aval.dtype), sharding=s)
-        for t, s in zip(inputs, in_types, strict=True)
-    ]
+    avals = input_types(recipe, types, specs, target)
     with lowering_context(target), jax_config.innermost_locations():
         jitted = jax.jit(fn, keep_unused=True, **options)
         exported = export.export(jitted, platforms=[target.platform])(*avals)
     blob = bytes(exported.serialize())
     return Emitted(hashlib.sha256(blob).hexdigest()[:32], blob, recipe.name)
+
+
+def input_types(
+    recipe: Recipe, types: Types, specs: Mapping[int, tuple[SpecEntry, ...]], target: Target
+) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of a recipe's inputs with which JAX traces the recipe's function.
+
+    Args:
+        recipe, types, specs, target: as for `emit`.
+    """
+    inputs = [types[v] for v in recipe.inputs]
+    shardings: Sequence[Any] = [None] * len(inputs)
+    if target.mesh is not None and logical_axes.has_explicit_axes(target.mesh):
+        shardings = _input_shardings(recipe, types, specs, target.mesh)
+    return [
+        jax.ShapeDtypeStruct(t.aval.shape, jnp.dtype(t.aval.dtype), sharding=s)
+        for t, s in zip(inputs, shardings, strict=True)
+    ]
+
+
+def _input_shardings(
+    recipe: Recipe, types: Types, specs: Mapping[int, tuple[SpecEntry, ...]], mesh: AbstractMesh
+) -> list[NamedSharding]:
+    return [_sharding(mesh, specs.get(v, ()), types[v]) for v in recipe.inputs]
 
 
 def lowering_context(target: Target) -> Any:

@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import functools
 import types as python_types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +90,20 @@ def _outline(recipe: Recipe) -> Hashable:
     """
     lists = recipe.inputs, recipe.outputs, recipe.slices, recipe.starts, recipe.accumulates
     return recipe.stem, tuple(map(len, lists)), tuple(op.name for op in recipe.ops)
+
+
+def recipe_keys(
+    recipes: Sequence[Recipe], types: Types, specs: Specs, target: Target
+) -> tuple[Hashable, ...]:
+    """Return one key for each recipe (the operations of one executable), by which equal recipes are found.
+
+    Args:
+        recipes: the recipes of one step.
+        types, specs, target: as for `export.emit`.
+    """
+    context = _ExportContext(types, specs, target, jax_config.trace_settings())
+    resembling = Counter(map(_outline, recipes))
+    return tuple(context.key(r) if resembling[_outline(r)] > 1 else _Identity(r) for r in recipes)
 
 
 # ---------------------------------------------------------------- keys of recipes

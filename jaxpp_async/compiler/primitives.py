@@ -130,3 +130,37 @@ ASSOCIATIVE = _names("add add_any mul max min and or")
 REDUCTIONS = _names("reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or")
 """Primitives that reduce the elements of one array by an associative operation, so that the elements may be
 grouped in any way."""
+
+# ---------------------------------------------------------------- work
+
+LAYOUT = _names(
+    "bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy device_put"
+    " dynamic_slice dynamic_update_slice gather iota optimization_barrier pad pvary random_wrap"
+    " random_unwrap reshape reshard rev shard sharding_constraint slice split squeeze stack stop_gradient"
+    " transpose unstack"
+) | {MARKER, MARKER_SIDE, STACK, INDEX}
+"""Primitives that count as no floating-point operation, since they only move, cast or repeat elements."""
+
+READS_ALL = REDUCTIONS | _names(
+    "reduce argmax argmin cumsum cumprod cummax cummin cumlogsumexp reduce_xor top_k"
+)
+"""Primitives with some operation for each element of the operand, and fewer results."""
+
+CUMULATIVE = _names("cumsum cumprod cummax cummin cumlogsumexp")
+"""Primitives that replace each element by a reduction of the elements before it, along one axis."""
+
+NOT_FUSED = READS_ALL | _names(
+    "approx_top_k cholesky conv_general_dilated dot_general eigh fft gather lu ragged_dot_general"
+    " reduce_window reduce_window_max reduce_window_min reduce_window_sum scatter scatter-add scatter-max"
+    " scatter-min scatter-mul select_and_gather_add select_and_scatter_add sort svd triangular_solve"
+)
+"""Primitives whose operands and results XLA reads from memory and writes to memory, while it fuses
+elementwise primitives into their neighbours."""
+
+EXCHANGES = {
+    **dict.fromkeys(_names("psum psum_invariant unreduced_psum pmax pmin"), "all-reduce"),
+    **dict.fromkeys(_names("all_gather all_gather_invariant all_gather_reduced ppermute"), "all-gather"),
+    **dict.fromkeys(_names("reduce_scatter unreduced_reduce_scatter"), "reduce-scatter"),
+    "all_to_all": "all-to-all",
+}
+"""The kind of exchange between devices that each primitive inside a `shard_map` makes."""

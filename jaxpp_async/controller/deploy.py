@@ -311,12 +311,15 @@ class LoadableProgram:
             uses; its values are the content keys of these executables.
         blobs: serialized executables by content key.
         names: the names of the step's arguments by argument number, for errors that actors report.
+        modelled_s: how long a call of an executable lasts at least, in seconds, by the executable's index;
+            empty unless the mesh has a device model.
     """
 
     parts: dict[ActorId, ActorProgram]
     keys: Mapping[ActorId, dict[int, str]] = field(default_factory=dict)
     blobs: Mapping[str, bytes] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
+    modelled_s: Mapping[int, float] = field(default_factory=dict)
 
 
 class LoadedPrograms:
@@ -374,7 +377,8 @@ class LoadedPrograms:
         new = set(keys.values()) - known
         known |= new
         blobs = {key: program.blobs[key] for key in sorted(new)}
-        return Load(program_id, program.parts[actor], keys, blobs, dict(program.names))
+        modelled_s = {index: s for index, s in program.modelled_s.items() if index in keys}
+        return Load(program_id, program.parts[actor], keys, blobs, dict(program.names), modelled_s)
 
     def processes_by_actor(self, program_id: int) -> ProcessesByActor:
         """Return the actors that run a part of a program, in ascending order, each with its processes."""

@@ -106,6 +106,25 @@ def _keep_axes(entry: Any, types: Mapping[str, AxisType], kind: AxisType) -> Any
     return _entry_of([a for a in _axes_of(entry) if types[a] == kind])
 
 
+def constrained_axes(
+    names: Sequence[str | None], now: Sequence[tuple[str, ...]]
+) -> tuple[tuple[str, ...], ...]:
+    """Return the mesh axes that split each dimension of an array behind `shard`, under the axis rules in
+    context.
+
+    Args:
+        names: the logical names that `shard` was given.
+        now: the mesh axes that split each dimension before `shard`.
+    """
+    spec = resolve_names(names, dict(_rules.value or ()))
+    if not any(spec):
+        return tuple(now)
+    return tuple(
+        axes if name == _UNCONSTRAINED else _axes_of(entry)
+        for name, entry, axes in zip(names, spec, now, strict=True)
+    )
+
+
 def _shard_jvp(primals, tangents, *, names):
     return shard_p.bind(*primals, names=names), _shard_transpose(tangents, None, names=names)
 
@@ -320,6 +339,12 @@ def has_explicit_axes(mesh: Any) -> bool:
     """Return whether a mesh has an axis of type Explicit, so that types contain shardings; False if `mesh` is
     None."""
     return mesh is not None and AxisType.Explicit in mesh.axis_types
+
+
+def explicit_axes(mesh: Any) -> frozenset[str]:
+    """Return the names of the axes of type Explicit of a mesh."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in pairs if kind == AxisType.Explicit)
 
 
 def explicit_sharding(aval: Any) -> NamedSharding | None:

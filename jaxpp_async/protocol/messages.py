@@ -469,6 +469,8 @@ class Load(Request):
             values are serialized `jax.export.Exported` objects.
         names: the user's names of the step's arguments, by argument number, for error messages about NaNs and
             infinities; empty unless JAX's options forbid these.
+        modelled_s: how long a call of an executable lasts at least, in seconds, by the executable's index;
+            empty unless the mesh has a device model.
     """
 
     rules = Rules(reply=Loaded, repeated=True)
@@ -478,6 +480,7 @@ class Load(Request):
     executables: dict[int, str]
     blobs: dict[str, bytes]
     names: dict[int, str] = {}
+    modelled_s: dict[int, float] = {}
 
 
 class StepDone(Reply):

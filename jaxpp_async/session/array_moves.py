@@ -179,6 +179,7 @@ async def load_programs(
     programs: Sequence[ActorProgram],
     executables: Sequence[Emitted],
     names: Mapping[int, str] = {},
+    modelled_s: Mapping[int, float] = {},
 ) -> tuple[int, dict[ActorId, Loaded]]:
     """Load the programs of one step or move on the actors that have instructions to run.
 
@@ -187,6 +188,8 @@ async def load_programs(
         executables: the executables that the programs run, by the index that their instructions use.
         names: the names of the step's arguments by position, for error messages on actors; empty if no error
             message of an actor names an argument.
+        modelled_s: how long a call of an executable lasts at least, in seconds, by the executable's index;
+            empty if no call is lengthened.
 
     Returns:
         The id by which the controller runs the programs, and the replies, by actor, of the actors that loaded
@@ -198,7 +201,7 @@ async def load_programs(
         for a, p in parts.items()
     }
     blobs = {e.key: e.blob for e in executables}
-    return await controller.load(LoadableProgram(parts, keys, blobs, names))
+    return await controller.load(LoadableProgram(parts, keys, blobs, names, modelled_s))
 
 
 # ---------------------------------------------------------------- moves

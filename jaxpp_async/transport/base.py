@@ -257,8 +257,7 @@ class Transport:
         may leave memory that it shared with this process (UCX's shared-memory queues) in an unusable state.
 
         Raises:
-            TransferError: the medium still uses buffers after 5 s. The process must exit and must not reuse
-                the buffers.
+            TransferError: the medium still uses buffers after 5 s, and they must not be reused.
         """
         raise NotImplementedError
 

@@ -50,6 +50,16 @@ def test_an_actor_without_executables_is_sent_its_program_alone():
     assert (message.executables, message.blobs, message.program) == ({}, {}, SECOND)
 
 
+def test_an_actor_is_told_how_long_its_own_executables_are_to_last_and_so_is_its_successor():
+    made = loaded_programs(Topology(2), for_successors=True)
+    keys, blobs = {0: {2: "k0"}, 1: {3: "k1"}}, {"k0": b"zero", "k1": b"one"}
+    made.add(LoadableProgram(PARTS, keys, blobs, modelled_s={2: 0.25, 3: 0.5}))
+    assert [made.load_message(0, actor, set()).modelled_s for actor in (0, 1)] == [{2: 0.25}, {3: 0.5}]
+    made.note_loaded(0)
+    assert made.load_message(0, 1, set()).modelled_s == {3: 0.5}, "a successor"
+    assert programs().load_message(0, 0, set()).modelled_s == {}
+
+
 def test_a_program_knows_its_actors_and_their_processes_in_order():
     made = programs(per_actor=2)
     assert made.processes_by_actor(0) == ((0, (0, 1)), (1, (2, 3)))

@@ -164,7 +164,7 @@ async def test_controller_looks_up_a_steady_call_without_its_signature(remote_me
     mesh = await remote_mesh(2, launcher="local")
     once = await steady(mesh, problem()[1])
     monkeypatch.setattr(
-        "jaxpp_async.session.step.leaf_type", lambda leaf: (_ for _ in ()).throw(AssertionError(leaf))
+        "jaxpp_async.session.step_request.leaf_type", lambda leaf: (_ for _ in ()).throw(AssertionError(leaf))
     )
     await once()
 

@@ -614,11 +614,11 @@ def test_counts_that_a_schedule_is_not_given_are_told_where_they_go(kind):
         TypeError, match=rf"^{name} has no option num_actors=; the mesh says .*: RemoteMesh\("
     ):
         kind(2, num_actors=2)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'stages'"):
-        kind(stages=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'microbatches'"):
+        kind(2, microbatches=2)
     made = kind(num_stages=2)
     assert (
-        str(inspect.signature(kind)) == "(num_stages: 'int') -> None"
+        str(inspect.signature(kind)) == "(num_stages: 'int', *, stages: 'Any' = None) -> None"
         and repr(made) == f"{name}(num_stages=2)"
     )
     assert made == kind(2) == pickle.loads(pickle.dumps(made)) and hash(made) == hash(kind(2))

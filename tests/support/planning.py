@@ -13,7 +13,8 @@ from jaxpp_async.compiler.partition import StagedLoop, TaskKey, partition
 from jaxpp_async.compiler.pipeline import CompilePlan, plan
 from jaxpp_async.program.instructions import Send
 from jaxpp_async.session import mesh_options
-from jaxpp_async.session.step import DistributedStep, StepOptions
+from jaxpp_async.session.step import DistributedStep
+from jaxpp_async.session.step_request import StepOptions
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
