@@ -1,7 +1,7 @@
 """Cut layers into stages so that no actor has more work than it must, under the actors' memory.
 
-The compiler's own balanced cut minimises the largest stage. The functions here also know which stages share
-an actor, and how much memory an order of tasks takes.
+`schedules.cut.balanced_cut` minimises the largest stage, for the compiler. The functions here also know which
+stages share an actor, and how much memory an order of tasks takes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import accumulate, combinations, pairwise
 
 from jaxpp_async.planning.problem import Boundaries, PipelineProblem
 from jaxpp_async.program.instructions import ActorId, Task
+from jaxpp_async.schedules.cut import balanced_cut
 
 MAX_STATES, MAX_UNANSWERED = 20_000, 2
 """The number of states after which the question whether a cut with so much work exists is left unanswered,
@@ -103,6 +104,9 @@ def best_cut(
     Returns:
         The boundaries; None if no cut was found that fits into the memory.
     """
+    if not moments and len(set(actors)) == len(actors) <= len(problem.layers):
+        marks = balanced_cut([layer.work_s for layer in problem.layers], len(actors))
+        return tuple(mark + 1 for mark in marks)
     fold = _Fold(problem, actors, moments, max_states)
     most, least = fold.total, max(fold.total / len(set(actors)), fold.largest_layer)
     best = fold.cut_within(most)
