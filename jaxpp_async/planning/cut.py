@@ -141,6 +141,7 @@ class _Fold:
         self.work = list(accumulate((layer.work_s for layer in layers), initial=0.0))
         self.per_stage = per_stage
         self.total = self.work[-1] + per_stage * self.num_stages
+        self.scale = 1e12 / (self.total or 1.0)  # works that differ in the last digits count as the same
         self.largest_layer = max(layer.work_s for layer in layers) + per_stage
         self.caps = [cap * (1 + 1e-9) for cap in problem.caps]
         kept = list(accumulate((layer.kept_bytes for layer in layers), initial=0.0))
@@ -250,7 +251,7 @@ class _Fold:
         if self.num_states > self.max_states:
             return False
         actor, left, open_ = self.actors[stage], self.num_stages - stage - 1, self.open[stage]
-        state = (stage, first, *[round(loads[a], 9) for a in open_], *[bytes_[a] for a in open_])
+        state = (stage, first, *[round(loads[a] * self.scale) for a in open_], *[bytes_[a] for a in open_])
         if state in self.failed:
             return False
         had, had_bytes, cap = loads[actor], bytes_[actor], self.caps[actor]
