@@ -92,9 +92,13 @@ def format_flat(flat: Flat, types: Types, indent: str = "") -> str:
 def format_staged(staged: StagedLoop) -> str:
     """Return a text dump of a loop that is split into tasks, with each task's operations and each result."""
     lines = [f"loop of {staged.num_stages} stages, {staged.loop.num_microbatches} microbatches"]
-    lines += [
-        f"stage {k} ends at pipeline_yield {name!r}" for k, name in enumerate(staged.stage_names) if name
-    ]
+    if (cut := staged.loop.cut) is not None:
+        lines.append(f"stage boundaries: marks {cut}")
+        lines += [f"stage {k} ends at mark {mark}" for k, mark in enumerate(cut.boundary_marks)]
+    else:
+        lines += [
+            f"stage {k} ends at pipeline_yield {name!r}" for k, name in enumerate(staged.stage_names) if name
+        ]
     for (ty, stage), task in staged.tasks.items():
         lines += [f"{ty} stage {stage}", *_format_ops(task.ops)]
     for k, parts in enumerate(staged.outputs):

@@ -3,6 +3,7 @@
 The passes, each with what it reads and what it makes:
 
 trace       step function          -> flat operations with markers and loops
+cut         each loop's marks      -> the same loop, with only the marks that are stage boundaries
 partition   each loop's body       -> forward and backward tasks
 schedule    each loop's schedule   -> tasks in order, one row per actor, and the variants that run
 place       all of these           -> task graph on actors, and one recipe per executable
@@ -33,6 +34,7 @@ from msgspec import structs
 from jaxpp_async import schedules
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.continued_arguments import continued_arguments
+from jaxpp_async.compiler.cut import cut_loops
 from jaxpp_async.compiler.describe import (
     PassTexts,
     format_executables,
@@ -208,6 +210,9 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
     in_specs, out_specs = request.in_specs(traced), request.out_specs(traced)
     traced = _separate_results(traced, in_specs, out_specs)
     passed("trace")
+    whole = traced.flat
+    with lowering_context(request.target):
+        traced = cut_loops(traced, request.schedule)
     found = {
         i: partition(item, traced.types) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)
     }
@@ -233,7 +238,7 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
     placed = dataclasses.replace(placed, graph=_insert_specs(placed, specs))
     passed("shard")
     programs = _lower_and_verify(placed.graph, passed)
-    texts = _pass_texts(traced, staged, loops, placed, programs)
+    texts = _pass_texts(whole, traced.types, staged, loops, placed, programs)
     free = _find_any_sharding(traced, placed, in_specs, out_specs)
     return CompilePlan(
         traced, placed, specs, programs, texts, continues, weak_or_strong, free, request.target
@@ -271,7 +276,8 @@ def _lower_and_verify(graph: TaskGraph, passed: Passed) -> lowering.Programs:
 
 
 def _pass_texts(
-    traced: Traced,
+    whole: Flat,
+    types: Types,
     staged: Mapping[int, StagedLoop],
     loops: Mapping[int, ScheduledLoop],
     placed: PlacedStep,
@@ -285,7 +291,7 @@ def _pass_texts(
     graph = placed.graph
     return PassTexts(
         {
-            "trace": lambda: format_flat(traced.flat, traced.types),
+            "trace": lambda: format_flat(whole, types),
             "partition": lambda: "\n".join(map(format_staged, staged.values())),
             "schedule": lambda: "\n".join(map(format_scheduled, loops.values())),
             "place": lambda: format_graph(placed),

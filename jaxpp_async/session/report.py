@@ -186,9 +186,16 @@ def why_taken(compiled: Compiled, name: str) -> str:
 
 
 def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:
-    """Return, for each loop with named stages, one line of text with the names from `pipeline_yield`."""
+    """Return lines of text about the stage boundaries of each loop whose marks are named or were chosen.
+
+    These are the names from `pipeline_yield`, or the marks that the schedule's `stages` named.
+    """
     lines = []
     for loop in compiled.placed.loops.values():
+        if (cut := loop.staged.loop.cut) is not None:
+            at = "; ".join(f"stage {k} at mark {mark}" for k, mark in enumerate(cut.boundary_marks))
+            lines.append(f"stages of the loop at {loop.staged.loop.line} end at marks {cut}: {at}.")
+            continue
         named = [f"{k} at {name!r}" for k, name in enumerate(loop.staged.stage_names) if name]
         if named:
             lines.append(f"stages of the loop at {loop.staged.loop.line} end: {', '.join(named)}.")
@@ -389,6 +396,8 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
             join_names(loop.leaves, 8),
             loop.line,
         )
+        if loop.cut is not None:
+            _LOG.info("step %r: stages end at marks %s (%s)", name, loop.cut, loop.line)
     idle = [program.actor for program in compiled.programs if not runs(program.instructions)]
     if loops and idle:
         _LOG.warning(

@@ -170,7 +170,11 @@ class DistributedStep(StepDefinition):
             return await self.runner.run(self, args)
 
     def with_schedule(self, schedule: Any) -> DistributedStep:
-        """Return the same step under another schedule, which must have the same number of stages.
+        """Return the same step under another schedule.
+
+        A schedule without `stages` keeps the cut that is written in the step: those of the schedule of each
+        loop, or every mark. It must then have the same number of stages, unless the cut is `"balanced"`. A
+        schedule with `stages` cuts every loop of the step anew.
 
         Tasks that have been compiled for an earlier schedule are not compiled again. A schedule may need a
         task in a form that no earlier schedule needed, such as half of a backward, or the last stage's

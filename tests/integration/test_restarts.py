@@ -343,8 +343,12 @@ async def test_neighbours_die_one_after_the_other(undisturbed):
 async def test_a_death_before_all_are_connected_ends_the_launch(caplog):
     class Dying(InlineLauncher):
         # the controller's own: its actors are up, and not yet connected
+        async def start(self, spec, adopt):
+            self.latest = await super().start(spec, adopt)
+            return self.latest
+
         def make_transport(self, kind, network):
-            next(h for h in self._handles if h._task.get_name() == "inline actor 1").kill()
+            self.latest.kill()
             return super().make_transport(kind, network)
 
     async with nothing_left(caplog), asyncio.timeout(20):

@@ -904,6 +904,9 @@ async def test_a_like_of_another_mesh(meshes, tmp_path):
 class Seconds:
     """A device model of one second a task."""
 
+    def __repr__(self) -> str:
+        return "Seconds()"  # names a test, in each process alike
+
     def task_s(self, work) -> float:
         return 1.0
 

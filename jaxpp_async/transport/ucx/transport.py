@@ -144,6 +144,10 @@ class UCXTransport(Transport):
         return f"<UCXTransport of peer {self.peer_id}: {counts}>"
 
     @property
+    def _is_closed(self) -> bool:
+        return self._closing is not None or self._worker is None
+
+    @property
     def address(self) -> bytes:
         ticket = self._one_copy.ticket if shares_memory() else b""
         raw = bytes([len(ticket)]) + ticket + self._raw_address
@@ -162,7 +166,7 @@ class UCXTransport(Transport):
                 raise TransferError(f"peer {self.peer_id} cannot let its peers in: {error}") from error
 
     async def connect(self, peer: Peer, address: bytes) -> None:
-        self._check_connectable(peer, self._closing is not None or self._worker is None, self._links)
+        self._check_connectable(peer, self._is_closed, self._links)
         raw = unseal(MEDIUM, address, peer, self.epoch)
         ticket, target = raw[1 : 1 + raw[0]], raw[1 + raw[0] :]
         if peer in self._past_epochs:
