@@ -204,6 +204,11 @@ async def stamps(context: Context) -> Figures:
     return await _module("stamps")
 
 
+async def plan(context: Context) -> Figures:
+    """How many instructions a second compiled programs are replayed at in virtual time."""
+    return await _module("plan")
+
+
 PARTS: Mapping[str, Part] = {
     part.measure.__name__: part
     for part in (
@@ -217,6 +222,7 @@ PARTS: Mapping[str, Part] = {
         Part(transport, "half a minute"),
         Part(controller, "a minute"),
         Part(stamps, "half a minute"),
+        Part(plan, "half a minute"),
     )
 }
 """By the key in the results, in the order in which they are measured."""

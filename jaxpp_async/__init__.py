@@ -54,6 +54,8 @@ _HOMES = {
     "RemoteMesh": "mesh",
     "Checkpoints": "checkpoint.retention",
     "CompiledStep": "session.step",
+    "CostModel": "planning.cost_model",
+    "simulate": "planning.simulation",
     "RemoteArray": "session.remote_array",
     "Event": "base.events",
     "ActorInfo": "protocol.actor_info",
@@ -68,6 +70,7 @@ __all__ = (
     "Checkpoints",
     "CompiledStep",
     "Concat",
+    "CostModel",
     "DualPipeV",
     "Eager1F1B",
     "Event",
@@ -96,6 +99,7 @@ __all__ = (
     "schedule_from_csv",
     "schedule_to_csv",
     "shard",
+    "simulate",
 )
 __version__ = "0.1.0"
 
@@ -115,6 +119,8 @@ if TYPE_CHECKING:
     from jaxpp_async.markers.reductions import Stack as Stack
     from jaxpp_async.markers.reductions import Sum as Sum
     from jaxpp_async.mesh import RemoteMesh as RemoteMesh
+    from jaxpp_async.planning.cost_model import CostModel as CostModel
+    from jaxpp_async.planning.simulation import simulate as simulate
     from jaxpp_async.program.instructions import Task as Task
     from jaxpp_async.protocol.actor_info import ActorInfo as ActorInfo
     from jaxpp_async.schedules import DualPipeV as DualPipeV

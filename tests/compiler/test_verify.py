@@ -1,4 +1,4 @@
-"""verify and simulate: valid programs pass, every way to break one is caught, deadlocks are explained."""
+"""The checks of programs: valid ones pass, every way to break one is caught, deadlocks are explained."""
 
 import time
 
@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from jaxpp_async.compiler.lowering import lower
-from jaxpp_async.compiler.verify import InternalError, check_deadlock, simulate, verify_graph, verify_programs
+from jaxpp_async.compiler.verify import (
+    InternalError,
+    check_deadlock,
+    find_blocked_actors,
+    verify_graph,
+    verify_programs,
+)
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import (
@@ -303,21 +309,21 @@ def test_receives_in_another_order_stall_strict_links_only():
     streams = valid()
     swap(1, 0, 1)(streams)
     programs = programs_of(streams)
-    assert simulate(programs, rendezvous=False) == []
-    assert [w.actor for w in simulate(programs)] == [0, 1]
+    assert find_blocked_actors(programs, rendezvous=False) == []
+    assert [w.actor for w in find_blocked_actors(programs)] == [0, 1]
 
 
 def test_a_send_without_receive_never_completes_on_strict_links():
     sender = ActorProgram(0, (Run("f", 0, (), (0,)), Send(0, 1, 5), Delete(0)), (F4,))
     programs = [sender, ActorProgram(1, (), ())]
-    assert simulate(programs, rendezvous=False) == []
-    (wait,) = simulate(programs)
+    assert find_blocked_actors(programs, rendezvous=False) == []
+    (wait,) = find_blocked_actors(programs)
     assert str(wait) == "actor 0 waits at the end of the step for actor 1 to receive tag 5"
 
 
 def test_a_receive_nobody_reads_is_waited_for():
     programs = [ActorProgram(0, (Recv(0, 1, 5), Output(0, 0)), (F4,)), ActorProgram(1, (), ())]
-    (wait,) = simulate(programs)
+    (wait,) = find_blocked_actors(programs)
     assert str(wait) == "actor 0 waits at the end of the step for tag 5 from actor 1"
 
 
@@ -336,14 +342,14 @@ def scrambled(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(scrambled(), st.integers(0, 99))
-def test_the_simulation_finds_what_an_interpreter_runs_into(programs, seed):
+def test_the_run_without_data_finds_what_an_interpreter_runs_into(programs, seed):
     try:
         interpret(programs, seed)
         stuck = False
     except AssertionError as e:
         assert "deadlock" in str(e)
         stuck = True
-    assert bool(simulate(programs, rendezvous=False)) == stuck
+    assert bool(find_blocked_actors(programs, rendezvous=False)) == stuck
     if stuck:
         with pytest.raises(ScheduleError, match="Who waits for whom"):
             check_deadlock(programs)
@@ -398,4 +404,4 @@ def test_verification_is_fast_enough_for_large_steps():
 
 def test_pipelines_pass_on_links_of_either_kind():
     programs = lower(pipeline_graph(3, 6))
-    assert simulate(programs) == simulate(programs, rendezvous=False) == []
+    assert find_blocked_actors(programs) == find_blocked_actors(programs, rendezvous=False) == []
