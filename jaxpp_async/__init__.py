@@ -63,6 +63,8 @@ _HOMES = {
     "Timeline": "timeline",
     "Saving": "checkpoint.save",
     "Launcher": "launch",
+    "Machine": "planning.machine",
+    "compile_for": "planning.machine",
 }
 
 __all__ = (
@@ -78,6 +80,7 @@ __all__ = (
     "Interleaved1F1B",
     "Launcher",
     "LoopedBFS",
+    "Machine",
     "Max",
     "Mean",
     "Min",
@@ -94,6 +97,7 @@ __all__ = (
     "ZeroBubbleH2",
     "ZeroBubbleV",
     "accumulate_grads",
+    "compile_for",
     "errors",
     "pipeline_yield",
     "schedule_from_csv",
@@ -120,6 +124,8 @@ if TYPE_CHECKING:
     from jaxpp_async.markers.reductions import Sum as Sum
     from jaxpp_async.mesh import RemoteMesh as RemoteMesh
     from jaxpp_async.planning.cost_model import CostModel as CostModel
+    from jaxpp_async.planning.machine import Machine as Machine
+    from jaxpp_async.planning.machine import compile_for as compile_for
     from jaxpp_async.planning.simulation import simulate as simulate
     from jaxpp_async.program.instructions import Task as Task
     from jaxpp_async.protocol.actor_info import ActorInfo as ActorInfo

@@ -420,13 +420,25 @@ def _scatter(tally: Tally, params: Params, operands: Arrays, results: Arrays) ->
     gone = {*numbers.inserted_window_dims, *getattr(numbers, "operand_batching_dims", ())}
     kept = [d for d in range(len(x.shape)) if d not in gone]
     axes = list(x.axes)
-    over = [a for d, s in enumerate(updates.axes) if d not in numbers.update_window_dims for a in s]
+    outside = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
+    for d, at in _batching_dims(numbers):  # each of these parts of the operand has updates of its own
+        axes[d] = axes[d] or updates.axes[outside[at]]
+    over = [a for d in outside for a in updates.axes[d]]
     for d, at in zip(kept, numbers.update_window_dims, strict=True):
         if not axes[d] and x.shape[d] == updates.shape[at]:
             axes[d] = updates.axes[at]
     over = tuple(a for a in over if a not in axes_of(tuple(axes)))
     made = tally.sum_over(replace(results[0], axes=tuple(axes)), over)
     return operands, [made], axes_of(updates.axes)
+
+
+def _batching_dims(numbers: Any) -> Iterable[tuple[int, int]]:
+    """Return the batching dimensions of a scatter's operand, each with that of its indices."""
+    return zip(
+        getattr(numbers, "operand_batching_dims", ()),
+        getattr(numbers, "scatter_indices_batching_dims", ()),
+        strict=True,
+    )
 
 
 _RULES: dict[str, Rule] = {
