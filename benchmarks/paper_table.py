@@ -32,6 +32,7 @@ from paper.compiled import configuration_of
 from paper.costs import Constants
 from paper.predictions import CALIBRATED, Prediction, calibrate, predict
 from paper.rows import JAXPP, read_rows
+from rich import box
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -67,10 +68,12 @@ def mean_error(predictions: Sequence[Prediction]) -> tuple[float, float]:
 
 
 def table_of(predictions: Sequence[Prediction]) -> Table:
-    table = Table("system", "model", title="Seconds of a step", title_justify="left")
-    for name in ("GPUs", "paper", "prediction", "error", "constant TFLOPS"):
+    table = Table(title="Seconds of a step", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for name in ("system", "model"):
+        table.add_column(name, no_wrap=True)
+    for name in ("GPUs", "paper", "predicted", "error", "constant\nTFLOPS"):
         table.add_column(name, justify="right")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for p in predictions:
         table.add_row(
             p.row.system,
@@ -86,7 +89,9 @@ def table_of(predictions: Sequence[Prediction]) -> Table:
 
 
 def table_of_constants(constants: Constants) -> Table:
-    table = Table("constant", "value", "from", title="Constants of all rows", title_justify="left")
+    table = Table(
+        "constant", "value", "from", title="Constants of all rows", title_justify="left", box=box.SIMPLE
+    )
     rows = dict(zip(("matmul", "exposed", "straggling"), CALIBRATED, strict=True))
     for name, value in asdict(constants).items():
         shown = f"{value * 1e3:.2f} ms" if name == "dispatch_s" else f"{value:.1%}"
@@ -101,7 +106,7 @@ def table_of_choices(choices: Sequence[Choice], index: int) -> Table:
     title = (
         f"GPT-3 175B on 64 GPUs: seconds of a step, by repeat and microbatch ({MEMORY_BYTES / 1e9:.0f} GB)"
     )
-    table = Table("repeat", title=title, title_justify="left")
+    table = Table("repeat", title=title, title_justify="left", box=box.SIMPLE)
     for size in MICROBATCH_SIZES:
         table.add_column(f"{size}", justify="right")
     for repeat in REPEATS:

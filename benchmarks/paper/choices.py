@@ -26,7 +26,7 @@ PAPERS_CHOICE = 6, 4
 ACCUMULATION = (8, 16, 32, 64)
 """The numbers of microbatches that are compared at the paper's repeat."""
 
-DISPATCH_RANGE_S = (0.0, 0.3e-3, 1e-3)
+DISPATCH_RANGE_S = (0.0, 0.3e-3, 0.5e-3, 1e-3)
 """The other costs of dispatching a task for which the best configuration is found."""
 
 MEMORY_BYTES = find_device(DEVICE).memory_bytes or 0

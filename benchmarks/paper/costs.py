@@ -57,7 +57,7 @@ class Constants:
     memory: float = 0.9
     node_link: float = 0.8
     network: float = 0.92
-    dispatch_s: float = 0.5e-3
+    dispatch_s: float = 0.65e-3
 
     @property
     def flops_per_s(self) -> float:
