@@ -204,9 +204,19 @@ async def stamps(context: Context) -> Figures:
     return await _module("stamps")
 
 
+async def messages(context: Context) -> Figures:
+    """What it takes to encode and decode a step's messages and a program."""
+    return await _module("messages")
+
+
 async def plan(context: Context) -> Figures:
     """How many instructions a second compiled programs are replayed at in virtual time."""
     return await _module("plan")
+
+
+async def prediction(context: Context) -> Figures:
+    """Simulated steps of eight schedules against measured ones, on a device of known speed."""
+    return await once(ours("prediction", "ours/part.py", "prediction", ready_s=600))
 
 
 PARTS: Mapping[str, Part] = {
@@ -222,7 +232,9 @@ PARTS: Mapping[str, Part] = {
         Part(transport, "half a minute"),
         Part(controller, "a minute"),
         Part(stamps, "half a minute"),
+        Part(messages, "ten seconds"),
         Part(plan, "half a minute"),
+        Part(prediction, "four minutes"),
     )
 }
 """By the key in the results, in the order in which they are measured."""

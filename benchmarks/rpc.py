@@ -29,6 +29,7 @@ import uvloop
 from contender import Channel, timed, timed_async
 
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.program.actor_program import ActorProgram
@@ -48,9 +49,8 @@ async def empty_step() -> AsyncIterator[Call]:
     """
     controller = await Controller.start(2, LocalLauncher())
     try:
-        program_id = controller.new_program_id()
-        programs = {actor: ActorProgram(actor, (), ()) for actor in (0, 1)}
-        await controller.load(program_id, programs, {}, {})
+        program = LoadableProgram({actor: ActorProgram(actor, (), ()) for actor in (0, 1)})
+        program_id, _ = await controller.load(program)
 
         async def call() -> None:
             await controller.start_step(SubmittedStep(program_id), {}, {})

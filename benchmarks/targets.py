@@ -205,6 +205,14 @@ TARGETS = (
         "",
         at_least=True,
     ),
+    Target(
+        "simulated against measured step, worst of eight schedules",
+        lambda f: f["prediction"]["most_percent"],
+        3.0,
+        2.0,
+        "%",
+    ),
+    Target("the same, mean of eight", lambda f: f["prediction"]["mean_percent"], 1.5, 0.8, "%"),
 )
 
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import optax
 
 import jaxpp_async as jpp
-from gpt.model import last_layers
 from training import SEQ_LEN, VOCAB_SIZE, Program, main
 
 ADAMW = optax.adamw(3e-3)
@@ -66,10 +65,9 @@ def attention(
     return jax.nn.softmax(scores) @ (norm(source) @ value) @ out
 
 
-def loss_fn(params: Params, microbatch: Any, num_stages: int) -> jax.Array:
+def loss_fn(params: Params, microbatch: Any) -> jax.Array:
     """Mean cross-entropy in nats a byte of the second half of each window, given all before it."""
     num_layers, half = len(params["layers"]), microbatch["tokens"].shape[-1] // 2
-    cuts = last_layers(num_layers, num_stages)
     embedded = params["embed"][microbatch["tokens"]] + params["position"][: 2 * half]
     encoded, decoder_input = embedded[:, :half], embedded[:, half:]
     x, causal = encoded, jnp.tril(jnp.ones((half, half), bool))
@@ -80,8 +78,7 @@ def loss_fn(params: Params, microbatch: Any, num_stages: int) -> jax.Array:
             x = x + attention(layer["attention"], x, x, causal)
             x = x + attention(layer["cross"], x, encoded)
         x = x + jax.nn.relu(norm(x) @ layer["up"]) @ layer["down"]
-        if index in cuts:
-            x = jpp.pipeline_yield(x)
+        x = jpp.pipeline_yield(x)
         if index == num_layers // 2 - 1:
             encoded, x = x, decoder_input
     logits = norm(x + decoder_input @ params["skip"]) @ params["embed"].T
@@ -91,7 +88,7 @@ def loss_fn(params: Params, microbatch: Any, num_stages: int) -> jax.Array:
 def make_program(
     schedule: Any, optimizer: optax.GradientTransformation = ADAMW, *, dim: int = 64, num_layers: int = 4
 ) -> Program:
-    """A model cut into the schedule's stages, and its training step."""
+    """A model with a mark behind each layer, of which the schedule chooses, and its training step."""
 
     def init(key: jax.Array) -> dict[str, Any]:
         params = init_params(key, dim, num_layers)
@@ -99,7 +96,7 @@ def make_program(
 
     def train_step(state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], jax.Array]:
         def microbatch_grads(microbatch: Any) -> tuple[Any, jax.Array]:
-            loss, grads = jax.value_and_grad(loss_fn)(state["params"], microbatch, schedule.num_stages)
+            loss, grads = jax.value_and_grad(loss_fn)(state["params"], microbatch)
             return grads, loss
 
         grads, loss = jpp.accumulate_grads(microbatch_grads, schedule, reduce=jpp.Mean())(batch)

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import optax
 
 import jaxpp_async as jpp
-from gpt.model import last_layers
 from training import SEQ_LEN, VOCAB_SIZE, Program, main
 
 ADAMW = optax.adamw(3e-3)
@@ -61,15 +60,13 @@ class Model(eqx.Module):
     position: jax.Array
     blocks: list[Block]
     norm: eqx.nn.LayerNorm
-    cuts: frozenset[int] = eqx.field(static=True)
 
-    def __init__(self, num_stages: int, dim: int, num_layers: int, key: jax.Array):
+    def __init__(self, dim: int, num_layers: int, key: jax.Array):
         embed_key, position_key, *block_keys = jax.random.split(key, 2 + num_layers)
         self.embed = eqx.nn.Embedding(weight=0.02 * jax.random.normal(embed_key, (VOCAB_SIZE, dim)))
         self.position = 0.02 * jax.random.normal(position_key, (SEQ_LEN, dim))
         self.blocks = [Block(dim, key) for key in block_keys]
         self.norm = eqx.nn.LayerNorm(dim)
-        self.cuts = last_layers(num_layers, num_stages)
 
     def __call__(
         self, tokens: jax.Array, state: eqx.nn.State, key: jax.Array
@@ -77,8 +74,7 @@ class Model(eqx.Module):
         x = jax.vmap(self.embed)(tokens) + self.position[: len(tokens)]
         for index, block in enumerate(self.blocks):
             x, state = eqx.filter_checkpoint(block)(x, state, jax.random.fold_in(key, index))
-            if index in self.cuts:
-                x = jpp.pipeline_yield(x)  # Of the activations only: the statistics stay in their stage.
+            x = jpp.pipeline_yield(x)  # Of the activations only: the statistics stay in their stage.
         return jax.vmap(self.norm)(x) @ self.embed.weight.T, state
 
 
@@ -95,8 +91,8 @@ def loss_fn(
 def make_program(
     schedule: Any, optimizer: optax.GradientTransformation = ADAMW, *, dim: int = 64, num_layers: int = 4
 ) -> Program:
-    """A model cut into the schedule's stages, and its training step."""
-    make = eqx.nn.make_with_state(lambda key: Model(schedule.num_stages, dim, num_layers, key))
+    """A model with a mark behind each layer, of which the schedule chooses, and its training step."""
+    make = eqx.nn.make_with_state(lambda key: Model(dim, num_layers, key))
     # Shapes suffice to tell arrays from the rest (functions, flags), which the step closes over.
     shapes, _ = eqx.filter_eval_shape(make, jax.random.key(0))
     _, static = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))

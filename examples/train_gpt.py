@@ -110,11 +110,11 @@ class Pipeline:
             dim=options.dim,
             num_heads=options.heads,
             seq_len=options.seq_len,
-            num_stages=options.num_stages,
             tie_embedding=options.tie_embedding,
         )
         optimizer = steps.make_optimizer(options.steps)
-        schedule = getattr(jpp, options.schedule)(num_stages=options.num_stages)
+        # The last stage has the output projection and the loss, too: it gets fewer layers where that helps.
+        schedule = getattr(jpp, options.schedule)(num_stages=options.num_stages, stages="balanced")
         self.init = steps.make_init(self.config, optimizer)
         self.train_step = steps.make_train_step(self.config, optimizer, schedule)
         self.eval_step = steps.make_eval_step(self.config, schedule)

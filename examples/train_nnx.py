@@ -15,7 +15,6 @@ import optax
 from flax import nnx
 
 import jaxpp_async as jpp
-from gpt.model import last_layers
 from training import SEQ_LEN, VOCAB_SIZE, Program, main
 
 ADAMW = optax.adamw(3e-3)
@@ -44,19 +43,16 @@ class Block(nnx.Module):
 class Model(nnx.Module):
     """Tokens (batch, seq) to logits (batch, seq, vocabulary)."""
 
-    def __init__(self, num_stages: int, dim: int, num_layers: int, *, rngs: nnx.Rngs):
+    def __init__(self, dim: int, num_layers: int, *, rngs: nnx.Rngs):
         self.embed = nnx.Embed(VOCAB_SIZE, dim, rngs=rngs)
         self.position = nnx.Param(0.02 * rngs.params.normal((SEQ_LEN, dim)))
         self.blocks = nnx.List([Block(dim, rngs=rngs) for _ in range(num_layers)])
         self.norm = nnx.LayerNorm(dim, rngs=rngs)
-        self.cuts = last_layers(num_layers, num_stages)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens) + self.position[: tokens.shape[-1]]
-        for index, block in enumerate(self.blocks):
-            x = nnx.remat(Block.__call__)(block, x)
-            if index in self.cuts:
-                x = jpp.pipeline_yield(x)
+        for block in self.blocks:
+            x = jpp.pipeline_yield(nnx.remat(Block.__call__)(block, x))
         return self.embed.attend(self.norm(x))
 
 
@@ -69,10 +65,10 @@ def loss_fn(model: Model, microbatch: Any) -> jax.Array:
 def make_program(
     schedule: Any, optimizer: optax.GradientTransformation = ADAMW, *, dim: int = 64, num_layers: int = 4
 ) -> Program:
-    """A model cut into the schedule's stages, and its training step."""
+    """A model with a mark behind each layer, of which the schedule chooses, and its training step."""
 
     def make(key: jax.Array) -> tuple[Model, nnx.Optimizer]:
-        model = Model(schedule.num_stages, dim, num_layers, rngs=nnx.Rngs(key))
+        model = Model(dim, num_layers, rngs=nnx.Rngs(key))
         return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
     graphdef = nnx.graphdef(nnx.eval_shape(make, jax.random.key(0)))

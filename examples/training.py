@@ -53,10 +53,19 @@ class ScheduleName(StrEnum):
     loopedbfs = "LoopedBFS"
     zerobubblev = "ZeroBubbleV"
     dualpipev = "DualPipeV"
+    vhalf = "VHalf"
+    vmin = "VMin"
 
 
 TWO_STAGES = frozenset(
-    {ScheduleName.interleaved1f1b, ScheduleName.loopedbfs, ScheduleName.zerobubblev, ScheduleName.dualpipev}
+    {
+        ScheduleName.interleaved1f1b,
+        ScheduleName.loopedbfs,
+        ScheduleName.zerobubblev,
+        ScheduleName.dualpipev,
+        ScheduleName.vhalf,
+        ScheduleName.vmin,
+    }
 )
 """Schedules that want two stages on each actor."""
 
@@ -104,7 +113,7 @@ def main(make_program: Callable[[Any], Program]) -> None:
         except DataError as error:
             raise typer.BadParameter(str(error)) from None
         num_stages = actors * (2 if schedule in TWO_STAGES else 1)
-        program = make_program(getattr(jpp, schedule)(num_stages))
+        program = make_program(getattr(jpp, schedule)(num_stages, stages="balanced"))
         key = jax.random.key(seed)
 
         async def on_a_mesh() -> tuple[list[float], Any]:

@@ -49,6 +49,9 @@ _HOMES = {
     "ZeroBubbleH2": "schedules",
     "ZeroBubbleV": "schedules",
     "DualPipeV": "schedules",
+    "ControllableMemory": "schedules",
+    "VHalf": "schedules",
+    "VMin": "schedules",
     "schedule_from_csv": "schedules",
     "schedule_to_csv": "schedules",
     "RemoteMesh": "mesh",
@@ -72,6 +75,7 @@ __all__ = (
     "Checkpoints",
     "CompiledStep",
     "Concat",
+    "ControllableMemory",
     "CostModel",
     "DualPipeV",
     "Eager1F1B",
@@ -93,6 +97,8 @@ __all__ = (
     "Sum",
     "Task",
     "Timeline",
+    "VHalf",
+    "VMin",
     "ZeroBubbleH1",
     "ZeroBubbleH2",
     "ZeroBubbleV",
@@ -129,12 +135,15 @@ if TYPE_CHECKING:
     from jaxpp_async.planning.simulation import simulate as simulate
     from jaxpp_async.program.instructions import Task as Task
     from jaxpp_async.protocol.actor_info import ActorInfo as ActorInfo
+    from jaxpp_async.schedules import ControllableMemory as ControllableMemory
     from jaxpp_async.schedules import DualPipeV as DualPipeV
     from jaxpp_async.schedules import Eager1F1B as Eager1F1B
     from jaxpp_async.schedules import GPipe as GPipe
     from jaxpp_async.schedules import Interleaved1F1B as Interleaved1F1B
     from jaxpp_async.schedules import LoopedBFS as LoopedBFS
     from jaxpp_async.schedules import Std1F1B as Std1F1B
+    from jaxpp_async.schedules import VHalf as VHalf
+    from jaxpp_async.schedules import VMin as VMin
     from jaxpp_async.schedules import ZeroBubbleH1 as ZeroBubbleH1
     from jaxpp_async.schedules import ZeroBubbleH2 as ZeroBubbleH2
     from jaxpp_async.schedules import ZeroBubbleV as ZeroBubbleV

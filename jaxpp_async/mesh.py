@@ -19,6 +19,7 @@ from jaxpp_async.controller.stall_detector import PROGRESS_S
 from jaxpp_async.errors import MeshError
 from jaxpp_async.jax_bridge.compilation_cache import DEFAULT as DEFAULT_CACHE
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
+from jaxpp_async.program.work import DeviceModel
 from jaxpp_async.protocol.actor_info import ActorInfo
 from jaxpp_async.protocol.messages import StepStats
 from jaxpp_async.protocol.parent_watch import LEASE_S
@@ -84,6 +85,14 @@ class RemoteMesh:
         lease_s: the seconds without a heartbeat from this process after which each actor ends itself. This
             process sends heartbeats unless the process is stopped, or a native call holds Python's GIL. See
             docs/operations.md.
+        device_model: an object with a method `task_s(work)`, such as a cost model, which takes the
+            `TaskWork` of an executable and returns seconds. Each task of a step then lasts, from its start,
+            at least that long: it computes, and waits for the rest of the time. Processes, transfers and
+            scheduling stay real. `step.init` and moves of arrays are not lengthened. Actors on GPUs are
+            refused. With None (the default), tasks last as long as they compute. See docs/planning.md.
+
+    Attributes:
+        saver: the object that runs the saves of this mesh; `Checkpoints` uses it.
 
     Raises:
         MeshError: options contradict each other, or ask for something that the machines do not have.
@@ -119,6 +128,7 @@ class RemoteMesh:
         compilation_cache: str | None = DEFAULT_CACHE,
         launch_timeout_s: float = LAUNCH_TIMEOUT_S,
         lease_s: float = LEASE_S,
+        device_model: DeviceModel | None = None,
     ):
         self.num_actors = mesh_options.check_actor_count(num_actors)
         self.spmd_mesh = mesh_options.check_axes(spmd_mesh)
@@ -126,6 +136,7 @@ class RemoteMesh:
         max_restarts = mesh_options.check_count("max_restarts", max_restarts, least=0)
         kinds, given = mesh_options.check_axis_types(axis_types, self.spmd_mesh), platform
         platform = mesh_options.choose_platform(given)
+        device_model = mesh_options.check_device_model(device_model, platform)
         self._launcher, inline, each = mesh_options.make_launcher(
             launcher,
             self.num_actors,
@@ -172,7 +183,7 @@ class RemoteMesh:
         target = mesh_options.make_target(self.spmd_mesh, kinds, self.axis_rules, config.platform)
         self._values = RemoteValues(self._running, target)
         self._events = EventLog()
-        self._saver = Saver(self._running, self._values, self._events.emit)
+        self.saver = Saver(self._running, self._values, self._events.emit)
         self._runner = StepRunner(
             self._running,
             self._values,
@@ -180,6 +191,7 @@ class RemoteMesh:
             target=target,
             max_inflight=max_inflight,
             actor_config=config.jax_config,
+            device_model=device_model,
         )
 
     def __repr__(self) -> str:
@@ -225,7 +237,7 @@ class RemoteMesh:
     async def aclose(self) -> None:
         """End the actors; the mesh's arrays cannot be used afterwards. A second call does nothing."""
         if self._controller is not None:
-            await self._saver.aclose()
+            await self.saver.aclose()
             await self._controller.aclose()
 
     @property
@@ -445,11 +457,6 @@ class RemoteMesh:
 
     # ---------------------------------------------------------------- checkpoints
 
-    @property
-    def saver(self) -> Saver:
-        """The object that runs the saves of this mesh; `Checkpoints` uses it."""
-        return self._saver
-
     @mesh_options.only_known
     @says_to_await
     async def save(
@@ -481,7 +488,7 @@ class RemoteMesh:
             MeshClosedError: the mesh is closed or has failed.
         """
         with HiddenFrames():
-            return await self._saver.save(path, tree, wait=wait, on_progress=on_progress)
+            return await self.saver.save(path, tree, wait=wait, on_progress=on_progress)
 
     @mesh_options.only_known
     @says_to_await

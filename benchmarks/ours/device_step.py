@@ -39,7 +39,6 @@ def work(options: argparse.Namespace) -> tuple[Any, Any, Any]:
         dim=options.dim,
         num_heads=options.dim // options.head_dim,
         seq_len=options.seq_len,
-        num_stages=options.stages,
     )
     optimizer = steps.make_optimizer(1000)
     init = steps.make_init(config, optimizer)
@@ -47,7 +46,7 @@ def work(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     def init_bf16(key: jax.Array) -> Any:
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, init(key))
 
-    schedule = getattr(jpp, options.schedule)(num_stages=options.stages)
+    schedule = getattr(jpp, options.schedule)(num_stages=options.stages, stages="balanced")
     shape = (options.microbatches, options.microbatch_size, options.seq_len + 1)
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, shape, dtype=np.int32)
     batch = {"tokens": tokens[..., :-1], "labels": tokens[..., 1:]}

@@ -1,9 +1,9 @@
 """model: bytes in, the loss of a small decoder-only transformer out. Plain JAX; never touches a device or a
 mesh.
 
-Two calls make it a pipeline: `jpp.pipeline_yield` between stages, and `jpp.shard`, which says how an
-    activation is cut
-inside one actor. Under plain `jax.jit` both are the identity.
+Two calls make it a pipeline: `jpp.pipeline_yield` behind each layer, where a stage may end (the schedule's
+`stages` say where one does), and `jpp.shard`, which says how an activation is cut inside one actor. Under
+plain `jax.jit` both are the identity.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model. `num_stages` decides only where the pipeline is cut, never a number."""
+    """Sizes of the model."""
 
     num_layers: int
     dim: int
     num_heads: int
     seq_len: int
-    num_stages: int = 1
     tie_embedding: bool = False
 
     @property
@@ -82,21 +81,13 @@ def _normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
 
 def forward(params: dict[str, Any], tokens: jax.Array, config: ModelConfig) -> jax.Array:
     """Logits (batch, seq, 256) of the byte after each of `tokens` (batch, seq)."""
-    cuts = last_layers(config.num_layers, config.num_stages)
     x = jpp.shard(params["embed"][tokens], ("batch", None, None))
     for index, block in enumerate(params["blocks"]):
         x = _attention(block, x) + x
         x = _mlp(block, x) + x
-        if index in cuts:
-            x = jpp.pipeline_yield(x)
+        x = jpp.pipeline_yield(x, name=f"layer {index}")
     head = params["embed"].T if config.tie_embedding else params["head"]
     return _rms_norm(x, params["norm"]) @ head
-
-
-def last_layers(num_layers: int, num_stages: int) -> frozenset[int]:
-    """Layers after which a stage ends; sizes of stages differ by at most one layer, the last stage (it has
-    the output projection and the loss too) never being the larger."""
-    return frozenset(-(-num_layers * stage // num_stages) - 1 for stage in range(1, num_stages))
 
 
 def loss_fn(params: dict[str, Any], microbatch: dict[str, jax.Array], config: ModelConfig) -> jax.Array:

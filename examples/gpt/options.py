@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TWO_STAGES = ("Interleaved1F1B", "LoopedBFS", "ZeroBubbleV", "DualPipeV")
+TWO_STAGES = ("Interleaved1F1B", "LoopedBFS", "ZeroBubbleV", "DualPipeV", "VHalf", "VMin")
 """Schedules that want two stages on each actor."""
 SCHEDULES = ("GPipe", "Std1F1B", "Eager1F1B", "ZeroBubbleH1", "ZeroBubbleH2", *TWO_STAGES)
 

@@ -69,17 +69,13 @@ def main() -> None:
                 file=sys.stderr,
             )
             leave(ExitCode.CONFIG)
-    leave(_run(config))
-
-
-def _run(config: _Config) -> ExitCode:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve_and_leave(config))
+        runner.run(_serve_and_leave(config))
 
 
-async def _serve_and_leave(config: _Config) -> ExitCode:
+async def _serve_and_leave(config: _Config) -> None:
     """Serve the controller's requests until shutdown, and then exit the process from inside the event loop.
 
     The loop is not closed, because closing waits for the loop's threads, and these may be blocked inside JAX.
@@ -98,7 +94,6 @@ async def _serve_and_leave(config: _Config) -> ExitCode:
         traceback.print_exc()
         code = ExitCode.CRASH
     leave(code)
-    return code
 
 
 async def _serve(config: _Config) -> ExitCode:

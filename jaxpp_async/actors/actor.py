@@ -200,16 +200,11 @@ class Actor:
     def _store_values(self, message: m.Store) -> Coroutine[Any, Any, m.Done]:
         entries = self._resources.host_values.store_puts(message.puts, self._steps.epoch)
         self._free(message.frees)
-        return self._stored(entries)
-
-    async def _stored(self, entries: Sequence[StoredArray]) -> m.Done:
-        await wait_all(entries)
-        return m.Done()
+        return wait_all(entries)
 
     @handles(m.Fetch)
     def _fetch(self, message: m.Fetch) -> Coroutine[Any, Any, m.Fetched]:
-        values = self._resources.host_values
-        return values.fetch(message, values.start_copies(message), self._steps.epoch)
+        return self._resources.host_values.fetch(message, self._steps.epoch)
 
     @handles(m.TakeReplica)
     def _take_replica(self, message: m.TakeReplica) -> Coroutine[Any, Any, m.ReplicaTaken]:
@@ -315,11 +310,6 @@ class Actor:
     @handles(m.Report)
     def _report(self, message: m.Report) -> m.Reported:
         return report(self._steps.current)
-
-    @handles(m.Shutdown)
-    async def _shutdown(self, message: m.Shutdown) -> m.Done:
-        await self.aclose()
-        return m.Done()
 
     # ------------------------------------------------------------ steps
 

@@ -12,7 +12,7 @@ import jax
 from jaxpp_async.base.printable import ErrorInWords, in_words
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.program.instructions import Aval
-from jaxpp_async.protocol.messages import ArrayId
+from jaxpp_async.protocol.messages import ArrayId, Done
 
 
 class StoredArray:
@@ -71,13 +71,16 @@ class StoredArray:
 
 async def fill(
     entries: Sequence[StoredArray], make: Callable[[], Sequence[jax.Array]], workers: ThreadPoolExecutor
-) -> None:
+) -> Done:
     """Compute arrays in a thread, and make them available in the array store.
 
     Args:
         entries: the store's entry for each array.
         make: computes the arrays, in the order of `entries`; called in one of the threads.
         workers: the threads.
+
+    Returns:
+        The reply to the request for the arrays.
 
     Raises:
         Exception: the exception that `make` raised; all entries fail with the same exception.
@@ -91,10 +94,14 @@ async def fill(
         raise
     for entry, array in zip(entries, arrays, strict=True):
         entry.resolve(array)
+    return Done()
 
 
-async def wait_all(entries: Sequence[StoredArray]) -> None:
+async def wait_all(entries: Sequence[StoredArray]) -> Done:
     """Wait until the array of each of these store entries is available or has failed.
+
+    Returns:
+        The reply to the request for the arrays.
 
     Raises:
         BaseException: the error of the first entry, in the given order, that has one.
@@ -115,6 +122,7 @@ async def wait_all(entries: Sequence[StoredArray]) -> None:
     for entry in entries:
         if entry.error is not None:
             raise entry.error.with_traceback(None)  # otherwise it would grow with each waiter
+    return Done()
 
 
 class ArrayStore:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async.actors.array_store import ArrayStore, StoredArray, fill
+from jaxpp_async.actors.array_store import ArrayStore, fill
 from jaxpp_async.actors.host_values import HostCopy, copy_when_available
 from jaxpp_async.actors.server import handles
 from jaxpp_async.actors.shards import Layout, Layouts, join_on_host, place
@@ -138,11 +138,7 @@ class CheckpointRequests:
             A coroutine that reads the arrays, makes them available in the store, and returns the reply.
         """
         entries = [self._store.expect(part.array_id, part.aval) for part in message.parts]
-        return self._read(message, entries)
-
-    async def _read(self, message: m.ReadFile, entries: Sequence[StoredArray]) -> m.Done:
-        await fill(entries, partial(_read_and_place, message, self._layouts), self._workers)
-        return m.Done()
+        return fill(entries, partial(_read_and_place, message, self._layouts), self._workers)
 
     def stop_all(self) -> None:
         """Stop all saves: release their arrays, and tell the threads to stop and to remove the files that
@@ -178,8 +174,7 @@ class _Save:
         self._waiting = [copy.shards for copy in copies.values()]
 
     async def begun(self) -> m.Done:
-        """Wait until all arrays of the save are available, and return the reply to the request with this
-        number."""
+        """Wait until all arrays of the save are available, and return the reply to `BeginSnapshot`."""
         waiting, self._waiting = self._waiting, []
         await asyncio.gather(*waiting)
         return m.Done()
@@ -228,13 +223,9 @@ def _write(
         name: _part_of([np.asarray(data) for data in copy.shards.result()], copy.layout, part)
         for name, (copy, part) in copies.items()
     }
-    try:
+    with tensor_files.checkpoint_errors(path):
         checkpoint_folder.make(os.path.dirname(path))
         return tensor_files.write(path, arrays, metadata, stopped.is_set)
-    except InterruptedError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{shown(path)}: {error.strerror or error}") from error
 
 
 def _part_of(shards: Sequence[np.ndarray], layout: Layout, part: int) -> np.ndarray:
@@ -260,10 +251,8 @@ def _sweep(message: m.Sweep) -> None:
         CheckpointError: a file cannot be removed.
     """
     folder = os.fsdecode(message.folder)
-    try:
+    with tensor_files.checkpoint_errors(folder):
         checkpoint_folder.remove_files(folder, message.files)
-    except OSError as error:
-        raise CheckpointError(f"{shown(folder)}: {error.strerror or error}") from error
     if message.remove_folder:
         checkpoint_folder.remove_empty(folder)
 
@@ -304,4 +293,4 @@ def _read_pieces(part: m.FilePart, layout: Layout) -> np.ndarray:
         (os.fsdecode(p.path), p.start, tensor_files.WantedArray(p.name, aval.dtype, p.shape, p.sha256))
         for p in part.pieces
     ]
-    return tensor_files.read_pieces(aval.shape, aval.dtype, pieces, [shard.index for shard in layout.shards])
+    return tensor_files.read_pieces(aval.shape, aval.dtype, pieces, [s.part.index for s in layout.shards])

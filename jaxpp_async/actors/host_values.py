@@ -149,32 +149,28 @@ class HostValues:
         await piece.arrival
         await asyncio.gather(*(self.transport.send(piece.memory, peer, piece.tag) for peer in piece.others))
 
-    def start_copies(self, message: Fetch) -> list[HostCopy]:
+    def fetch(self, message: Fetch, epoch: int) -> Coroutine[Any, Any, Fetched]:
         """Look up the arrays of a fetch, and have them copied to the host before a later step can reuse their
         memory.
 
+        Args:
+            message: the controller's request.
+            epoch: the mesh's epoch (it counts aborts), which is part of the tags of large values.
+
         Returns:
-            The copy of each array. A copy is made as soon as its array is available.
+            A coroutine that waits for the copies, starts to send large arrays to the controller, and returns
+            the reply, which contains the small arrays. The transfers of large arrays continue after the
+            reply, since the controller may post its receives only when it has the reply. If a transfer fails,
+            the controller's receive fails too.
 
         Raises:
             ArrayError: an array is not on this actor.
         """
         entries = [self._store.get(array_id) for array_id in message.array_ids]
-        return [copy_when_available(entry, self._layouts) for entry in entries]
+        copies = [copy_when_available(entry, self._layouts) for entry in entries]
+        return self._fetched(message, copies, epoch)
 
-    async def fetch(self, message: Fetch, copies: list[HostCopy], epoch: int) -> Fetched:
-        """Wait for the host copies of arrays, and start to send large arrays to the controller.
-
-        Args:
-            message: the controller's request.
-            copies: the arrays of the request, as `start_copies` returned them.
-            epoch: the mesh's epoch (it counts aborts), which is part of the tags of large values.
-
-        Returns:
-            The reply, which contains the small arrays. The transfers of large arrays continue after the
-            reply, since the controller may post its receives only when it has the reply. If a transfer fails,
-            the controller's receive fails too.
-        """
+    async def _fetched(self, message: Fetch, copies: list[HostCopy], epoch: int) -> Fetched:
         found = await asyncio.gather(*(copy.shards for copy in copies))
         replies: list[tuple[tuple[int, ...], str, bytes | None]] = []
         arrays = zip(message.array_ids, copies, found, message.sequences, strict=True)
@@ -239,42 +235,17 @@ class _ArrivingPiece:
     tag: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class HostCopy:
     """The distinct shards of one array on the host, which are copied as soon as the array is available.
 
     Args:
         layout: the distribution of the array over the devices.
-        shards: a future of the shards; `copy_from` sets its result.
-        read: returns the distinct shards of an array, in a way that allows a later step to consume the array.
+        shards: a future of the shards. If the array fails or cannot be copied, the future has the error.
     """
 
-    __slots__ = ("_read", "layout", "shards")
-
-    def __init__(
-        self,
-        layout: Layout,
-        shards: asyncio.Future[list[Any]],
-        read: Callable[[jax.Array, Layout], Sequence[Any]] = fetch_shards,
-    ):
-        self.layout, self.shards, self._read = layout, shards, read
-
-    def copy_from(self, entry: StoredArray) -> None:
-        """Copy the array of a store entry to the host. The array must be available, or the entry must have
-        failed.
-
-        The shards become the result of the future `shards`. An error becomes the exception of that future and
-        is not raised, because this method is called by code that makes the array available, and only the copy
-        has failed.
-        """
-        if self.shards.done():  # the fetch was cancelled
-            return
-        if entry.array is None:
-            self.shards.set_exception(entry.error or RuntimeError("the array was never made"))
-            return
-        try:
-            self.shards.set_result(list(self._read(entry.array, self.layout)))
-        except Exception as error:  # only the fetch fails, not the step that made the array
-            self.shards.set_exception(in_words(error))
+    layout: Layout
+    shards: asyncio.Future[list[Any]]
 
 
 def copy_when_available(entry: StoredArray, layouts: Layouts) -> HostCopy:
@@ -288,9 +259,22 @@ def copy_when_available(entry: StoredArray, layouts: Layouts) -> HostCopy:
     Returns:
         The copy. Its future `shards` is done once the array has been copied or has failed.
     """
+    # Both allow a later step to consume the array.
     read = fetch_shards if layouts.devices.is_cpu else start_host_copies
-    copy = HostCopy(layouts.of(entry.aval), asyncio.get_running_loop().create_future(), read)
-    entry.when_done(copy.copy_from)
+    copy = HostCopy(layouts.of(entry.aval), asyncio.get_running_loop().create_future())
+
+    def copy_array(entry: StoredArray) -> None:
+        if copy.shards.done():  # the fetch was cancelled
+            return
+        if entry.array is None:
+            copy.shards.set_exception(entry.error or RuntimeError("the array was never made"))
+            return
+        try:
+            copy.shards.set_result(list(read(entry.array, copy.layout)))
+        except Exception as error:  # only the copy fails, not the step that made the array
+            copy.shards.set_exception(in_words(error))
+
+    entry.when_done(copy_array)
     return copy
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array as packed
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -35,8 +35,6 @@ from jaxpp_async.protocol.actor_info import ProcessRank
 from jaxpp_async.protocol.messages import Load, Loaded
 from jaxpp_async.transport.nccl.order import OrderedMessage, StepOrder, order_of
 
-Call = Callable[..., Sequence[jax.Array]]
-
 QUICK_S = 0.0003
 """The time in seconds below which a task runs on the event loop's thread. Handing the task to another thread
 and back would cost some 100 us, and the loop can be kept from its other work for so short a time."""
@@ -59,21 +57,19 @@ class LoadedTask:
     """The executable of one `Run` instruction, which can check its results for NaNs and infinities.
 
     Args:
-        call: the executable.
+        executable: the executable.
         label: the label of the `Run` instruction. Tasks with a label `start(...)` make initial accumulators,
             which may be infinite, so infinities in their results are not errors.
-        places: the operations that the executable checks for NaNs and infinities, or None if it checks none
-            (`Executable.places`).
         names: the user's name of each argument of the executable; None for an argument that is not an
             argument of the step.
     """
 
     __slots__ = ("_call", "_check_infs", "_explain")
 
-    def __init__(self, call: Call, label: str, places: Sequence[str] | None, names: Sequence[str | None]):
-        self._call, self._explain = call, None
-        if places is not None:
-            self._call = checked = executables.SelfChecked(call, places, names)
+    def __init__(self, executable: Executable, label: str, names: Sequence[str | None]):
+        self._call, self._explain = executable.call, None
+        if executable.places is not None:
+            self._call = checked = executables.SelfChecked(executable.call, executable.places, names)
             self._explain = checked.explain
         self._check_infs = not label.startswith("start(")  # an accumulator of `Max` begins with one
 
@@ -118,19 +114,20 @@ class LoadedProgram:
 
     Args:
         plan: the commands of the program.
-        calls: the executable of each `Run` instruction, by the instruction's index.
-        places: a dictionary. Its keys are the indices of the `Run` instructions that check their operations
-            for NaNs and infinities; its values are these operations.
+        executables: the executable of each `Run` instruction, by the instruction's index.
         names: the user's names of step arguments, by the argument's number, for error messages.
+        modelled_s: how long a call of an executable lasts at least, in seconds, by the executable's index in
+            the program; empty unless the mesh has a device model.
         layouts: the distributions of arrays over this process's devices.
         pool: the source of receive buffers. The constructor allocates as many as the program uses at the same
             time.
-        loops: the indices of the `Run` instructions that contain a loop. These never count as quick, since
-            their time may depend on their data.
         process_rank: the number of this process, and its rank in its actor.
 
     Attributes:
         tasks: the task of each `Run` instruction, by the instruction's index.
+        modelled_s: how long each `Run` instruction lasts at least, in seconds, by the instruction's index. A
+            `Run` that is not among them lasts as long as it computes. The others never count as quick, since
+            the event loop must not wait for their end.
         layouts: the layout of each buffer, by buffer key.
         buffers: the free buffers from which each `Recv` instruction takes one, by the instruction's index.
         transfers: the messages of each `Send` and `Recv` instruction, by the instruction's index.
@@ -148,23 +145,25 @@ class LoadedProgram:
     def __init__(
         self,
         plan: ExecutionPlan,
-        calls: Mapping[int, Call],
-        places: Mapping[int, Sequence[str]],
+        executables: Mapping[int, Executable],
         names: Mapping[int, str],
+        modelled_s: Mapping[int, float],
         layouts: Layouts,
         pool: ReceivePool,
-        loops: Container[int],
         process_rank: ProcessRank,
     ):
         self.plan = plan
         argument = {bind.buffer: names.get(bind.arg) for bind in plan.binds}
         runs = {command.instruction: command for command in plan.commands if isinstance(command, Execute)}
         self.tasks: dict[int, LoadedTask] = {}
-        for at, call in calls.items():
+        for at, executable in executables.items():
             run = plan.program.instructions[at]
             assert isinstance(run, Run)
             names_of_inputs = [argument.get(key) for key in runs[at].inputs]
-            self.tasks[at] = LoadedTask(call, run.label, places.get(at), names_of_inputs)
+            self.tasks[at] = LoadedTask(executable, run.label, names_of_inputs)
+        self.modelled_s = {
+            at: modelled_s[run.executable] for at, run in runs.items() if run.executable in modelled_s
+        }
         self.layouts = tuple(layouts.of(aval) for aval in plan.avals)
         for aval, count in plan.max_receives.items():
             pool.buffers_of(aval).reserve(count)
@@ -185,9 +184,12 @@ class LoadedProgram:
         self.donates = any(command.donated for command in plan.binds)
         self.quick: set[int] = set()
         self.longest_s = 0.0
-        # In an actor of several processes a task may have to wait for the other processes, and the event loop
-        # must not be blocked, so no task counts as quick.
-        self._run_times = {} if process_rank.size > 1 else _group_runs(runs, loops)
+        # The time of a loop may depend on its data. In an actor of several processes a task may have to wait
+        # for the other processes, and the event loop must not be blocked, so no task counts as quick.
+        never_quick = {
+            at for at, executable in executables.items() if executable.has_loop or at in self.modelled_s
+        }
+        self._run_times = {} if process_rank.size > 1 else _group_runs(runs, never_quick)
 
     def _transferred_parts(self) -> Iterator[tuple[StartSend | PostRecv, list[Part]]]:
         """Yield the command of each send and receive of the program, with those parts (distinct slices) of
@@ -235,14 +237,14 @@ class LoadedProgram:
             (self.quick.update if times.is_quick else self.quick.difference_update)(times.instructions)
 
 
-def _group_runs(runs: Mapping[int, Execute], loops: Container[int]) -> dict[int, _RunTimes]:
+def _group_runs(runs: Mapping[int, Execute], never_quick: Container[int]) -> dict[int, _RunTimes]:
     """Make the objects that estimate the times of `Run` instructions; `Run`s of the same executable share one
     object.
 
     Args:
         runs: the commands of all `Run` instructions, by the instruction's index.
-        loops: the indices of the `Run` instructions that contain a loop. These instructions never count as
-            quick, and are left out of the result.
+        never_quick: the indices of the `Run` instructions that never count as quick. They are left out of the
+            result.
 
     Returns:
         A dictionary. Its keys are the indices of the `Run` instructions; its values are the estimating
@@ -253,7 +255,7 @@ def _group_runs(runs: Mapping[int, Execute], loops: Container[int]) -> dict[int,
     for at, command in runs.items():
         times = of_executable.setdefault((command.executable, command.donated), _RunTimes())
         times.instructions.append(at)
-        if at not in loops:
+        if at not in never_quick:
             found[at] = times
     return found
 
@@ -294,20 +296,15 @@ async def load_program(
         if run.executable not in message.executables:
             raise ValueError(f"{plan.text(run.instruction)}: the program came without this executable")
     compile_s = await executables.load((message.executables[run.executable], run.donated) for run in runs)
-    loops: set[int] = set()
-    calls, places, temp_bytes = {}, {}, dict.fromkeys(message.executables, 0)
+    of_run: dict[int, Executable] = {}
+    temp_bytes = dict.fromkeys(message.executables, 0)
     checked: set[tuple[Any, ...]] = set()
     for run in runs:
         content_key = message.executables[run.executable]
-        executable = executables.get((content_key, run.donated))
+        executable = of_run[run.instruction] = executables.get((content_key, run.donated))
         _check(plan, run, content_key, executable, layouts, checked)
-        calls[run.instruction] = executable.call
-        if executable.places is not None:
-            places[run.instruction] = executable.places
-        if executable.has_loop:
-            loops.add(run.instruction)
         temp_bytes[run.executable] = max(temp_bytes[run.executable], executable.temp_bytes)
-    program = LoadedProgram(plan, calls, places, message.names, layouts, pool, loops, process_rank)
+    program = LoadedProgram(plan, of_run, message.names, message.modelled_s, layouts, pool, process_rank)
     return program, Loaded(compile_s, temp_bytes)
 
 

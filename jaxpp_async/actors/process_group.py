@@ -168,7 +168,7 @@ def _dry_run(program: LoadedProgram, task: Execute) -> Job:
         layouts = [program.layouts[key] for key in task.inputs]
         try:
             arrays = [
-                join_shards([np.zeros(shard.shape, layout.dtype) for shard in layout.shards], layout)
+                join_shards([np.zeros(shard.part.shape, layout.dtype) for shard in layout.shards], layout)
                 for layout in layouts
             ]
             program.tasks[task.instruction].run(arrays, checked=False)

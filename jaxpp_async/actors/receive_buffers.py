@@ -59,15 +59,19 @@ class ReceiveBuffer:
         self.layout, self.pieces, self.array, self.replicas = layout, pieces, array, replicas
         self.memory = tuple(_bytes_of(piece) for piece in pieces if not piece.on_device)
 
-    def received(self, *, private_copy: bool) -> jax.Array:
-        """Return the received array; call this once all data has arrived.
-
-        Args:
-            private_copy: whether to return a copy that shares no memory with this buffer.
-        """
-        if private_copy or self.array is None:
-            return _copied(self)
-        return self.array
+    @jax_config.with_exact_types
+    def copied(self) -> jax.Array:
+        """Return an array of the received data that shares no memory with this buffer; call this once all
+        data has arrived."""
+        layout = self.layout
+        shards = layout.views(self.memory)
+        if layout.is_whole:
+            return place(shards[0], layout)
+        if layout.aval.unreduced or not layout.is_on_one_process:
+            # no single host array has the data of all devices
+            return join_privately(shards, layout)
+        whole = join_on_host(shards, layout)
+        return ensure_private(jax.device_put(whole, layout.sharding), [whole])
 
     def give_back(self) -> None:
         """Return this buffer to the pool for later messages. The caller must no longer use its memory or its
@@ -186,7 +190,7 @@ def _alias(layout: Layout, memory: tuple[np.ndarray, ...]) -> jax.Array | None:
 @jax_config.with_exact_types
 def _allocate_on_devices(layout: Layout) -> jax.Array:
     """Make an array to receive into, with unspecified contents and with memory of its own on every device."""
-    shape = layout.shards[0].shape
+    shape = layout.shards[0].part.shape
     parts = [jnp.empty(shape, layout.dtype, device=device) for device in layout.devices]
     array = jax.make_array_from_single_device_arrays(layout.aval.shape, layout.sharding, parts)
     array.block_until_ready()  # JAX first fills the array, which would overwrite received bytes
@@ -204,16 +208,3 @@ def _plan_replicas(array: jax.Array, layout: Layout, pieces: tuple[Memory, ...])
             target = parts[k].unsafe_buffer_pointer()
             copies.append(DeviceCopy(target, devices[k], piece.address, devices[first], piece.size_bytes))
     return tuple(copies)
-
-
-@jax_config.with_exact_types
-def _copied(buffer: ReceiveBuffer) -> jax.Array:
-    layout = buffer.layout
-    shards = layout.views(buffer.memory)
-    if layout.is_whole:
-        return place(shards[0], layout)
-    if layout.aval.unreduced or not layout.is_on_one_process:
-        # no single host array has the data of all devices
-        return join_privately(shards, layout)
-    whole = join_on_host(shards, layout)
-    return ensure_private(jax.device_put(whole, layout.sharding), [whole])

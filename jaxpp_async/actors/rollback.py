@@ -8,7 +8,7 @@ copies and moves them between actors.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Coroutine, Mapping, Sequence
+from collections.abc import Container, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -101,11 +101,7 @@ class ReplicaRequests:
             else self._replica_store.get(message.generation, self._process_id)
         )
         entries = [self._store.expect(kept.array_id, kept.aval) for kept in copy.arrays]
-        return self._rolled_back(message, copy, entries)
 
-    async def _rolled_back(
-        self, message: Rollback, copy: StateReplica, entries: Sequence[StoredArray]
-    ) -> Done:
         def place_arrays() -> list[jax.Array]:
             layouts = [self._layouts.of(kept.aval) for kept in copy.arrays]
             return [
@@ -113,8 +109,7 @@ class ReplicaRequests:
                 for shards, layout in zip(copy.shards, layouts, strict=True)
             ]
 
-        await fill(entries, place_arrays, self._workers)
-        return Done()
+        return fill(entries, place_arrays, self._workers)
 
 
 def _make_replica(copies: Mapping[ArrayId, HostCopy]) -> StateReplica:

@@ -19,10 +19,10 @@ import jaxpp_async
 from jaxpp_async.base.printable import in_words
 from jaxpp_async.base.spinning import LoopSpin
 from jaxpp_async.errors import MeshError, ProtocolError
+from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.actor_info import ExitCode
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import Identity, Wire
-from jaxpp_async.protocol.messages import Done, Failed, Log, Message, Reply, Request, Shutdown, StepDone
 from jaxpp_async.protocol.parent_watch import LEASE_S
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
@@ -41,7 +41,7 @@ class ActorLike(Protocol):
         """The number of the step that is under way, or None. Any thread may read it."""
         ...
 
-    def handle(self, message: Request, number: int) -> None:
+    def handle(self, message: m.Request, number: int) -> None:
         """Start to carry out one request; called in the order in which requests arrive.
 
         This call returns quickly. For a request that fails, this call raises no exception, but sends a reply
@@ -66,10 +66,10 @@ class SendMessage(Protocol):
         number: the number of the request that the message answers; None if it answers none.
     """
 
-    def __call__(self, message: Message, number: int | None = None) -> None: ...
+    def __call__(self, message: m.Message, number: int | None = None) -> None: ...
 
 
-Handler: TypeAlias = Callable[[Any], Reply | Coroutine[Any, Any, Reply]]
+Handler: TypeAlias = Callable[[Any], m.Reply | Coroutine[Any, Any, m.Reply]]
 """A function that carries out a request. It returns the reply, or a coroutine that does the rest of the work
 and returns the reply.
 """
@@ -79,8 +79,13 @@ H = TypeVar("H", bound=Callable[..., object])
 _REQUEST_TYPE = "_request_type"
 """The name of the attribute of a method that `handles` sets."""
 
+_unused_components: set[str] = set()
+"""The names of the classes of this package that declare handlers, and that `handlers_of` has not been asked
+about. When an actor is ready there must be none: their handlers would never be called.
+"""
 
-def handles(kind: type[Request]) -> Callable[[H], H]:
+
+def handles(kind: type[m.Request]) -> Callable[[H], H]:
     """Declare that a method is the `Handler` of all requests of one type.
 
     Args:
@@ -96,13 +101,16 @@ def handles(kind: type[Request]) -> Callable[[H], H]:
             what = f"{method.__qualname__} is an `async def`, but {kind.__name__} is ordered with steps"
             raise TypeError(f"{what}: do that part in a function that returns a coroutine for the rest")
         setattr(method, _REQUEST_TYPE, kind)
+        if method.__module__.startswith(f"{jaxpp_async.__name__}."):
+            _unused_components.add(method.__qualname__.rpartition(".")[0])
         return method
 
     return declare
 
 
-def handlers_of(component: object) -> dict[type[Request], Handler]:
+def handlers_of(component: object) -> dict[type[m.Request], Handler]:
     """Return the methods of an object that `handles` declares, by the type of their requests."""
+    _unused_components.difference_update(cls.__qualname__ for cls in type(component).__mro__)
     methods = inspect.getmembers_static(type(component), inspect.isfunction)
     declared = {name: getattr(method, _REQUEST_TYPE, None) for name, method in methods}
     return {kind: getattr(component, name) for name, kind in declared.items() if kind is not None}
@@ -167,7 +175,7 @@ async def serve(
             await _close_actor(actor)
         if shut_down_by is None:
             return ExitCode.CONNECTION_LOST
-        connection.send(Done(), shut_down_by)
+        connection.send(m.Done(), shut_down_by)
         return ExitCode.OK
     finally:
         connection.close()
@@ -225,7 +233,7 @@ class _RequestDispatcher:
             self._loop_spin.end()
         if self._actor is None:
             self._early.append((message, number))
-        elif isinstance(message, Shutdown):
+        elif isinstance(message, m.Shutdown):
             self.close(number)
         elif not self.closed.done():
             try:
@@ -233,21 +241,24 @@ class _RequestDispatcher:
             except Exception as error:  # a bug in the actor, which the controller must be told
                 self.send(failed_reply(error), number)
 
-    def send(self, message: Message, number: int | None = None) -> None:
+    def send(self, message: m.Message, number: int | None = None) -> None:
         """Send a message to the controller (see `SendMessage`). If a reply cannot be encoded, send a `Failed`
-        reply instead.
+        reply instead; likewise if an actor is ready, but does not use the handlers of some component.
 
         If `open` was called with `spins`, the event loop keeps looking for messages for a moment after the
         reply to a step, since the next step may be requested soon.
         """
+        if type(message) is m.Ready and _unused_components and handlers_of(self._actor):
+            unused = f"{', '.join(sorted(_unused_components))}: no actor calls the handlers declared there"
+            message = failed_reply(TypeError(f"{unused}; pass the component to `handlers_of`"))
         try:
             self.connection.send(message, number)
         except MeshError as error:
             # it cannot be encoded: the controller, which waits for it, must learn that
             _LOG.exception("a message cannot be sent")
-            if not isinstance(message, Log):
+            if not isinstance(message, m.Log):
                 self.connection.send(failed_reply(error, step=getattr(message, "step", None)), number)
-        if self._loop_spin is not None and type(message) is StepDone:
+        if self._loop_spin is not None and type(message) is m.StepDone:
             self._loop_spin.begin()
 
     def close(self, shut_down_by: int | None) -> None:
@@ -271,7 +282,9 @@ async def _close_actor(actor: ActorLike) -> None:
         _LOG.exception("the actor did not close cleanly")
 
 
-def failed_reply(error: BaseException, *, step: int | None = None, instruction: str | None = None) -> Failed:
+def failed_reply(
+    error: BaseException, *, step: int | None = None, instruction: str | None = None
+) -> m.Failed:
     """Return the reply that reports an exception to the controller, as names and text only, so that nothing
     has to be unpickled.
 
@@ -281,4 +294,4 @@ def failed_reply(error: BaseException, *, step: int | None = None, instruction: 
         instruction: the text of the instruction that failed; None if no instruction failed.
     """
     words = in_words(error)
-    return Failed(words.exception_type, words.message, words.printed, step, instruction)
+    return m.Failed(words.exception_type, words.message, words.printed, step, instruction)

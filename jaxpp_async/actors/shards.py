@@ -51,16 +51,6 @@ class Shard:
     part: Part
     positions: tuple[int, ...]
 
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """The position of this shard in the whole array, as one slice per axis."""
-        return self.part.index
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the shard."""
-        return self.part.shape
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -96,7 +86,7 @@ class Layout:
 
     def shard_bytes(self, shard: Shard) -> int:
         """Return the size in bytes of a shard as a numpy array."""
-        return math.prod(shard.shape) * self.dtype.itemsize
+        return math.prod(shard.part.shape) * self.dtype.itemsize
 
     def views(self, memory: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return arrays of the shards' dtype and shapes that use the given memory.
@@ -105,7 +95,7 @@ class Layout:
             memory: one flat uint8 array per distinct shard.
         """
         return [
-            data.view(self.dtype).reshape(shard.shape)
+            data.view(self.dtype).reshape(shard.part.shape)
             for data, shard in zip(memory, self.shards, strict=True)
         ]
 
@@ -261,7 +251,7 @@ def join_on_host(shards: Sequence[Any], layout: Layout) -> np.ndarray:
         return np.asarray(shards[0])
     whole = np.empty(layout.aval.shape, layout.dtype)
     for data, shard in zip(shards, layout.shards, strict=True):
-        whole[shard.index] = data
+        whole[shard.part.index] = data
     return whole
 
 
@@ -311,7 +301,7 @@ def place(host: np.ndarray, layout: Layout) -> jax.Array:
         return layout.put(host).block_until_ready()
     # For an array on devices of several processes, `put` would make JAX check that all put the same value.
     if not layout.is_on_one_process:
-        return ensure_private(join_shards([host[shard.index] for shard in layout.shards], layout), [host])
+        return ensure_private(join_shards([host[s.part.index] for s in layout.shards], layout), [host])
     return ensure_private(layout.put(host), [host])
 
 

@@ -18,7 +18,7 @@ import time
 from array import array as packed
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TypeAlias
@@ -44,6 +44,7 @@ from jaxpp_async.actors.receive_buffers import ReceiveBuffer
 from jaxpp_async.actors.setup import StepResources
 from jaxpp_async.actors.shards import Layout, device_memories, duplicate, is_ready, send_memories
 from jaxpp_async.base.printable import ErrorInWords, in_words
+from jaxpp_async.base.spinning import sleep_until
 from jaxpp_async.errors import TransferError
 from jaxpp_async.layout.array_parts import PieceTransfer
 from jaxpp_async.markers import nonfinite
@@ -277,7 +278,7 @@ class StepRun:
         key = command.buffer
         if command.private or buffer.array is None:
             try:
-                self._arrays[key] = buffer.received(private_copy=command.private)
+                self._arrays[key] = buffer.copied()
             except Exception as failure:  # no copy could be made, which fails the step
                 self.fail(failure, command.instruction)
                 return
@@ -421,6 +422,9 @@ class StepRun:
     def _compute(self, command: Execute) -> Callable[[], None] | None:
         """Call the executable of a `Run` instruction and wait for its results; called on the compute thread.
 
+        If the mesh has a device model, also wait until the call has lasted as long as the model says, or
+        until the step has ended.
+
         Returns:
             The function to call on the event loop afterwards, which continues the step, or fails it after an
             error. None if no executable was called, because the step has ended or must not begin more tasks.
@@ -428,10 +432,11 @@ class StepRun:
         if self.ended or not self._may_begin():
             return None
         self._note(command.instruction, computing=True)
-        lock: AbstractContextManager = self._resources.device_lock or nullcontext()
         try:
-            with lock:
+            with self._resources.device_lock or nullcontext():
                 start_s, end_s = self._call(command)
+            if (modelled_s := self.program.modelled_s.get(command.instruction)) is not None:
+                end_s = sleep_until(start_s + modelled_s, lambda: self.ended)
         except Exception as error:  # every error of an executable is reported, with its instruction
             return partial(self.fail, error, command.instruction)
         finally:

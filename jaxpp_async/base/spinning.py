@@ -9,6 +9,9 @@ none.
 woken. A training loop sends the next step as soon as it has the reply to the last one, and small steps end
 soon. Therefore an actor without a step, and a controller with a step under way, stay awake. If the latest
 messages came later than the longest time to poll, both sleep immediately.
+
+`sleep_until` waits for a time instead of a message: it sleeps, and polls for the last moment, in order to end
+on time.
 """
 
 from __future__ import annotations
@@ -28,6 +31,13 @@ LONGEST_S = 1e-3
 """The longest time in seconds for which a `LoopSpin` polls: as long as a training loop that does little else
 takes to send the next step.
 """
+
+_LATE_S = 100e-6
+"""The time in seconds before its end from which `sleep_until` polls. Linux wakes a sleeping thread about this
+much later than asked."""
+
+_CHECK_S = 0.02
+"""The longest time in seconds for which `sleep_until` sleeps without asking whether it should end."""
 
 
 class AdaptiveSpin:
@@ -138,3 +148,31 @@ class LoopSpin:
         elif self._is_expecting and self._adaptive_spin.should_spin(self._now_s()):
             os.sched_yield()
             self._schedule()
+
+
+def sleep_until(
+    end_s: float,
+    is_over: Callable[[], bool],
+    *,
+    now_s: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> float:
+    """Block the calling thread until a time, and end at most a fraction of a millisecond after it if the
+    machine has a core free.
+
+    Args:
+        end_s: the time at which to return, in seconds on the clock of `now_s`.
+        is_over: asked every 20 ms whether to return early.
+        now_s: returns the current time in seconds.
+        sleep: suspends the thread for some seconds.
+
+    Returns:
+        The time of the return, in seconds: at least `end_s`, unless `is_over` returned true.
+    """
+    while (left_s := end_s - now_s()) > _LATE_S:
+        if is_over():
+            return now_s()
+        sleep(min(left_s - _LATE_S, _CHECK_S))
+    while (now := now_s()) < end_s:
+        sleep(0)  # lets this process's other threads run Python
+    return now

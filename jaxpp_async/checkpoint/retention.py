@@ -14,6 +14,7 @@ from jaxpp_async.checkpoint.save import OnProgress, Saver, Saving
 from jaxpp_async.errors import CheckpointError, MeshError
 from jaxpp_async.storage import checkpoint_folder
 from jaxpp_async.storage.checkpoint_folder import CheckpointPath
+from jaxpp_async.storage.tensor_files import checkpoint_errors
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -186,10 +187,8 @@ class Checkpoints:
             if checkpoint_folder.written_by_saves(os.listdir(self.directory)):
                 folders.append(self.directory)
         for folder in folders:
-            try:
+            with checkpoint_errors(folder):
                 removed += [os.path.join(folder, name) for name in checkpoint_folder.remove_leftovers(folder)]
-            except OSError as error:
-                raise CheckpointError(f"{shown(folder)}: {error.strerror or error}") from error
         return removed
 
     def _folders(self) -> list[str]:

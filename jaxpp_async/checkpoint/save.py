@@ -162,7 +162,10 @@ class Saver:
         await self._one_at_a_time.acquire()
         try:
             await self._removals.wait_until_done(folder)
-            saving = self._start(folder, tree, on_progress, after_commit, awaited=wait)
+            job = self._begin(folder, tree, is_awaited=wait)
+            job.on_progress, job.after_commit = on_progress, after_commit
+            saving = self._current = job.saving
+            saving.run(self._tasks, job.run(), self._one_at_a_time.release)
         except BaseException:  # also a cancellation: the next save may begin
             self._one_at_a_time.release()
             raise
@@ -180,10 +183,8 @@ class Saver:
         Raises:
             CheckpointError: this process cannot remove a file.
         """
-        try:
+        with tensor_files.checkpoint_errors(path):
             names = await in_thread(lambda: checkpoint_folder.remove(path))
-        except OSError as error:
-            raise CheckpointError(f"{shown(path)}: {error.strerror or error}") from error
         await self._removals.run(path, names, remove_folder=True)
 
     async def aclose(self) -> None:
@@ -194,48 +195,23 @@ class Saver:
             await saving.cancel()
         await self._tasks.aclose()
 
-    def _start(
-        self,
-        folder: str,
-        tree: Any,
-        on_progress: OnProgress | None,
-        after: AfterCommit | None,
-        *,
-        awaited: bool,
-    ) -> Saving:
-        """Ask actors for snapshots of the arrays, and start the task that does the save.
+    def _begin(self, folder: str, tree: Any, *, is_awaited: bool) -> _Job:
+        """Ask actors for snapshots of the arrays, and return the job that writes them.
 
         Args:
             folder: the checkpoint's folder, as an absolute path.
             tree: the tree to save.
-            on_progress: called with the `Saving` whenever a file has been written.
-            after: a coroutine function to call once the checkpoint is complete, or None.
-            awaited: whether the caller awaits the save, and thus sees an error of the mesh that ends the
-                save.
+            is_awaited: whether the caller awaits the save, and thus sees an error of the mesh that ends it.
         """
-        leaves = to_save(tree, self._owner)
-        plan = make_save_plan(leaves, self._controller())
-        controller, save_id = self._controller(), checkpoint_folder.new_save_id()
+        controller, leaves = self._controller(), to_save(tree, self._owner)
+        plan = make_save_plan(leaves, controller)
         controller.before_save()
         messages = {
             process: BeginSnapshot(os.fsencode(folder), ids) for process, ids in plan.snapshots.items()
         }
-        snapshots = controller.requests.send_each(messages, awaited=awaited)
-        saving = self._current = Saving(folder, plan.size_bytes, is_awaited=awaited)
-        job = _Job(
-            controller,
-            saving,
-            save_id,
-            leaves,
-            plan,
-            snapshots,
-            on_progress,
-            after,
-            self._on_event,
-            self._removals,
-        )
-        saving.run(self._tasks, job.run(), self._one_at_a_time.release)
-        return saving
+        snapshots = controller.requests.send_each(messages, awaited=is_awaited)
+        saving = Saving(folder, plan.size_bytes, is_awaited=is_awaited)
+        return _Job(controller, saving, leaves, plan, snapshots, self._on_event, self._removals)
 
 
 @dataclass(slots=True, eq=False)
@@ -260,15 +236,15 @@ class _Job:
 
     controller: Controller
     saving: Saving
-    save_id: str
     leaves: Leaves
     plan: SavePlan
     snapshots: Mapping[ProcessId, PendingRequest]
-    on_progress: OnProgress | None
-    after_commit: AfterCommit | None
     on_event: Emit
     removals: FileRemovals
 
+    on_progress: OnProgress | None = None
+    after_commit: AfterCommit | None = None
+    save_id: str = field(default_factory=checkpoint_folder.new_save_id)
     made_folders: list[str] = field(default_factory=list)
     replaced_manifest: bytes | None = None
     manifest: bytes = b""
@@ -407,10 +383,8 @@ class _Job:
             checkpoint_folder.make(self.folder)  # another save that failed may have removed it
             return tensor_files.write(path, arrays, metadata, self.stopped.is_set)
 
-        try:
+        with tensor_files.checkpoint_errors(path):
             size, digests = await in_thread(write, self.stopped)
-        except OSError as error:
-            raise CheckpointError(f"{shown(path)}: {error.strerror or error}") from error
         self.files[name] = m.File(size, "the controller")
         for p, array in arrays.items():
             self.arrays[p] = m.Array(

@@ -4,6 +4,7 @@
 executable.
 
 trace                   traces the step function into flat operations over integer value ids
+cut                     removes the marks that are no stage boundaries by the loop's schedule
 partition               splits each loop's operations into forward and backward tasks, one pair per stage
 rematerialization       chooses the forward values that a backward keeps and those that it computes again
 task_variants           makes the forms of tasks that a schedule asks for: whole, split, or forward and

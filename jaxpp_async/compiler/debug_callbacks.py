@@ -17,6 +17,7 @@ from jaxpp_async.compiler.ir import Lit, LoopPrints, Print, PrintOperand, Ref, T
 from jaxpp_async.compiler.primitives import CALLBACKS, CALLS, CHECKPOINTS, CUSTOM_RULES, PRINTS
 from jaxpp_async.errors import UnsupportedError
 from jaxpp_async.jax_bridge import private_api, tracebacks
+from jaxpp_async.markers.nonfinite import evaluate_jaxpr
 
 
 def make_print(eqn: Any, operands: Sequence[Ref], line: str) -> Print:
@@ -122,29 +123,22 @@ def _evaluate(closed: Any, args: Sequence[Any], found: list[tuple[Any, list[Any]
         found: the list to which a pair (equation of a print, the print's operands) is appended for each
             print.
     """
-    jaxpr, consts = private_api.open_jaxpr(closed)
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, private_api.Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(a) for a in eqn.invars]
+    def run_equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name in PRINTS:
-            found.append((eqn, [a if isinstance(a, private_api.Literal) else env[a] for a in eqn.invars]))
-            continue
+            shown = zip(eqn.invars, operands, strict=True)
+            found.append((eqn, [a if isinstance(a, private_api.Literal) else x for a, x in shown]))
+            return []
         if is_checkpoint_with_prints(eqn):
             without, constants, inside = lift_prints(eqn)
             results = private_api.bind_eqn(without, [*constants, *operands])
-            found += [(e, [results[o] if isinstance(o, int) else o for o in taken]) for e, taken in inside]
-        elif eqn.primitive.name in CALLS | CUSTOM_RULES and _has_prints(eqn):
-            results = _evaluate(private_api.inner_jaxpr(eqn), operands, found)
-        else:
-            results = private_api.bind_eqn(eqn, operands)
-        env.update(
-            zip(eqn.outvars, results, strict=False)
-        )  # a checkpoint without its prints has more results
-    return [read(a) for a in jaxpr.outvars]
+            found.extend((e, [results[o] if isinstance(o, int) else o for o in taken]) for e, taken in inside)
+            return results  # these are more than those of `eqn`: the values to print are at the end
+        if eqn.primitive.name in CALLS | CUSTOM_RULES and _has_prints(eqn):
+            return _evaluate(private_api.inner_jaxpr(eqn), operands, found)
+        return private_api.bind_eqn(eqn, operands)
+
+    return evaluate_jaxpr(closed, args, run_equation)
 
 
 # ---------------------------------------------------------------- inside a loop

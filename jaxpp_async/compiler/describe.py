@@ -92,9 +92,13 @@ def format_flat(flat: Flat, types: Types, indent: str = "") -> str:
 def format_staged(staged: StagedLoop) -> str:
     """Return a text dump of a loop that is split into tasks, with each task's operations and each result."""
     lines = [f"loop of {staged.num_stages} stages, {staged.loop.num_microbatches} microbatches"]
-    lines += [
-        f"stage {k} ends at pipeline_yield {name!r}" for k, name in enumerate(staged.stage_names) if name
-    ]
+    if (cut := staged.loop.cut) is not None:
+        lines.append(f"stage boundaries: marks {cut}")
+        lines += [f"stage {k} ends at mark {mark}" for k, mark in enumerate(cut.boundary_marks)]
+    else:
+        lines += [
+            f"stage {k} ends at pipeline_yield {name!r}" for k, name in enumerate(staged.stage_names) if name
+        ]
     for (ty, stage), task in staged.tasks.items():
         lines += [f"{ty} stage {stage}", *_format_ops(task.ops)]
     for k, parts in enumerate(staged.outputs):
@@ -280,7 +284,7 @@ class Explainer:
             )
             return f"{verb} {task_kind(node.label)}"
         op = self._producers.get(self.placed.value_ids[value])
-        return f"of {node.label}" if op is None else f"{op.name} at {_file_name(op.line)}"
+        return f"of {node.label}" if op is None else f"{op.name} at {os.path.basename(op.line)}"
 
     def _find_phase(self, value: ValueId, actor: ActorId) -> str:
         """Return the part of the step in which `value` is sent to `actor`, such as "before the loop"."""
@@ -415,10 +419,6 @@ def _join_reasons(reasons: Mapping[ActorId, str]) -> str:
     if len(set(reasons.values())) == 1:
         return next(iter(reasons.values()))
     return "; ".join(f"actor {a}: {reason}" for a, reason in reasons.items())
-
-
-def _file_name(line: str) -> str:
-    return os.path.basename(line)
 
 
 def join_names(names: Iterable[str], most: int = 4) -> str:

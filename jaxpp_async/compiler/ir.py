@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from msgspec import structs
 
 from jaxpp_async.program.instructions import ActorId, Aval
+from jaxpp_async.schedules.cut import Cut
 
 Actors: TypeAlias = frozenset[ActorId]
 """The actors that run an operation or hold a value."""
@@ -146,6 +147,7 @@ class Loop:
         line: `file:line` of the user's code.
         leaves: the name and type of each leaf of a microbatch, named after the user's argument, such as
             `"batch['x'] float32[2,4]"`.
+        cut: the marks that the schedule named as stage boundaries; None if every mark of the body is one.
     """
 
     body: Flat
@@ -157,6 +159,7 @@ class Loop:
     num_microbatches: int
     line: str
     leaves: tuple[str, ...] = ()
+    cut: Cut | None = None
 
     @property
     def inputs(self) -> tuple[Ref, ...]:

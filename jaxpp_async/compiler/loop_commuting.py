@@ -190,8 +190,7 @@ class _Commuter:
         return p if not isinstance(self.split_operands[p], _Leaf) else None
 
     def _whole_part(self, value: Ref) -> OutputPart:
-        leaf = self._leaf(value)
-        return OutputPart(value, leaf.place)
+        return OutputPart(value, self._leaf(value).place)
 
     def _leaf(self, value: Ref) -> _Leaf:
         task = self.stages.task_of(value)
@@ -327,7 +326,7 @@ class _Commuter:
         out, source = self.types[op.outputs[0]], self._type(operands[k])
         if op.name in ("convert_element_type", "div") and not (_is_real(out) and _is_real(source)):
             return None  # integer results are rounded, so the operation is not linear
-        if op.name == "convert_element_type" and _item_bytes(out) < _item_bytes(source):
+        if op.name == "convert_element_type" and itemsize(out.aval.dtype) < itemsize(source.aval.dtype):
             return None  # a narrower type may overflow on a part where the sum fits
         if op.name != "reduce_sum" and self._shape(operands[k]) != out.aval.shape:
             return None
@@ -409,8 +408,8 @@ class _Commuter:
             return part.value
         if isinstance(expr, _Layout):
             operands = [self._emit(e, parts, ops) for e in expr.operands]
-            made = self._new_layout_result(expr.op, self.types[operands[0]])
-            dtype = self.types[made].aval.dtype
+            out, dtype = self.types[expr.op.outputs[0]], self.types[operands[0]].aval.dtype
+            made = self.types.new(replace(out, aval=structs.replace(out.aval, dtype=dtype), weak=False))
             constants = [_cast(r, dtype) for r in expr.op.inputs[len(operands) :]]
             ops.append(Op(expr.op.name, (*operands, *constants), (made,), expr.op.run, expr.op.line))
             return made
@@ -437,13 +436,6 @@ class _Commuter:
     def _new_strong(self, like: int) -> int:
         """Return the id of a new value with the type of `like`, but without JAX's weak type."""
         return self.types.new(replace(self.types[like], weak=False))
-
-    def _new_layout_result(self, op: Op, operand: ValueType) -> int:
-        """Return the id of a new value for a layout operation's result, with the dtype of `operand`."""
-        out = self.types[op.outputs[0]]
-        return self.types.new(
-            replace(out, aval=structs.replace(out.aval, dtype=operand.aval.dtype), weak=False)
-        )
 
 
 def _leaves(expr: _Expr) -> Iterable[_Leaf]:
@@ -476,10 +468,6 @@ def _map_leaves(expr: _Expr, change: Callable[[_Leaf], _Leaf], dropped: frozense
 
 def _cast(ref: Ref, dtype: str) -> Ref:
     return Lit(np.asarray(ref.value).astype(dtype)) if isinstance(ref, Lit) else ref
-
-
-def _item_bytes(value_type: ValueType) -> int:
-    return itemsize(value_type.aval.dtype)
 
 
 def _is_real(value_type: ValueType) -> bool:

@@ -3,6 +3,7 @@
 The passes, each with what it reads and what it makes:
 
 trace       step function          -> flat operations with markers and loops
+cut         each loop's marks      -> the same loop, with only the marks that are stage boundaries
 partition   each loop's body       -> forward and backward tasks
 schedule    each loop's schedule   -> tasks in order, one row per actor, and the variants that run
 place       all of these           -> task graph on actors, and one recipe per executable
@@ -33,6 +34,7 @@ from msgspec import structs
 from jaxpp_async import schedules
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.continued_arguments import continued_arguments
+from jaxpp_async.compiler.cut import cut_loops
 from jaxpp_async.compiler.describe import (
     PassTexts,
     format_executables,
@@ -49,7 +51,7 @@ from jaxpp_async.compiler.ir import Flat, Loop, Op, Traced, Types
 from jaxpp_async.compiler.partition import StagedLoop, partition
 from jaxpp_async.compiler.rematerialization import minimize_residuals
 from jaxpp_async.compiler.sharding_propagation import Spec, propagate, sharded
-from jaxpp_async.compiler.task_graph import PlacedStep, build_task_graph
+from jaxpp_async.compiler.task_graph import PlacedStep, StepBuilder
 from jaxpp_async.compiler.task_variants import ScheduledLoop, schedule_loop
 from jaxpp_async.compiler.trace import trace_ignoring_weak_types, warn_of_markers_outside
 from jaxpp_async.program.actor_program import ActorProgram
@@ -208,6 +210,9 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
     in_specs, out_specs = request.in_specs(traced), request.out_specs(traced)
     traced = _separate_results(traced, in_specs, out_specs)
     passed("trace")
+    whole = traced.flat
+    with lowering_context(request.target):
+        traced = cut_loops(traced, request.schedule)
     found = {
         i: partition(item, traced.types) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)
     }
@@ -217,14 +222,14 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
         loops = {i: _schedule(s, request, traced.types) for i, s in staged.items()}
     passed("schedule")
     continues = continued_arguments(traced)
-    placed = build_task_graph(
+    placed = StepBuilder(
         traced,
         loops,
         num_actors=request.num_actors,
         continues=continues,
         donated=[arg in request.donated for arg in traced.arg_of],
         result_homes=dict(request.result_homes),
-    )
+    ).build()
     verify.verify_graph(placed.graph)
     refuse_host_memory(placed)
     passed("place")
@@ -233,7 +238,7 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
     placed = dataclasses.replace(placed, graph=_insert_specs(placed, specs))
     passed("shard")
     programs = _lower_and_verify(placed.graph, passed)
-    texts = _pass_texts(traced, staged, loops, placed, programs)
+    texts = _pass_texts(whole, traced.types, staged, loops, placed, programs)
     free = _find_any_sharding(traced, placed, in_specs, out_specs)
     return CompilePlan(
         traced, placed, specs, programs, texts, continues, weak_or_strong, free, request.target
@@ -271,7 +276,8 @@ def _lower_and_verify(graph: TaskGraph, passed: Passed) -> lowering.Programs:
 
 
 def _pass_texts(
-    traced: Traced,
+    whole: Flat,
+    types: Types,
     staged: Mapping[int, StagedLoop],
     loops: Mapping[int, ScheduledLoop],
     placed: PlacedStep,
@@ -285,7 +291,7 @@ def _pass_texts(
     graph = placed.graph
     return PassTexts(
         {
-            "trace": lambda: format_flat(traced.flat, traced.types),
+            "trace": lambda: format_flat(whole, types),
             "partition": lambda: "\n".join(map(format_staged, staged.values())),
             "schedule": lambda: "\n".join(map(format_scheduled, loops.values())),
             "place": lambda: format_graph(placed),

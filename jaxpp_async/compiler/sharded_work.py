@@ -398,47 +398,50 @@ def _update_slice(tally: Tally, params: Params, operands: Arrays, results: Array
 
 def _gather(tally: Tally, params: Params, operands: Arrays, results: Arrays) -> Ruled:
     numbers, (x, indices), (result,) = params["dimension_numbers"], operands, results
-    gone = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
+    shared = _batching(numbers, "start_indices_batching_dims")
+    gone = {*numbers.collapsed_slice_dims, *shared}
     kept = [d for d in range(len(x.shape)) if d not in gone]
     batch = [d for d in range(len(result.shape)) if d not in numbers.offset_dims]
     axes: list[tuple[str, ...]] = [()] * len(result.shape)
     for d, split in zip(batch, indices.axes, strict=False):
         axes[d] = split
-    used = {a for split in axes for a in split}
+    for d, at in shared.items():
+        axes[batch[at]] = axes[batch[at]] or x.axes[d]
+    used = set(axes_of(tuple(axes)))
     for d, to in zip(kept, numbers.offset_dims, strict=True):
         if params["slice_sizes"][d] == x.shape[d] and used.isdisjoint(x.axes[d]):
             axes[to] = x.axes[d]
-    indexed = [a for d in numbers.start_index_map for a in x.axes[d] if a not in used]
-    held = {a for split in axes for a in split} | set(indexed)
-    read = tally.reshard(x, tuple(tuple(a for a in s if a in held and a not in used) for s in x.axes))
-    made = tally.sum_over(replace(result, axes=tuple(axes)), tuple(indexed))
-    return [read, indices], [made], axes_of(tuple(axes))
+    indexed = tuple(a for d in numbers.start_index_map for a in x.axes[d] if a not in used)
+    held = set(axes_of(tuple(axes))).difference(used).union(indexed)
+    wanted = tuple(
+        axes[batch[shared[d]]] if d in shared else tuple(a for a in split if a in held)
+        for d, split in enumerate(x.axes)
+    )
+    made = tally.sum_over(replace(result, axes=tuple(axes)), indexed)
+    return [tally.reshard(x, wanted), indices], [made], axes_of(tuple(axes))
 
 
 def _scatter(tally: Tally, params: Params, operands: Arrays, results: Arrays) -> Ruled:
     numbers, x, updates = params["dimension_numbers"], operands[0], operands[2]
-    gone = {*numbers.inserted_window_dims, *getattr(numbers, "operand_batching_dims", ())}
+    shared = _batching(numbers, "scatter_indices_batching_dims")
+    gone = {*numbers.inserted_window_dims, *shared}
     kept = [d for d in range(len(x.shape)) if d not in gone]
+    batch = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
     axes = list(x.axes)
-    outside = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
-    for d, at in _batching_dims(numbers):  # each of these parts of the operand has updates of its own
-        axes[d] = axes[d] or updates.axes[outside[at]]
-    over = [a for d in outside for a in updates.axes[d]]
-    for d, at in zip(kept, numbers.update_window_dims, strict=True):
+    for d, at in (
+        *zip(kept, numbers.update_window_dims, strict=True),
+        *((d, batch[n]) for d, n in shared.items()),
+    ):
         if not axes[d] and x.shape[d] == updates.shape[at]:
             axes[d] = updates.axes[at]
-    over = tuple(a for a in over if a not in axes_of(tuple(axes)))
+    over = tuple(a for d in batch for a in updates.axes[d] if a not in axes_of(tuple(axes)))
     made = tally.sum_over(replace(results[0], axes=tuple(axes)), over)
     return operands, [made], axes_of(updates.axes)
 
 
-def _batching_dims(numbers: Any) -> Iterable[tuple[int, int]]:
-    """Return the batching dimensions of a scatter's operand, each with that of its indices."""
-    return zip(
-        getattr(numbers, "operand_batching_dims", ()),
-        getattr(numbers, "scatter_indices_batching_dims", ()),
-        strict=True,
-    )
+def _batching(numbers: Any, name: str) -> dict[int, int]:
+    """Return, for each dimension of the operand that is a batch of gathers or scatters, the indices' one."""
+    return dict(zip(getattr(numbers, "operand_batching_dims", ()), getattr(numbers, name, ()), strict=True))
 
 
 _RULES: dict[str, Rule] = {

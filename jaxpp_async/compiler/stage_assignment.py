@@ -70,6 +70,7 @@ class StageAssignment:
         self.stage: list[int | None] = [None] * len(self.ops)
         self.num_uses = self._count_uses()
         self._classify()
+        self.forward_stages: dict[int, set[int]] = {}
         self._place_forward()
         self.forward_stages = self._find_forward_stages()
         self._place_backward()
@@ -204,29 +205,26 @@ class StageAssignment:
             elif self.kind[i] == FORWARD:
                 self.stage[i] = self._ancestors[i] if i in self._ancestors else self._latest_operand(op)
         left = [i for i, kind in enumerate(self.kind) if kind == FORWARD and self.stage[i] is None]
-        forward_stages = self._find_forward_stages() if left else {}
+        if left:
+            self.forward_stages = self._find_forward_stages()
         for i in reversed(left):
             users = [self.stage[u] for o in self.ops[i].outputs for u in self._users(o)]
             limit = min((s for s in users if s is not None), default=None)
             if limit is not None:
-                self.stage[i] = self._stage_beside_weights(self.ops[i], forward_stages, limit, limit)
+                self.stage[i] = self._stage_beside_weights(self.ops[i], limit, limit)
         # A value that only the backward uses is made in the stage of its operands.
         for i in left:
             if self.stage[i] is None and (latest := self._latest_operand(self.ops[i])) is not None:
                 self.stage[i] = latest
             elif self.stage[i] is None:
-                self.stage[i] = self._stage_beside_weights(
-                    self.ops[i], forward_stages, self.num_stages - 1, 0
-                )
+                self.stage[i] = self._stage_beside_weights(self.ops[i], self.num_stages - 1, 0)
 
     def _latest_operand(self, op: Op) -> int | None:
         """Return the latest stage that makes an operand of `op`; None if no operand has a stage yet."""
         stages = [self.stage[p] for p in self._producers(op)]
         return max((s for s in stages if s is not None), default=None)
 
-    def _stage_beside_weights(
-        self, op: Op, forward_stages: dict[int, set[int]], limit: int, otherwise: int
-    ) -> int:
+    def _stage_beside_weights(self, op: Op, limit: int, otherwise: int) -> int:
         """Return a stage that uses the same weight as an operation, such as the sum of squares in a penalty.
 
         A weight is here an input of the loop's body that is the same for all microbatches and is larger than
@@ -234,8 +232,6 @@ class StageAssignment:
 
         Args:
             op: the operation.
-            forward_stages: a dictionary from the id of a value to the stages that make or use it in the
-                forward.
             limit: the last stage that may be returned.
             otherwise: the stage to return if no stage up to `limit` uses such a weight.
 
@@ -245,7 +241,7 @@ class StageAssignment:
         made = sum(self.types[o].aval.size_bytes for o in op.outputs if o >= 0)
         roots = {r for v in op.reads for r in self._roots(v) if r in self.invariants}
         large = [r for r in roots if self.types[r].aval.size_bytes > made]
-        held = set[int]().union(*(forward_stages.get(r, ()) for r in large))
+        held = set[int]().union(*(self.forward_stages.get(r, ()) for r in large))
         return max((s for s in held if s <= limit), default=otherwise)
 
     def _roots(self, value: int) -> set[int]:
@@ -293,7 +289,6 @@ class StageAssignment:
         since backward stages run in descending order. If an operation would then run after the operations
         that use its results, the operation gets the first of their stages to run instead.
         """
-        forward_stages = self.forward_stages
         for i, op in enumerate(self.ops):
             if self.kind[i] != BACKWARD:
                 continue
@@ -303,7 +298,7 @@ class StageAssignment:
             limit = self._last_stage_allowed(op)
             if limit is None:
                 continue
-            last = self._last_forward_stage(op, forward_stages, limit)
+            last = self._last_forward_stage(op, limit)
             self.stage[i] = limit if last is None else last
         # Some operations read only inputs of the loop's body: a checkpoint repeats them, or their cotangent
         # is a constant, as that of a sum is. Such an operation belongs to the stage that uses it first. So
@@ -316,20 +311,18 @@ class StageAssignment:
             wanted = max((s for s in users if s is not None), default=None)
             stage = self.stage[i]
             if stage is None:
-                last = self._last_forward_stage(self.ops[i], forward_stages, self.num_stages - 1)
+                last = self._last_forward_stage(self.ops[i], self.num_stages - 1)
                 self.stage[i] = wanted if wanted is not None else last or 0
             elif wanted is not None:
                 self.stage[i] = max(stage, wanted)
 
-    def _last_forward_stage(self, op: Op, forward_stages: dict[int, set[int]], limit: int) -> int | None:
+    def _last_forward_stage(self, op: Op, limit: int) -> int | None:
         """Return the last stage whose forward makes or uses all operands of a backward operation.
 
         Operands that are cotangents are ignored.
 
         Args:
             op: the backward operation.
-            forward_stages: a dictionary from the id of a value to the stages that make or use it in the
-                forward.
             limit: the last stage that may be returned.
 
         Returns:
@@ -341,7 +334,7 @@ class StageAssignment:
             p = self.producer.get(r)
             if p is not None and self.kind[p] == BACKWARD:
                 continue
-            held = forward_stages.get(self.root(r) if r in self.alias else r)
+            held = self.forward_stages.get(self.root(r) if r in self.alias else r)
             if held is not None:
                 common = held if common is None or common is held else common & held
         if common is None:

@@ -82,16 +82,10 @@ class PlacedStep:
     outer_levels: dict[str, int]
 
 
-def build_task_graph(
-    traced: Traced,
-    loops: dict[int, ScheduledLoop],
-    *,
-    num_actors: int,
-    continues: dict[int, int],
-    donated: Sequence[bool],
-    result_homes: dict[int, Actors],
-) -> PlacedStep:
-    """Build the task graph of a traced step: place all its tasks on actors, and connect them by their values.
+@dataclass(eq=False)
+class StepBuilder:
+    """A builder of the task graph of a traced step, which places all tasks of the step on actors and connects
+    them by their values.
 
     Args:
         traced: the traced step.
@@ -103,12 +97,6 @@ def build_task_graph(
         result_homes: a dictionary. Its keys are positions of result leaves; its values are the actors that
             must hold these leaves when the step ends. Placement chooses the actors of all other leaves.
     """
-    return _StepBuilder(traced, loops, num_actors, continues, donated, result_homes).build()
-
-
-@dataclass(eq=False)
-class _StepBuilder:
-    """The implementation of `build_task_graph`; its fields are the arguments of that function."""
 
     traced: Traced
     loops: dict[int, ScheduledLoop]
@@ -118,6 +106,7 @@ class _StepBuilder:
     result_homes: dict[int, Actors]
 
     def build(self) -> PlacedStep:
+        """Place the step on actors and build its task graph. This may be called once."""
         self.types = self.traced.types
         self.draft = TaskGraphBuilder(self.types, self.num_actors)
         # Final accumulators: loop position to result to part to IR id.

@@ -56,6 +56,7 @@ from jaxpp_async.errors import ShardingError, UnsupportedError
 from jaxpp_async.jax_bridge import private_api, tracebacks
 from jaxpp_async.markers import logical_axes, markers
 from jaxpp_async.markers.reductions import Stack
+from jaxpp_async.schedules.cut import stages_of
 
 # A larger constant becomes a step argument: inside an executable it would be copied into every task that uses
 # it.
@@ -251,6 +252,7 @@ class _Flattener:
         self.captured: dict[int, Captured] = {}  # by id() of the array, which `Captured` keeps alive
         self.prints: list[Any] = []  # the prints of the body that is being flattened
         self.stacks: dict[int, list[Ref]] = {}  # see `scan.Flattener`
+        self.every_mark_counts = True  # whether each mark of the loop that is flattened ends a stage
 
     def flatten_step(self, closed: Any) -> Flat:
         flat = self.flatten_body(closed, Where(""))
@@ -389,7 +391,8 @@ class _Flattener:
         return outputs
 
     def refuse_host_code(self, eqn: Any, ops: list, where: Where) -> None:
-        stage = functools.partial(_count_markers, ops) if where.in_loop else None
+        counts = where.in_loop and self.every_mark_counts
+        stage = functools.partial(_count_markers, ops) if counts else None
         debug_callbacks.refuse_host_code(eqn, where.line, stage)
 
     def make_expandable_in_stage(self, op: Op, eqn: Any) -> Op:
@@ -498,6 +501,7 @@ class _Flattener:
     def add_loop(self, eqn: Any, inputs: list[Ref], ops: list) -> list[Ref]:
         spec: markers.LoopSpec = eqn.params["spec"]
         n = spec.num_consts
+        self.every_mark_counts = stages_of(spec.schedule) is None
         outer_prints, self.prints = self.prints, []
         body = self.flatten_body(spec.body, Where(spec.line, in_loop=True))
         body_prints, self.prints = self.prints, outer_prints

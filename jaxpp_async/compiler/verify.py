@@ -541,7 +541,8 @@ class BlockedActor:
         return f"actor {self.actor} waits at {self.at} for {what}"
 
 
-_Link: TypeAlias = tuple[ActorId, ActorId, Tag | None]
+_Link: TypeAlias = tuple[ActorId, ActorId]
+"""The sender and the receiver of transfers that complete in order."""
 
 
 class _RunWithoutData:
@@ -549,14 +550,11 @@ class _RunWithoutData:
 
     Args:
         programs: one program per actor.
-        rendezvous: whether a transfer completes only when its receive is posted and every earlier transfer
-            from the same sender to the same receiver has completed.
     """
 
-    def __init__(self, programs: Sequence[ActorProgram], rendezvous: bool):
+    def __init__(self, programs: Sequence[ActorProgram]):
         self.programs = {p.actor: p for p in programs}
         self.streams = {p.actor: p.instructions for p in programs}
-        self.rendezvous = rendezvous
         self.counter = dict.fromkeys(self.streams, 0)
         self.blocked: dict[ActorId, BufferId] = {}
         self.pending: dict[ActorId, dict[BufferId, Recv]] = {a: {} for a in self.streams}
@@ -580,33 +578,21 @@ class _RunWithoutData:
                     self.blocked[actor] = missing
                     break
             elif isinstance(instruction, Send):
-                link = self.link(actor, instruction.to_actor, instruction.tag)
+                link = actor, instruction.to_actor
                 self.sent[link].append(instruction.tag)
                 if self.posted[link]:
                     self.match(link)
             elif isinstance(instruction, Recv):
                 pending[instruction.buffer] = instruction
-                link = self.link(instruction.from_actor, actor, instruction.tag)
+                link = instruction.from_actor, actor
                 self.posted[link].append((instruction.tag, instruction.buffer))
                 if self.sent[link]:
                     self.match(link)
             index += 1
         self.counter[actor] = index
 
-    def link(self, sender: ActorId, receiver: ActorId, tag: Tag) -> _Link:
-        """Return the key of the link of a transfer, on which the transfer waits for its send and its receive.
-
-        Under the strict rules (`rendezvous`), all transfers from one actor to another share a link, and
-        complete in order. Otherwise each transfer has a link of its own.
-        """
-        return (sender, receiver, None if self.rendezvous else tag)
-
     def match(self, link: _Link) -> None:
-        """Complete, in order, the transfers of a link whose send and receive were both issued.
-
-        Args:
-            link: the key of the link, as the method `link` returned it.
-        """
+        """Complete, in order, the transfers of a link whose send and receive were both issued."""
         sent, posted = self.sent[link], self.posted[link]
         while sent and posted and sent[0] == posted[0][0]:
             sent.popleft()
@@ -622,35 +608,29 @@ class _RunWithoutData:
         """Return the unfinished actors, each with the transfer for which it waits, sorted by actor."""
         found: dict[ActorId, BlockedActor] = {}
         for actor, buffer in self.blocked.items():
-            recv, at = (
-                self.pending[actor][buffer],
-                format_instruction(self.programs[actor], self.counter[actor]),
-            )
+            recv = self.pending[actor][buffer]
+            at = format_instruction(self.programs[actor], self.counter[actor])
             found[actor] = BlockedActor(actor, at, recv.tag, recv.from_actor)
         end = "the end of the step"
         for actor, pending in self.pending.items():
             for recv in pending.values():
                 found.setdefault(actor, BlockedActor(actor, end, recv.tag, recv.from_actor))
-        if self.rendezvous:
-            for (sender, receiver, _), tags in self.sent.items():
-                for tag in tags:
-                    found.setdefault(sender, BlockedActor(sender, end, tag, receiver, sends=True))
+        for (sender, receiver), tags in self.sent.items():
+            for tag in tags:
+                found.setdefault(sender, BlockedActor(sender, end, tag, receiver, sends=True))
         return [found[a] for a in sorted(found)]
 
 
-def find_blocked_actors(programs: Sequence[ActorProgram], *, rendezvous: bool = True) -> list[BlockedActor]:
+def find_blocked_actors(programs: Sequence[ActorProgram]) -> list[BlockedActor]:
     """Run all programs of a step together, without data, to find out whether they deadlock.
 
     Args:
         programs: one program per actor.
-        rendezvous: whether a transfer completes only when its receive is posted and every earlier transfer
-            from the same sender to the same receiver has completed. If False, a send completes without its
-            receive, and a receive completes as soon as the send of its tag was issued.
 
     Returns:
         The actors that cannot continue; empty if all programs end.
     """
-    state = _RunWithoutData(programs, rendezvous)
+    state = _RunWithoutData(programs)
     state.run()
     return state.blocked_actors()
 

@@ -19,6 +19,7 @@ from jaxpp_async.controller.device_checks import ProcessDevices, check_agreement
 from jaxpp_async.controller.host_values import HostTransfers
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ControllerOptions
+from jaxpp_async.controller.recovery import Recovery
 from jaxpp_async.controller.requests import ActorLink, PendingRequest, Requests
 from jaxpp_async.controller.startup import Startup
 from jaxpp_async.errors import TransferError
@@ -58,6 +59,7 @@ class ActorGroup:
         links: a dictionary that this object fills with the `ActorLink` of each process (the controller's
             handle and connection), by process number. A replaced process gets a new link.
         requests: sends requests to the processes.
+        recovery: tells the present epoch.
         on_progress: called with a line of text at each stage of the start.
         on_transfer_error: called with the error of a transfer between an actor and the controller.
         on_routes: called for each connected process with its `ActorInfo` and, for each of its peers, the
@@ -65,8 +67,12 @@ class ActorGroup:
 
     Attributes:
         processes, links: the arguments of the same names.
-        epoch: the current epoch, a number that grows with every restart (see `Recovery.epoch`). Tags and
-            steps carry it, so that messages from before a restart are recognized and ignored.
+        actors: the ids of all actors, in order.
+        has_processes: whether actors run in separate processes, which send heartbeats; False for inline
+            actors, which run in this process.
+        transport_kind: the name of the transport that programs use to transfer arrays between actors.
+        handles: the handle of each process, by process number. If a process was replaced, this is the handle
+            of the process that replaced it last.
         listener: accepts the control connections that actors open.
         hardware: the devices of each process, as the process reported them.
         scattering: how arrays are split over the processes of one actor.
@@ -79,14 +85,17 @@ class ActorGroup:
         options: ControllerOptions,
         links: dict[ProcessId, ActorLink],
         requests: Requests,
+        recovery: Recovery,
         *,
         on_progress: Callable[[str], None],
         on_transfer_error: Callable[[TransferError], None],
         on_routes: Callable[[ActorInfo, Mapping[ProcessId, tuple[str, ...]]], None],
     ):
-        self.processes, self.links, self.epoch = processes, links, 0
+        self.processes, self.links, self.actors = processes, links, range(processes.num_actors)
+        self.has_processes = launcher.listen_host is not None
+        self.transport_kind = options.actors.transport or launcher.transports[0]
         self._launcher, self._options = launcher, options
-        self._requests, self._on_progress = requests, on_progress
+        self._requests, self._recovery, self._on_progress = requests, recovery, on_progress
         self._on_transfer_error, self._on_routes = on_transfer_error, on_routes
         self._secret = secrets.token_bytes(SECRET_BYTES)
         version, longest = jaxpp_async.__version__, options.max_frame_bytes
@@ -95,6 +104,7 @@ class ActorGroup:
         self._startup = Startup(
             launcher, self.listener, requests, timeout_s=timeout_s, on_progress=on_progress
         )
+        self.handles = self._startup.handles
         self._address: tuple[str, int] | None = None
         self._host_transfers: HostTransfers | None = None
         self._incarnations: dict[ProcessId, int] = {}
@@ -110,29 +120,9 @@ class ActorGroup:
         return self._host_transfers
 
     @property
-    def handles(self) -> dict[ProcessId, ActorHandle]:
-        """The handle of each process, by process number. If a process was replaced, this is the handle of the
-        process that replaced it last.
-        """
-        return self._startup.handles
-
-    @property
-    def has_processes(self) -> bool:
-        """Whether actors run in separate processes, which send heartbeats.
-
-        This is False for inline actors, which run in this process.
-        """
-        return self._launcher.listen_host is not None
-
-    @property
-    def transport_kind(self) -> str:
-        """The name of the transport that programs use to transfer arrays between actors."""
-        return self._options.actors.transport or self._launcher.transports[0]
-
-    @property
-    def actors(self) -> range:
-        """The ids of all actors, in order."""
-        return range(self.processes.num_actors)
+    def epoch(self) -> int:
+        """The present epoch of the mesh."""
+        return self._recovery.epoch
 
     @property
     def infos(self) -> tuple[ActorInfo, ...]:
@@ -180,7 +170,7 @@ class ActorGroup:
         self.check_devices()
         self._host_transfers = HostTransfers(
             self._make_transport(),
-            self.epoch,
+            self._recovery,
             lambda process: self.links[process].info,
             self._on_transfer_error,
             self.scattering,
@@ -251,7 +241,7 @@ class ActorGroup:
         """
         if len(links) == 1:
             return [None]
-        port = await self._startup.reserve(links[0], m.Reserve())
+        port = await self._startup.reserve(links[0])
         addresses = addresses_of_hosts([link.connection.ends for link in links])
         coordinator = f"{addresses[0]}:{port}"
         return [m.Cluster(coordinator, tuple(addresses), rank) for rank in range(len(links))]
@@ -281,7 +271,7 @@ class ActorGroup:
         """Connect the data plane (the transport for arrays) of every process with those of its peers and of
         the controller.
 
-        The connections belong to the current epoch, a number that counts aborts of the whole mesh.
+        The connections belong to the present epoch of the mesh.
 
         Raises:
             RemoteError: an actor could not make a connection.
@@ -342,19 +332,8 @@ class ActorGroup:
 
     # ------------------------------------------------------------ going on after a failure
 
-    def enter_epoch(self, epoch: int) -> None:
-        """Enter another epoch, so that messages from earlier epochs are ignored.
-
-        Args:
-            epoch: the number of the epoch, which counts restarts.
-        """
-        self.epoch = epoch
-        if self._host_transfers is not None:
-            self._host_transfers.epoch = epoch
-
     def abort(self, process: ProcessId, cause: str) -> PendingRequest:
-        """Tell a process to drop all its work and to enter the current epoch, which counts aborts of the
-        mesh.
+        """Tell a process to drop all its work and to enter the present epoch of the mesh.
 
         Args:
             process: the process.

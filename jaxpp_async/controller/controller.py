@@ -23,16 +23,17 @@ from jaxpp_async.base.events import EventLog
 from jaxpp_async.base.install_hints import page
 from jaxpp_async.base.spinning import LoopSpin, has_spare_core
 from jaxpp_async.controller.actor_group import ActorGroup
-from jaxpp_async.controller.deploy import Deployment, LinkSetup, LoadedPrograms
+from jaxpp_async.controller.deploy import Deployment, LinkSetup, LoadableProgram, LoadedPrograms
 from jaxpp_async.controller.error_messages import abandoned
-from jaxpp_async.controller.failure_policy import Failure, FailurePolicy, Observation, TransferFailed
+from jaxpp_async.controller.failure_policy import FailureFound, FailurePolicy, Observation, TransferFailed
 from jaxpp_async.controller.health_monitor import HealthMonitor
 from jaxpp_async.controller.host_values import HostValue, Sending
 from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.recovery import FailureFound, MeshStarted, Recovery, ReplicaWanted, StepSent
+from jaxpp_async.controller.recovery import MeshStarted, Recovery, ReplicaWanted, StepSent
 from jaxpp_async.controller.recovery_driver import RecoveryDriver
-from jaxpp_async.controller.requests import ActorLink, FreeList, PendingRequest, Requests, SentRequest
+from jaxpp_async.controller.request_history import OutgoingRequest
+from jaxpp_async.controller.requests import ActorLink, FreeList, PendingRequest, Requests
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -43,8 +44,7 @@ from jaxpp_async.errors import (
     TransferError,
 )
 from jaxpp_async.launch import Launcher
-from jaxpp_async.layout.array_parts import Gathering, Scattering
-from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.layout.array_parts import Gathering
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId
 from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.actor_info import ActorInfo, Topology
@@ -64,6 +64,10 @@ class Controller:
         ended: a future that is done as soon as the mesh has failed or its closing has begun.
         requests: sends all requests. Code outside this package may also use it to send a request directly.
         mesh_events: publishes what happens to the mesh as events that the user can read.
+        num_steps: the number of steps that the user has started so far, which is also the number of the next
+            step.
+        processes: the numbering of the mesh's processes, which says which processes each actor has.
+        scattering: a description of how arrays are split over the processes of one actor.
     """
 
     def __init__(
@@ -75,13 +79,14 @@ class Controller:
         events: EventLog | None,
         on_progress: Callable[[str], None],
     ):
-        self._loop, self._on_progress = asyncio.get_running_loop(), on_progress
+        self.processes, self._on_progress = processes, on_progress
+        self._loop = asyncio.get_running_loop()
         self.cause: ActorError | None = None
         self.mesh_events = MeshEvents(events)
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._cause_raised = False
         self._arrays = itertools.count()
-        self._num_steps = self._num_ahead = 0
+        self.num_steps = self._num_ahead = 0
         self._programs, self._frees = LoadedPrograms(processes, options), FreeList()
         self._under_way: dict[int, SubmittedStep] = {}
         self._loop_spin: LoopSpin | None = None
@@ -98,10 +103,12 @@ class Controller:
             options,
             links,
             self.requests,
+            self._recovery,
             on_progress=self._report_progress,
             on_transfer_error=self._on_transfer_error,
             on_routes=self.mesh_events.connected,
         )
+        self.scattering = self._actor_group.scattering
         self._failure_policy = FailurePolicy()
         self._grace_timer: asyncio.TimerHandle | None = None
         self._health_monitor = HealthMonitor(
@@ -186,7 +193,8 @@ class Controller:
             # This includes cancellations: whatever ended the launch, no process may be left behind.
             if isinstance(error, ActorError):
                 self._cause_raised, self.cause = True, error
-            ending = self._loop.create_task(self._kill_everything(), name="end a launch that failed")
+            release = self._release(self._actor_group.kill_all)
+            ending = self._loop.create_task(release, name="end a launch that failed")
             await wait_uninterrupted(ending, on_cancel=lambda: None)
             raise
         return self
@@ -199,21 +207,6 @@ class Controller:
         return self._actor_group.infos
 
     @property
-    def processes(self) -> Topology:
-        """The numbering of the mesh's processes, which says which processes each actor has."""
-        return self._actor_group.processes
-
-    @property
-    def scattering(self) -> Scattering:
-        """A description of how arrays are split over the processes of one actor."""
-        return self._actor_group.scattering
-
-    @property
-    def num_steps(self) -> int:
-        """The number of steps that the user has started so far, which is also the number of the next step."""
-        return self._num_steps
-
-    @property
     def is_closed(self) -> bool:
         """Whether the mesh has failed, has been closed, or is being closed."""
         return self.cause is not None or self._closing is not None
@@ -224,39 +217,21 @@ class Controller:
         """Return an id that no array of this mesh has had before."""
         return next(self._arrays)
 
-    def new_program_id(self) -> int:
-        """Return an id that no program of this mesh has had before."""
-        return self._programs.new_id()
-
-    async def load(
-        self,
-        program_id: int,
-        programs: Mapping[ActorId, ActorProgram],
-        executables: Mapping[ActorId, Mapping[int, str]],
-        blobs: Mapping[str, bytes],
-        names: Mapping[int, str] = {},
-    ) -> dict[ActorId, m.Loaded]:
+    async def load(self, program: LoadableProgram) -> tuple[int, dict[ActorId, m.Loaded]]:
         """Compile one program on every actor that runs a part of it.
 
         Loading has no time limit. If an actor dies and is not replaced, loading fails.
 
-        Args:
-            program_id: a number from `new_program_id`.
-            programs: each actor's part of the program.
-            executables: for each actor a dictionary. Its keys are the indices of the executables that the
-                actor's part uses; its values are the content keys of these executables.
-            blobs: serialized executables by content key. Each is sent to each actor at most once.
-            names: the names of the step's arguments by argument number, for errors that actors report.
-
         Returns:
-            The reply of each actor's first process, by actor.
+            The id by which `start_step` runs the program, and the reply of each actor's first process, by
+            actor.
 
         Raises:
             RemoteError: an executable does not compile; the mesh remains usable.
             ActorError: the mesh failed.
         """
         self._check_usable()
-        return await self._deployment.deploy(program_id, programs, executables, blobs, names)
+        return await self._deployment.deploy(program)
 
     def start_step(
         self,
@@ -294,13 +269,13 @@ class Controller:
         program_id = step.program_id
         processes_by_actor = self._programs.processes_by_actor(program_id)
         step.assign(
-            m.step_id(self._num_steps, step.kind, self._num_ahead),
+            m.step_id(self.num_steps, step.kind, self._num_ahead),
             [process for _, processes in processes_by_actor for process in processes],
             self._programs.parts(program_id),
             self._clock_of,
         )
-        frees, epoch = self._frees.take(), self._actor_group.epoch
-        posts: list[SentRequest] = []
+        frees, epoch = self._frees.take(), self._recovery.epoch
+        posts: list[OutgoingRequest] = []
         freed = dict(frees)
         for actor, processes in processes_by_actor:
             values = puts.get(actor) if puts else None
@@ -324,7 +299,7 @@ class Controller:
             self._frees.give_back(freed)
             raise
         if step.kind == "step":
-            self._num_steps, self._num_ahead = self._num_steps + 1, 0
+            self.num_steps, self._num_ahead = self.num_steps + 1, 0
         else:
             self._num_ahead += 1
         step.is_sent = True
@@ -356,7 +331,7 @@ class Controller:
             ActorError: an actor or the mesh failed.
         """
         self._check_usable()
-        frees, calls, posts = self._frees.take(), dict[ProcessId, PendingRequest](), list[SentRequest]()
+        frees, calls, posts = self._frees.take(), dict[ProcessId, PendingRequest](), list[OutgoingRequest]()
         for actor in sorted(set(values) | set(frees)):
             small, large = self._actor_group.host_transfers.prepare(actor, values.get(actor, ()))
             for process in self.processes.processes_of(actor):
@@ -373,7 +348,8 @@ class Controller:
         )
 
     async def fetch(self, wanted: Sequence[tuple[ActorId, m.ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
-        """Copy arrays from actors to the controller, and return them whole, in the order asked for.
+        """Copy arrays from actors to the controller, and return them whole, in the order asked for. Arrays
+        that are no longer needed are freed first.
 
         Args:
             wanted: the actor, array id and aval of each array. A PRNG key array is returned as its `uint32`
@@ -384,7 +360,9 @@ class Controller:
             ActorError: the mesh failed.
         """
         self._check_usable()
-        self._send_frees()
+        for actor, array_ids in self._frees.take().items():
+            for process in self.processes.processes_of(actor):
+                self.requests.send(process, m.Store((), array_ids), awaited=False)
         gathering = Gathering(wanted, self.scattering)
         fetches = {process: self._fetch_from(process, asked) for process, asked in gathering.requests.items()}
         return gathering.arrays(await all_of(fetches, "fetch"))
@@ -397,20 +375,6 @@ class Controller:
         """
         self._frees.add(actor, array_id)
 
-    async def inspect(self) -> dict[ProcessId, dict[str, int]]:
-        """Return counters of each process, such as `live_arrays`, after all arrays that are no longer needed
-        have been freed.
-
-        Raises:
-            ActorError: an actor or the mesh failed.
-        """
-        self._check_usable()
-        self._send_frees()
-        replies = {
-            process: self.requests.send(process, m.Inspect()) for process in sorted(self._actor_group.links)
-        }
-        return {process: (await reply).numbers for process, reply in replies.items()}
-
     def _with_values(
         self,
         process: ProcessId,
@@ -418,7 +382,7 @@ class Controller:
         waiter: PendingRequest | SubmittedStep,
         large: Sequence[Sending],
         sends: list[asyncio.Future[None]],
-    ) -> SentRequest:
+    ) -> OutgoingRequest:
         """Make a request that starts the transfers of its large host values each time that the request is
         sent.
 
@@ -431,9 +395,9 @@ class Controller:
             sends: a list to which one future per transfer is added each time that the request is sent.
         """
         if not large:
-            return SentRequest(process, message, waiter)
+            return OutgoingRequest(process, message, waiter)
         size_bytes = sum(data.nbytes for _, data in large)
-        return SentRequest(
+        return OutgoingRequest(
             process,
             message,
             waiter,
@@ -451,14 +415,8 @@ class Controller:
         the arrays before they have been read.
         """
         message, fetch = self._actor_group.host_transfers.fetch(process, wanted)
-        self.requests.post(SentRequest(process, message, fetch, fetch.start))
+        self.requests.post(OutgoingRequest(process, message, fetch, fetch.start))
         return self.requests.reply_to(process, fetch)
-
-    def _send_frees(self) -> None:
-        for actor, array_ids in self._frees.take().items():
-            for process in self.processes.processes_of(actor):
-                message = m.Store((), array_ids)
-                self.requests.send(process, message, awaited=False)
 
     # ------------------------------------------------------------ saves
 
@@ -514,7 +472,7 @@ class Controller:
         self._drop_suspicion()
         self.mesh_events.restarted([self._actor_group.info(actor) for actor in actors], steps)
 
-    def _act_on(self, failure: Failure | None) -> None:
+    def _act_on(self, failure: FailureFound | None) -> None:
         """Let the recovery decide about a failure that the failure policy reports: it begins a restart, or
         ends the mesh.
 
@@ -525,7 +483,7 @@ class Controller:
         if failure is None:
             return
         self.mesh_events.failed(failure.error)
-        self._recovery_driver.handle(FailureFound(failure.error, failure.dead))
+        self._recovery_driver.handle(failure)
 
     def _end(self, error: ActorError, dead: ProcessId | None) -> None:
         """End the mesh because of `error`. If the mesh has already ended, do nothing, so that the first cause
@@ -565,7 +523,6 @@ class Controller:
         """
         await self._recovery_driver.aclose()
         actor_group = self._actor_group
-        actor_group.enter_epoch(self._recovery.epoch)
         for process, link in actor_group.links.items():
             if process != dead and link.connection.is_open:
                 link.detach()
@@ -612,18 +569,14 @@ class Controller:
             self.ended.set_result(None)
         await self._recovery_driver.aclose()
         self.requests.close(MeshClosedError("the mesh was closed while this was under way"))
+        await self._release(self._actor_group.shut_down)
+
+    async def _release(self, end_actors: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """End all work for the mesh, and its actors by the given function, and report that it is closed."""
         self._drop_suspicion()
         await self._health_monitor.aclose()
         await self._linking.aclose()
-        await self._actor_group.shut_down()
-        await self._tasks.aclose()
-        self.mesh_events.closed(self.cause)
-
-    async def _kill_everything(self) -> None:
-        """After a failed launch, kill all actor processes and release everything."""
-        self._drop_suspicion()
-        await self._health_monitor.aclose()
-        await self._actor_group.kill_all()
+        await end_actors()
         await self._tasks.aclose()
         self.mesh_events.closed(self.cause)
 

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
@@ -61,20 +61,12 @@ class Deployment:
         self._programs, self._linking = programs, linking
         self._paused, self._on_progress = paused, on_progress
 
-    async def deploy(
-        self,
-        program_id: int,
-        parts: Mapping[ActorId, ActorProgram],
-        executables: Mapping[ActorId, Mapping[int, str]],
-        blobs: Mapping[str, bytes],
-        names: Mapping[int, str],
-    ) -> dict[ActorId, Loaded]:
-        """Load a program onto its actors, and return each actor's reply; see `Controller.load` for the
-        arguments.
+    async def deploy(self, program: LoadableProgram) -> tuple[int, dict[ActorId, Loaded]]:
+        """Load a program onto its actors, and return its new id and the reply of each actor's first process.
 
         A program whose loading fails or is cancelled is removed from the record of loaded programs.
         """
-        self._programs.add(program_id, parts, executables, blobs, names)
+        program_id, parts = self._programs.add(program), program.parts
         self._on_progress(f"compiling on {len(parts)} actor{'s' if len(parts) != 1 else ''}")
         processes = self._actor_group.processes
         try:
@@ -88,7 +80,7 @@ class Deployment:
             self._programs.remove(program_id)
             raise
         self._programs.note_loaded(program_id)
-        return {actor: loaded[processes.process(actor, 0)] for actor in sorted(parts)}
+        return program_id, {actor: loaded[processes.process(actor, 0)] for actor in sorted(parts)}
 
     async def _load(self, program_id: int, process: ProcessId) -> Loaded:
         known = self._actor_group.links[process].known_blobs
@@ -189,8 +181,8 @@ def _check(link: NcclLink, sent: Sequence[MessageEnd], received: Sequence[Messag
 class LinkSetup:
     """The maker of one mesh's NCCL links, the communicators for transfers from process to process.
 
-    This object makes the links that programs need and remembers which of them exist in the current epoch (a
-    number that counts aborts of the whole mesh), since an abort ends all links.
+    This object makes the links that programs need and remembers which of them exist in the present epoch of
+    the mesh, since the abort before an epoch ends all links.
 
     Args:
         actor_group: the actors' processes.
@@ -291,7 +283,9 @@ class LinkSetup:
         }
         for made_at_once in rounds(new):
             joins = {
-                end: self._join(end, link, ids[link], offers[link.peer_of(end)])
+                end: JoinLinks(
+                    {link.peer_of(end): offers[link.peer_of(end)].address}, (JoinLink(*link, ids[link]),)
+                )
                 for link in made_at_once
                 for end in (link.sender, link.receiver)
             }
@@ -299,10 +293,6 @@ class LinkSetup:
             if self._actor_group.epoch != epoch:
                 return
             self._made.update(made_at_once)
-
-    def _join(self, process: ProcessId, link: NcclLink, unique_id: bytes, offer: LinksOffered) -> JoinLinks:
-        addresses = {link.peer_of(process): offer.address}
-        return JoinLinks(addresses, (JoinLink(*link, unique_id),))
 
 
 # ---------------------------------------------------------------- programs
@@ -312,23 +302,24 @@ ProcessesByActor: TypeAlias = tuple[tuple[ActorId, tuple[ProcessId, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Program:
-    """One loaded program of a mesh, with all that is needed to load it again into a replaced actor.
+class LoadableProgram:
+    """A program with all that is needed to load it onto its actors, and to load it again into a replaced one.
 
     Args:
-        processes_by_actor: each actor that runs a part of the program, with its processes.
-        parts: the part of each actor.
+        parts: the part of each actor that runs one.
         keys: for each actor a dictionary. Its keys are the indices of the executables that the actor's part
             uses; its values are the content keys of these executables.
         blobs: serialized executables by content key.
         names: the names of the step's arguments by argument number, for errors that actors report.
+        modelled_s: how long a call of an executable lasts at least, in seconds, by the executable's index;
+            empty unless the mesh has a device model.
     """
 
-    processes_by_actor: ProcessesByActor
     parts: dict[ActorId, ActorProgram]
-    keys: dict[ActorId, dict[int, str]]
-    blobs: dict[str, bytes]
-    names: dict[int, str]
+    keys: Mapping[ActorId, dict[int, str]] = field(default_factory=dict)
+    blobs: Mapping[str, bytes] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
+    modelled_s: Mapping[int, float] = field(default_factory=dict)
 
 
 class LoadedPrograms:
@@ -343,35 +334,17 @@ class LoadedPrograms:
     def __init__(self, processes: Topology, options: ControllerOptions) -> None:
         self._processes, self._for_successors = processes, options.restarts
         self._ids = itertools.count()
-        self._programs: dict[int, _Program] = {}
+        self._programs: dict[int, LoadableProgram] = {}
+        self._processes_by_actor: dict[int, ProcessesByActor] = {}
 
-    def new_id(self) -> int:
-        """Return an id that no program has had before."""
-        return next(self._ids)
-
-    def add(
-        self,
-        program_id: int,
-        parts: Mapping[ActorId, ActorProgram],
-        keys: Mapping[ActorId, Mapping[int, str]],
-        blobs: Mapping[str, bytes],
-        names: Mapping[int, str],
-    ) -> None:
-        """Add a program whose actors are about to load their parts.
-
-        Args:
-            program_id: the program's id, from `new_id`.
-            parts: the part of each actor.
-            keys: for each actor a dictionary. Its keys are the indices of the executables that the actor's
-                part uses; its values are the content keys of these executables.
-            blobs: serialized executables by content key.
-            names: the names of the step's arguments by argument number, for errors that actors report.
-        """
-        order = sorted(parts)
-        used = {actor: dict(keys.get(actor, {})) for actor in order}
-        processes_by_actor = tuple((actor, tuple(self._processes.processes_of(actor))) for actor in order)
-        in_order = {actor: parts[actor] for actor in order}
-        self._programs[program_id] = _Program(processes_by_actor, in_order, used, dict(blobs), dict(names))
+    def add(self, program: LoadableProgram) -> int:
+        """Add a program whose actors are about to load their parts, and return a new id for it."""
+        program_id = next(self._ids)
+        self._programs[program_id] = program
+        self._processes_by_actor[program_id] = tuple(
+            (actor, tuple(self._processes.processes_of(actor))) for actor in sorted(program.parts)
+        )
+        return program_id
 
     def note_loaded(self, program_id: int) -> None:
         """Note that all actors have loaded a program.
@@ -379,15 +352,16 @@ class LoadedPrograms:
         If lost actors are not replaced, this drops the program's executables, which are no longer needed.
         """
         if not self._for_successors:
-            self._programs[program_id].blobs.clear()
+            self._programs[program_id] = replace(self._programs[program_id], blobs={})
 
     def remove(self, program_id: int) -> None:
         """Remove a program that could not be loaded from this record."""
         self._programs.pop(program_id, None)
+        self._processes_by_actor.pop(program_id, None)
 
     def programs_of(self, actor: ActorId) -> tuple[int, ...]:
         """Return the ids of all programs in which an actor takes part, in ascending order."""
-        return tuple(i for i, program in sorted(self._programs.items()) if actor in program.keys)
+        return tuple(i for i, program in self._programs.items() if actor in program.parts)
 
     def load_message(self, program_id: int, actor: ActorId, known: set[str]) -> Load:
         """Return the message that has a process load its actor's part of a program.
@@ -399,15 +373,16 @@ class LoadedPrograms:
                 leaves out. The keys of the executables in this message are added to the set.
         """
         program = self._programs[program_id]
-        keys = program.keys[actor]
+        keys = program.keys.get(actor, {})
         new = set(keys.values()) - known
         known |= new
         blobs = {key: program.blobs[key] for key in sorted(new)}
-        return Load(program_id, program.parts[actor], keys, blobs, program.names)
+        modelled_s = {index: s for index, s in program.modelled_s.items() if index in keys}
+        return Load(program_id, program.parts[actor], keys, blobs, dict(program.names), modelled_s)
 
     def processes_by_actor(self, program_id: int) -> ProcessesByActor:
         """Return the actors that run a part of a program, in ascending order, each with its processes."""
-        return self._programs[program_id].processes_by_actor
+        return self._processes_by_actor[program_id]
 
     def parts(self, program_id: int) -> dict[ActorId, ActorProgram]:
         """Return each actor's part of a program, by actor; empty if the program is not known."""
@@ -416,7 +391,7 @@ class LoadedPrograms:
 
     def all_parts(self) -> list[dict[ActorId, ActorProgram]]:
         """Return one dictionary per loaded program, in order of program id, with each actor's part."""
-        return [self.parts(program_id) for program_id in sorted(self._programs)]
+        return [program.parts for program in self._programs.values()]
 
     def part(self, program_id: int, actor: ActorId) -> ActorProgram | None:
         """Return an actor's part of a program, or None if the actor has no part in it or the program is not

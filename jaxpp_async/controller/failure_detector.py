@@ -8,7 +8,7 @@ used. The time is a parameter of each method, so that tests can choose it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal
 
 from jaxpp_async.program.instructions import ProcessId
 from jaxpp_async.protocol.actor_info import Position
@@ -18,49 +18,23 @@ SUSPECT_S, DEAD_S = 3.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
-    """The verdict that a process has sent no heartbeat for long enough to raise a warning.
+class Verdict:
+    """The finding that a process has become suspect, has recovered or is dead.
 
     Args:
         process: the process.
-        silence_s: the seconds since its last heartbeat.
+        health: `"suspect"`: the process has sent no heartbeat for long enough to raise a warning.
+            `"recovered"`: a suspect process has sent a heartbeat again. `"dead"`: the process has been silent
+            for so long that it is given up and no longer watched.
+        silence_s: the seconds since its last heartbeat; for a process that has recovered, the longest time
+            between two of its heartbeats while it was suspect.
         position: the position in its program that the process reported last, or None.
     """
 
     process: ProcessId
+    health: Literal["suspect", "recovered", "dead"]
     silence_s: float
     position: Position | None
-
-
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """The verdict that a suspect process has sent a heartbeat again.
-
-    Args:
-        process: the process.
-        silence_s: the longest time in seconds between two of its heartbeats while it was suspect.
-    """
-
-    process: ProcessId
-    silence_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class DeclaredDead:
-    """The verdict that a process has been silent for so long that it is given up and no longer watched.
-
-    Args:
-        process: the process.
-        silence_s: the seconds since its last heartbeat.
-        position: the position in its program that the process reported last, or None.
-    """
-
-    process: ProcessId
-    silence_s: float
-    position: Position | None
-
-
-Verdict: TypeAlias = Suspect | Recovered | DeclaredDead
 
 
 @dataclass(slots=True)
@@ -133,13 +107,13 @@ class FailureDetector:
             silence_s = now - health.heard_at
             if silence_s >= self._dead_s:
                 self.unwatch(process)
-                found.append(DeclaredDead(process, silence_s, health.position))
+                found.append(Verdict(process, "dead", silence_s, health.position))
             elif silence_s >= self._suspect_s and not health.suspect:
                 health.suspect, health.silence_s = True, silence_s
-                found.append(Suspect(process, silence_s, health.position))
+                found.append(Verdict(process, "suspect", silence_s, health.position))
             elif silence_s < self._suspect_s and health.suspect:
                 health.suspect = False
-                found.append(Recovered(process, health.silence_s))
+                found.append(Verdict(process, "recovered", health.silence_s, health.position))
             if not health.suspect:
                 health.silence_s = 0.0
         return found

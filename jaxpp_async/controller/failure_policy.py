@@ -154,36 +154,30 @@ class _Rule(NamedTuple):
     error: Callable[[Any], ActorError]
 
 
-def _always(_: Observation) -> bool:
-    return True
-
-
-def _never(_: Observation) -> bool:
-    return False
-
-
 _RULES: Mapping[type[Observation], _Rule] = {
     ProcessDied: _Rule(
         lambda seen: follows_first_process(seen.info, seen.death),
         lambda seen: died_error(seen.info, seen.death, seen.step, seen.instruction),
     ),
     ConnectionLost: _Rule(
-        _always, lambda seen: lost_error(seen.info, seen.error, seen.output_tail, seen.step)
+        lambda _: True, lambda seen: lost_error(seen.info, seen.error, seen.output_tail, seen.step)
     ),
     FailureReported: _Rule(
         lambda seen: is_consequence(seen.failed, of_several=seen.info.size > 1),
         lambda seen: remote_error(seen.info, seen.failed, ends_mesh=True),
     ),
-    ActorSilent: _Rule(_never, lambda seen: silent_error(seen.info, seen.silence_s, seen.step, seen.at)),
-    StepStuck: _Rule(_never, lambda seen: stuck_error(seen.diagnosis, seen.still_s, seen.actors)),
-    TransferFailed: _Rule(_always, lambda seen: seen.error),
-    ProtocolBroken: _Rule(_never, lambda seen: seen.error),
+    ActorSilent: _Rule(
+        lambda _: False, lambda seen: silent_error(seen.info, seen.silence_s, seen.step, seen.at)
+    ),
+    StepStuck: _Rule(lambda _: False, lambda seen: stuck_error(seen.diagnosis, seen.still_s, seen.actors)),
+    TransferFailed: _Rule(lambda _: True, lambda seen: seen.error),
+    ProtocolBroken: _Rule(lambda _: False, lambda seen: seen.error),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """A failure to act on.
+class FailureFound:
+    """The finding that a failure is a cause, and has to be acted on.
 
     Args:
         error: the error that describes the failure to the user.
@@ -207,9 +201,9 @@ class FailurePolicy:
 
     def __init__(self) -> None:
         self.due_s: float | None = None
-        self._suspected: Failure | None = None
+        self._suspected: FailureFound | None = None
 
-    def observe(self, seen: Observation, now_s: float) -> Failure | None:
+    def observe(self, seen: Observation, now_s: float) -> FailureFound | None:
         """Judge an observation at the time `now_s`.
 
         Returns:
@@ -220,14 +214,14 @@ class FailurePolicy:
         is_suspect = may_follow(seen)
         if is_suspect and self._suspected is not None:
             return None
-        failure = Failure(error(seen), seen.info.process if isinstance(seen, ProcessDied) else None)
+        failure = FailureFound(error(seen), seen.info.process if isinstance(seen, ProcessDied) else None)
         if is_suspect:
             self._suspected, self.due_s = failure, now_s + GRACE_S
             return None
         self.drop_suspicion()
         return failure
 
-    def judge(self, now_s: float) -> Failure | None:
+    def judge(self, now_s: float) -> FailureFound | None:
         """Return the suspected failure, if no cause was observed within `GRACE_S` seconds; None otherwise.
 
         Args:

@@ -15,7 +15,7 @@ from functools import partial
 
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.deploy import LoadedPrograms
-from jaxpp_async.controller.failure_detector import DeclaredDead, FailureDetector, Recovered, Verdict
+from jaxpp_async.controller.failure_detector import FailureDetector, Verdict
 from jaxpp_async.controller.failure_policy import (
     ActorSilent,
     ConnectionLost,
@@ -213,13 +213,13 @@ class HealthMonitor:
         an event for users.
         """
         link = self._actor_group.links[verdict.process]
-        if isinstance(verdict, Recovered):
+        if verdict.health == "recovered":
             self._mesh_events.recovered(link.info, verdict.silence_s)
             return
         # The page of progress is more recent than the last heartbeat.
         position = link.handle.progress() or verdict.position
         at = describe_position(self._programs.part, link.info.id, position) if position is not None else None
-        if isinstance(verdict, DeclaredDead):
+        if verdict.health == "dead":
             step = self._step_of(verdict.process)
             self._observe(ActorSilent(link.info, verdict.silence_s, step, at))
         else:
@@ -328,8 +328,8 @@ def _furthest_behind_or_silent(
 
     def position(process: ProcessId) -> tuple[int, int, bool]:
         report = reports_of[process]
-        return (
-            (report.step or 0, report.instruction, report.running) if report is not None else (-1, 0, False)
-        )
+        if report is None:
+            return -1, 0, False
+        return report.step or 0, report.instruction, report.running
 
     return min(processes, key=position)

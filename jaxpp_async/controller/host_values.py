@@ -20,6 +20,7 @@ from msgspec import structs
 
 from jaxpp_async.controller.error_messages import location
 from jaxpp_async.controller.options import ControllerOptions
+from jaxpp_async.controller.recovery import Recovery
 from jaxpp_async.controller.requests import ActorLink, PendingRequest
 from jaxpp_async.controller.stall_detector import SLOW_BYTES_PER_S
 from jaxpp_async.errors import ProtocolError, TransferError
@@ -64,7 +65,7 @@ class _ExpectedTransfers:
         size_bytes: the number of bytes of all of them.
         since: the time at which the controller began to wait for the transfers, in seconds of its
             `SuspendAwareClock`.
-        epoch: the epoch in the tags of the transfers, a number that counts aborts of the whole mesh.
+        epoch: the epoch in the tags of the transfers.
     """
 
     process: ProcessId
@@ -88,7 +89,7 @@ class HostTransfers:
 
     Args:
         transport: the controller's own transport, which this object owns.
-        epoch: the epoch that tags carry, a number that counts aborts of the whole mesh.
+        recovery: tells the present epoch, which tags contain.
         info: returns the host and pid of a process, for errors.
         on_error: called with an error if a transfer fails or exceeds its time limit; the actor may be dead.
         scattering: how values are split over the processes of one actor.
@@ -98,7 +99,7 @@ class HostTransfers:
     def __init__(
         self,
         transport: Transport,
-        epoch: int,
+        recovery: Recovery,
         info: Callable[[ProcessId], ActorInfo],
         on_error: Callable[[TransferError], None],
         scattering: Scattering,
@@ -108,7 +109,7 @@ class HostTransfers:
         self._expected: list[_ExpectedTransfers] = []
         self._clock = SuspendAwareClock(time.monotonic())
         self._timer: asyncio.TimerHandle | None = None
-        self.transport, self.epoch = transport, epoch
+        self.transport, self._recovery = transport, recovery
         self._info, self._on_error = info, on_error
         self._sequences: dict[ProcessId, int] = defaultdict(int)
 
@@ -217,7 +218,7 @@ class HostTransfers:
         pending = tuple(transfer for transfer in transfers if not transfer.done())
         if pending:
             now = self._clock.read(time.monotonic())
-            self._expected.append(_ExpectedTransfers(process, pending, size_bytes, now, self.epoch))
+            self._expected.append(_ExpectedTransfers(process, pending, size_bytes, now, self._recovery.epoch))
             if self._timer is None:
                 self._tick()
 
@@ -230,7 +231,7 @@ class HostTransfers:
 
     def _tick(self) -> None:
         now = self._clock.tick(time.monotonic())
-        self._expected = [e for e in self._expected if not e.done and e.epoch == self.epoch]
+        self._expected = [e for e in self._expected if not e.done and e.epoch == self._recovery.epoch]
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self._expected else None
         for late in self._expected:
             # The transfers with one process share the link, so each may take as long as all together.
@@ -261,14 +262,14 @@ class HostTransfers:
         return first
 
     def _tag(self, sequence: int) -> int:
-        return make_tag(self.epoch, HOST_CHANNEL, sequence)
+        return make_tag(self._recovery.epoch, HOST_CHANNEL, sequence)
 
     def _watched(self, process: ProcessId, transfer: Transfer) -> Transfer:
-        epoch = self.epoch
+        epoch = self._recovery.epoch
 
         def on_done(done: Transfer) -> None:
             error = None if done.cancelled() else done.exception()
-            if error is not None and self.epoch == epoch:
+            if error is not None and self._recovery.epoch == epoch:
                 info = self._info(process)
                 text = f"a transfer between the controller and {info} failed: {error}"
                 self._on_error(TransferError(text, **location(info)))
@@ -359,11 +360,11 @@ def _read(
     arrived: tuple[np.ndarray[Any, Any], Transfer] | None,
 ) -> np.ndarray[Any, Any]:
     shape, dtype, data = entry
-    if arrived is not None and data is None:
-        return _from_bytes(arrived[0], shape, dtype)
-    if arrived is None and data is not None:
-        return _from_bytes(data, shape, dtype)
-    raise ProtocolError(f"process {process} sent {dtype}{list(shape)} by another way than its size calls for")
+    found = data if arrived is None else arrived[0]
+    if found is None or (arrived is not None and data is not None):
+        what = f"process {process} sent {dtype}{list(shape)}"
+        raise ProtocolError(f"{what} by another way than its size calls for")
+    return _from_bytes(found, shape, dtype)
 
 
 def _prepare_put(host: HostValue, sequence: int) -> tuple[Put, np.ndarray[Any, Any] | None]:

@@ -56,7 +56,7 @@ class ActorConfig:
 
         Args:
             transport: the name of the transport between actors.
-            epoch: the epoch in which the process begins, a number that counts aborts of the whole mesh.
+            epoch: the epoch in which the process begins.
             cluster: how the process joins the other processes of its actor; None if it is the only one.
             address: the address at which other processes can connect to the process's host; None if not
                 known.

@@ -6,7 +6,7 @@ processes and their compiled programs. A caller that awaits a step only waits lo
 as without a failure, since the same programs run on the same values in the same order.
 
 A failure may follow during a restart. Then another attempt begins from the start, and replaces the actors of
-both failures. Each attempt has a number, the epoch, so that late messages of an earlier one are recognized.
+both failures. Each attempt begins an epoch (see `protocol.messages`).
 
 `Recovery` is a pure state machine: `handle` takes an event and the time, and returns commands. Two tables at
 the end of this module are its whole course: `COURSE` says what each state of a restart begins with and which
@@ -18,15 +18,15 @@ commands out and reports their outcomes as events.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, TypeAlias
 
 from jaxpp_async.base.printable import first_line
 from jaxpp_async.controller.error_messages import abandoned
-from jaxpp_async.controller.request_history import RememberedRequest, RequestHistory
-from jaxpp_async.controller.state_replicas import MovePart, ReplicaCommand, StateReplicas
+from jaxpp_async.controller.failure_policy import FailureFound
+from jaxpp_async.controller.request_history import OutgoingRequest, RequestHistory
+from jaxpp_async.controller.state_replicas import CourseRow, DropOthers, ReplicaCommand, StateReplicas
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -88,19 +88,6 @@ class MeshStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class FailureFound:
-    """The failure policy has found a cause: an actor died or fell silent, a step is stuck, a transfer failed.
-
-    Args:
-        error: the failure.
-        dead: the process that died, or None.
-    """
-
-    error: ActorError
-    dead: ProcessId | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class CarriedOut:
     """A command was carried out: actors were reaped, a successor is up, transports are renewed, and so on.
 
@@ -137,10 +124,11 @@ class StepSent:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaWanted:
-    """A replica is wanted, although it may not be due.
+    """A caller asks for a replica now, between two steps.
 
     Args:
-        if_due: whether the replica is wanted only if enough steps or bytes were sent since the last one.
+        if_due: whether to make the replica only if it is due, because enough steps or bytes were sent since
+            the last one; if False, it is made in any case.
     """
 
     if_due: bool = False
@@ -243,14 +231,12 @@ class Resume:
     """A command to make requests again, and to send new requests from now on.
 
     Args:
-        epoch: the epoch in which the requests run.
         requests: the requests, in their order.
         replaced: the actors that were replaced.
         took_s: how long the restart took, in seconds.
     """
 
-    epoch: int
-    requests: tuple[RememberedRequest, ...]
+    requests: tuple[OutgoingRequest, ...]
     replaced: tuple[ActorId, ...]
     took_s: float
 
@@ -268,8 +254,9 @@ class WakeUp:
 
 @dataclass(frozen=True, slots=True)
 class GiveUpReplica:
-    """A command to report that no replica could be made; the one before it stays valid. If a transfer failed,
-    the failure policy has to judge that.
+    """A command to report why the replica that was being made is given up. The replica before it stays valid.
+    A failed transfer is reported to the failure policy, since its cause may be a lost actor; any other reason
+    is only logged.
 
     Args:
         error: the reason.
@@ -327,8 +314,7 @@ class Recovery:
 
     Attributes:
         state: what the mesh does.
-        epoch: the number of restarts so far, counting each attempt. Tags of transfers and steps contain it,
-            so that messages from before a restart are recognized and ignored.
+        epoch: the present epoch of the mesh (see `protocol.messages`).
         is_enabled: whether restarts are allowed at all.
         history: the requests that a restart may have to make again.
         replicas: the replicas of the state.
@@ -395,11 +381,10 @@ class Recovery:
                 if self.is_restarting and self._is_echo(error):
                     return Meaning.ECHO
                 return Meaning.LOSS if self._last_error(event) is None else Meaning.FINAL
-            case StepSent():
-                return Meaning.REPLICA if self.is_enabled and self.replicas.is_due else Meaning.NOTHING
-            case ReplicaWanted(if_due):
-                is_wanted = self.is_enabled and (self.replicas.is_due or not if_due)
-                return Meaning.REPLICA if is_wanted else Meaning.NOTHING
+            case StepSent() | ReplicaWanted(if_due=True) if not self.replicas.is_due:
+                return Meaning.NOTHING
+            case StepSent() | ReplicaWanted():
+                return Meaning.REPLICA if self.is_enabled else Meaning.NOTHING
             case CarriedOut(epoch) | NotCarriedOut(epoch) if epoch != self.epoch:
                 return Meaning.NOTHING
             case CarriedOut(_, command) | NotCarriedOut(_, command) if self.replicas.waits_for(command):
@@ -543,8 +528,8 @@ class Recovery:
             self.state = state
             commands = COURSE[state].commands(self)
             given += commands
-            self._open = {command for command in commands if isinstance(command, AWAITED)}
-            if self._open or state is State.RUNNING:
+            self._open = {command for command in commands if not isinstance(command, DropOthers | Resume)}
+            if self._open or COURSE[state].then is None:
                 return given
             state = COURSE[state].then
 
@@ -619,7 +604,7 @@ class Recovery:
         self._lost.clear()
         self._up.clear()
         self._undone, self._cause, self._failed_starts = str(self._cause), None, 0
-        return [Resume(self.epoch, tuple(self.history.take_again()), replaced, self._now - self._began_s)]
+        return [Resume(tuple(self.history.take_again()), replaced, self._now - self._began_s)]
 
 
 def can_be_undone(error: ActorError) -> bool:
@@ -684,38 +669,20 @@ class Budget:
 # ---------------------------------------------------------------- the tables
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """A row of `COURSE`.
-
-    Args:
-        commands: returns the commands with which the state begins.
-        then: the state that follows when all of them that are awaited were carried out.
-    """
-
-    commands: Callable[[Recovery], Sequence[Command]]
-    then: State = State.RUNNING
-
-
-COURSE: Final = {
+COURSE: Final[dict[State, CourseRow]] = {
     # state, the commands at its begin, and the state when they are carried out
-    State.STOPPING: _Stage(lambda _: [StopWork()], State.REAPING),
-    State.REAPING: _Stage(lambda self: [Reap(actor) for actor in sorted(self._lost)], State.RENEWING),
-    State.RENEWING: _Stage(Recovery._renew, State.CONNECTING),
-    State.CONNECTING: _Stage(lambda _: [ConnectAll()], State.LOADING),
-    State.LOADING: _Stage(lambda self: [LoadPrograms(p) for p in self._new_processes], State.LINKING),
-    State.LINKING: _Stage(lambda _: [MakeLinks()], State.RESTORING),
-    State.RESTORING: _Stage(lambda self: self.replicas.restore(self._lost), State.HANDING_OVER),
-    State.HANDING_OVER: _Stage(lambda self: self.replicas.hand_over(self._lost), State.ROLLING_BACK),
-    State.ROLLING_BACK: _Stage(Recovery._roll_back, State.RUNNING),
-    State.RUNNING: _Stage(Recovery._resume),
+    State.STOPPING: CourseRow(lambda _: [StopWork()], State.REAPING),
+    State.REAPING: CourseRow(lambda self: [Reap(actor) for actor in sorted(self._lost)], State.RENEWING),
+    State.RENEWING: CourseRow(Recovery._renew, State.CONNECTING),
+    State.CONNECTING: CourseRow(lambda _: [ConnectAll()], State.LOADING),
+    State.LOADING: CourseRow(lambda self: [LoadPrograms(p) for p in self._new_processes], State.LINKING),
+    State.LINKING: CourseRow(lambda _: [MakeLinks()], State.RESTORING),
+    State.RESTORING: CourseRow(lambda self: self.replicas.restore(self._lost), State.HANDING_OVER),
+    State.HANDING_OVER: CourseRow(lambda self: self.replicas.hand_over(self._lost), State.ROLLING_BACK),
+    State.ROLLING_BACK: CourseRow(Recovery._roll_back, State.RUNNING),
+    State.RUNNING: CourseRow(Recovery._resume),
 }
 """The course of a restart."""
-
-AWAITED: Final = (
-    StopWork, Reap, StartSuccessor, RenewTransport, ConnectAll, LoadPrograms, MakeLinks, MovePart, RollBack,
-)  # fmt: skip
-"""The commands whose outcomes the states of `COURSE` wait for."""
 
 _no, _run, _begin, _retry = Recovery._ignore, Recovery._run, Recovery._begin, Recovery._retry
 _wait, _next, _pause = Recovery._wait, Recovery._advance, Recovery._pause

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from jaxpp_async.base.printable import first_line
 from jaxpp_async.controller import recovery as r
@@ -21,7 +21,7 @@ from jaxpp_async.controller.deploy import LinkSetup, LoadedPrograms
 from jaxpp_async.controller.error_messages import location
 from jaxpp_async.controller.health_monitor import HealthMonitor
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import Requests, SentRequest
+from jaxpp_async.controller.requests import Requests
 from jaxpp_async.controller.stall_detector import SLOW_BYTES_PER_S
 from jaxpp_async.errors import (
     ActorError,
@@ -186,7 +186,6 @@ class RecoveryDriver:
         where = {"actor": error.actor, "host": error.host, "step": error.step}
         _LOG.warning("restarting because of a failure: %s", error, extra=where)
         self._requests.hold_back()
-        actor_group.enter_epoch(self.recovery.epoch)
         for actor in actor_group.actors:
             actor_group.set_state(actor, "restarting" if actor in command.lost else "waiting")
         for process in actor_group.processes.processes_of_all(command.lost):
@@ -202,9 +201,6 @@ class RecoveryDriver:
         if cancelled:
             await asyncio.wait(cancelled)
         await self._linking.aclose()
-
-    async def _reap(self, command: r.Reap) -> None:
-        await self._actor_group.remove(command.actor)
 
     async def _start_successor(self, command: r.StartSuccessor) -> None:
         for link in await self._actor_group.start_actor(command.actor):
@@ -242,9 +238,6 @@ class RecoveryDriver:
             message = self._programs.load_message(program_id, actor, link.known_blobs)
             await self._requests.call(command.process, message, in_restart=True)
 
-    async def _make_links(self, command: r.MakeLinks) -> None:
-        await self._linking.link_again()
-
     async def _roll_back(self, command: r.RollBack) -> None:
         message = Rollback(command.generation)
         try:
@@ -259,9 +252,7 @@ class RecoveryDriver:
     def _resume(self, command: r.Resume) -> None:
         for actor in self._actor_group.actors:
             self._actor_group.set_state(actor, "ready")
-        # The history remembers only what `Requests` has posted.
-        requests = cast(tuple[SentRequest, ...], command.requests)
-        steps = self._requests.resume(requests, command.epoch)
+        steps = self._requests.resume(command.requests, self.recovery.epoch)
         _LOG.warning(
             "replaced actors %s in %.1f s; %d step%s run again",
             list(command.replaced),
@@ -270,12 +261,6 @@ class RecoveryDriver:
             "s" * (steps != 1),
         )
         self._on_restarted(command.replaced, steps)
-
-    async def _wake_up(self, command: r.WakeUp) -> None:
-        await asyncio.sleep(command.after_s)
-
-    def _end_mesh(self, command: r.EndMesh) -> None:
-        self._end(command.error, command.dead)
 
     # ------------------------------------------------------------ replicas
 
@@ -325,7 +310,7 @@ class RecoveryDriver:
         return TransferError(f"{what}, or slower than 50 MB/s (progress_timeout_s)", actor=to)
 
     async def _await_answers(self, command: s.AwaitAnswers) -> None:
-        for request in cast(list[SentRequest], self.recovery.history.unanswered(command.mark)):
+        for request in self.recovery.history.unanswered(command.mark):
             answered = asyncio.Event()
             request.waiter.when_done(answered.set)
             await answered.wait()
@@ -352,17 +337,17 @@ class RecoveryDriver:
 _CARRY_OUT: Final[dict[type, Callable[[RecoveryDriver, Any], Coroutine[Any, Any, object] | None]]] = {
     r.HoldBack: RecoveryDriver._hold_back,
     r.StopWork: RecoveryDriver._stop_work,
-    r.Reap: RecoveryDriver._reap,
+    r.Reap: lambda driver, command: driver._actor_group.remove(command.actor),
     r.StartSuccessor: RecoveryDriver._start_successor,
     r.RenewTransport: RecoveryDriver._renew_transport,
     r.ConnectAll: RecoveryDriver._connect,
     r.LoadPrograms: RecoveryDriver._load,
-    r.MakeLinks: RecoveryDriver._make_links,
+    r.MakeLinks: lambda driver, command: driver._linking.link_again(),
     s.MovePart: RecoveryDriver._move_part,
     r.RollBack: RecoveryDriver._roll_back,
     r.Resume: RecoveryDriver._resume,
-    r.WakeUp: RecoveryDriver._wake_up,
-    r.EndMesh: RecoveryDriver._end_mesh,
+    r.WakeUp: lambda driver, command: asyncio.sleep(command.after_s),
+    r.EndMesh: lambda driver, command: driver._end(command.error, command.dead),
     s.CopyState: RecoveryDriver._copy_state,
     s.AwaitAnswers: RecoveryDriver._await_answers,
     s.DropOthers: RecoveryDriver._drop_others,

@@ -10,39 +10,57 @@ waits for nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
+from jaxpp_async.program.instructions import ProcessId
 from jaxpp_async.protocol.messages import Request
+
+if TYPE_CHECKING:
+    from jaxpp_async.controller.requests import Waiter
 
 PRUNE_AFTER = 256
 """The number of remembered requests above which those that no restart needs are forgotten."""
 
 
-class RememberedRequest(Protocol):
-    """A request to one process, as a `RequestHistory` sees it.
+StartTransfers: TypeAlias = Callable[[], None]
+"""A function that starts the data transfers that go with a request. Their tags have the mesh's epoch at the
+time of the call.
+"""
 
-    Attributes:
-        process: the number of the process.
-        message: the request.
-        serial: the request's place in the order of all requests; the history sets it.
-        size_bytes: the bytes of host memory that remembering this request keeps alive.
+
+@dataclass(slots=True, eq=False)
+class OutgoingRequest:
+    """A request to one process, with all that is needed to send it now, and to send it again in a restart.
+
+    Args:
+        process: the process.
+        message: the request. When a step is sent again, it gets the present epoch.
+        waiter: receives the reply.
+        transfers: starts the data transfers of the request; called each time that the request has been sent.
+            None: there are no transfers.
+        size_bytes: the size in bytes of the host arrays that this object keeps in memory, since `transfers`
+            refers to them.
+        serial: the request's place in the order of all requests, which its `RequestHistory` sets.
     """
 
-    process: int
+    process: ProcessId
     message: Request
-    serial: int
-    size_bytes: int
+    waiter: Waiter
+    transfers: StartTransfers | None = None
+    size_bytes: int = 0
+    serial: int = -1
 
     @property
     def is_answered(self) -> bool:
         """Whether the request has ended: it was answered, or its caller has been given an error."""
-        ...
+        return self.waiter.done
 
     @property
     def is_refused(self) -> bool:
         """Whether the request has ended because it failed on the actor, so that it had no effect."""
-        ...
+        return self.waiter.is_refused
 
 
 class RequestHistory:
@@ -55,13 +73,13 @@ class RequestHistory:
     def __init__(self) -> None:
         self.size_bytes = 0
         self._serials = itertools.count()
-        self._requests: list[RememberedRequest] = []
+        self._requests: list[OutgoingRequest] = []
         self._prune_at = PRUNE_AFTER
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request: RememberedRequest) -> None:
+    def add(self, request: OutgoingRequest) -> None:
         """Remember a request, as the last one."""
         request.serial = next(self._serials)
         self._requests.append(request)
@@ -75,17 +93,17 @@ class RequestHistory:
         """Return a number that separates the requests made so far from later ones."""
         return next(self._serials)
 
-    def unanswered(self, mark: int) -> list[RememberedRequest]:
+    def unanswered(self, mark: int) -> list[OutgoingRequest]:
         """Return the requests from before a mark that have no answer yet."""
         return [request for request in self._requests if request.serial < mark and not request.is_answered]
 
-    def needed(self) -> list[RememberedRequest]:
+    def needed(self) -> list[OutgoingRequest]:
         """Return the requests that a restart has to make again, in their order.
 
         A request whose effect has been ended by another one (`Rules.ended_by`) is left out. If it has no
         answer yet, it is made again all the same, and so is the request that ends its effect.
         """
-        enders: dict[tuple[int, type[Request], object], RememberedRequest] = {}
+        enders: dict[tuple[int, type[Request], object], OutgoingRequest] = {}
         needed: set[int] = set()
         for request in reversed(self._requests):
             message, rules = request.message, request.message.rules
@@ -117,7 +135,7 @@ class RequestHistory:
         """Forget all requests from before a mark, because a replica as of that mark is whole."""
         self._keep([request for request in self.needed() if request.serial > mark])
 
-    def take_again(self) -> list[RememberedRequest]:
+    def take_again(self) -> list[OutgoingRequest]:
         """Return the requests that a restart makes again now, and remember them as if they were new.
 
         They come after every mark so far, since no replica contains their effects any more.
@@ -131,6 +149,6 @@ class RequestHistory:
         """Forget all requests, because the mesh has ended."""
         self._keep([])
 
-    def _keep(self, requests: Iterable[RememberedRequest]) -> None:
+    def _keep(self, requests: Iterable[OutgoingRequest]) -> None:
         self._requests = list(requests)
         self.size_bytes = sum(request.size_bytes for request in self._requests)

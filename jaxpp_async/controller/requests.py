@@ -6,8 +6,7 @@ request is remembered (`request_history`), and held back while a restart is unde
 sent at once.
 
 Reading order: `PendingRequest` waits for one reply (`submitted_step.SubmittedStep` for those of a step).
-`SentRequest` is a request with all that is needed to send it again. `ActorLink` is the connection to one
-process. `FreeList` collects arrays that are to be freed.
+`ActorLink` is the connection to one process. `FreeList` collects arrays that are to be freed.
 
 A request needs no asyncio task, and no additional pass of the event loop: when the last reply of a step
 arrives, its callers continue within the same pass.
@@ -19,7 +18,6 @@ import asyncio
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -27,6 +25,7 @@ from msgspec import Raw
 
 from jaxpp_async.controller.error_messages import abandoned, is_consequence, remote_error
 from jaxpp_async.controller.recovery import Recovery
+from jaxpp_async.controller.request_history import OutgoingRequest
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorError, ProtocolError, StepAbortedError
 from jaxpp_async.launch import ActorHandle
@@ -117,45 +116,6 @@ class PendingRequest:
 Waiter: TypeAlias = PendingRequest | SubmittedStep
 """The objects that wait for replies; this module uses the methods that both classes have."""
 
-StartTransfers: TypeAlias = Callable[[], None]
-"""A function that starts the data transfers that go with a request. Their tags have the mesh's epoch at the
-time of the call.
-"""
-
-
-@dataclass(slots=True, eq=False)
-class SentRequest:
-    """A request to one process, with all that is needed to send it now, and to send it again in a restart.
-
-    Args:
-        process: the process.
-        message: the request. When a step is sent again, it gets the current epoch (a number that counts
-            restarts).
-        waiter: receives the reply.
-        transfers: starts the data transfers of the request; called each time that the request has been sent.
-            None: there are no transfers.
-        size_bytes: the size in bytes of the host arrays that this object keeps in memory, since `transfers`
-            refers to them.
-        serial: the request's place in the order of all requests, which its `RequestHistory` sets.
-    """
-
-    process: ProcessId
-    message: Request
-    waiter: Waiter
-    transfers: StartTransfers | None = None
-    size_bytes: int = 0
-    serial: int = -1
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether the request has ended: it was answered, or its caller has been given an error."""
-        return self.waiter.done
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the request has ended because it failed on the actor, so that it had no effect."""
-        return self.waiter.is_refused
-
 
 class ActorLink:
     """The controller's end of one actor process: its handle, its control connection and its open requests.
@@ -177,12 +137,12 @@ class ActorLink:
 
     def __init__(self, info: ActorInfo, handle: ActorHandle, connection: Connection):
         self.info, self.handle, self.connection = info, handle, connection
-        self.open: dict[int, SentRequest] = {}
+        self.open: dict[int, OutgoingRequest] = {}
         self.known_blobs: set[str] = set()
         self.address = b""
         self._next_number = self._first_number = 0
 
-    def send(self, request: SentRequest, encoded: Raw | None = None) -> None:
+    def send(self, request: OutgoingRequest, encoded: Raw | None = None) -> None:
         """Give a request the next number, and send it immediately.
 
         Args:
@@ -275,7 +235,7 @@ class ActorLink:
         self.connection.on_message = _ignore_message
         self.connection.on_closed = None
 
-    def forget_requests(self) -> list[SentRequest]:
+    def forget_requests(self) -> list[OutgoingRequest]:
         """Forget the open requests, because a restart begins, and return them. If replies to them still
         arrive, ignore these replies.
         """
@@ -324,7 +284,7 @@ class Requests:
 
     # ------------------------------------------------------------ sending
 
-    def post(self, *requests: SentRequest) -> None:
+    def post(self, *requests: OutgoingRequest) -> None:
         """Send requests in the given order, after all earlier ones, and remember them if restarts are
         allowed. During a restart, the requests are sent when the restart ends.
 
@@ -369,7 +329,7 @@ class Requests:
         if message.rules.repeated and not in_restart:
             return self.send_each({process: message}, awaited=awaited)[process]
         pending = PendingRequest(awaited=awaited)
-        self._links[process].send(SentRequest(process, message, pending))
+        self._links[process].send(OutgoingRequest(process, message, pending))
         return pending
 
     def send_each(
@@ -386,7 +346,9 @@ class Requests:
         """
         self._check_usable()
         pending = {process: PendingRequest(awaited=awaited) for process in messages}
-        self.post(*(SentRequest(process, messages[process], waiter) for process, waiter in pending.items()))
+        self.post(
+            *(OutgoingRequest(process, messages[process], waiter) for process, waiter in pending.items())
+        )
         return pending
 
     async def call(self, process: ProcessId, message: Request, *, in_restart: bool = False) -> Any:
@@ -409,7 +371,7 @@ class Requests:
         await self._links[process].connection.drain()
         return await request
 
-    def _send(self, request: SentRequest, encoded: Raw | None = None) -> None:
+    def _send(self, request: OutgoingRequest, encoded: Raw | None = None) -> None:
         self._links[request.process].send(request, encoded)
         if request.transfers is not None:
             request.transfers()
@@ -431,7 +393,7 @@ class Requests:
                     what = f"{type(request.message).__name__} was not answered by {link.info}"
                     request.waiter.fail(StepAbortedError(f"{what} before a restart began"))
 
-    def resume(self, requests: Sequence[SentRequest], epoch: int) -> int:
+    def resume(self, requests: Sequence[OutgoingRequest], epoch: int) -> int:
         """Send requests again at the end of a restart, in the given order.
 
         A request that was answered before may be among them, because it changes which arrays its actor has.
@@ -440,7 +402,7 @@ class Requests:
 
         Args:
             requests: the requests.
-            epoch: the epoch in which the steps run from now on; it counts restarts.
+            epoch: the epoch in which the steps run from now on.
 
         Returns:
             The number of the user's steps that had already finished and now run again.

@@ -130,14 +130,11 @@ class StallDetector:
             silent: the actors whose heartbeats are missing, so that their state is not known. If the reason
                 may lie with one of them, the result is None.
         """
-        gone_on = [
-            a
-            for a in stall.actors
-            if a not in self._progress_of or self._progress_of[a].since > now - self._progress_s
-        ]
+        progress = [self._progress_of.get(actor) for actor in stall.actors]
+        gone_on = any(p is None or p.since > now - self._progress_s for p in progress)
         for actor, reported in reports.items():
-            if reported is not None and actor in unfinished and self._has_moved(actor, reported, now):
-                gone_on.append(actor)
+            if reported is not None and actor in unfinished:
+                gone_on |= self._has_moved(actor, reported, now)
         if gone_on or not set(stall.actors) <= set(unfinished):
             return None
         diagnosis = _Examination(unfinished, reports, self._program_of).follow(stall.actors[0])

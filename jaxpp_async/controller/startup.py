@@ -100,14 +100,14 @@ class Startup:
             raise launch_error(process_rank, f"could not be started: {error}") from error
         return make_link(process_rank, handle, connection)
 
-    async def reserve(self, link: ActorLink, message: Reserve) -> int:
+    async def reserve(self, link: ActorLink) -> int:
         """Tell a process to find a free port, at which the other processes of its actor can connect to it,
         and return the port.
 
         Raises:
             LaunchError: the process found no port, died or did not answer in time.
         """
-        reserved: Reserved = await self._call(link, message, "connected but did not find a free port")
+        reserved: Reserved = await self._call(link, Reserve(), "connected but did not find a free port")
         return reserved.port
 
     async def configure(self, link: ActorLink, message: Configure) -> Ready:

@@ -230,7 +230,7 @@ class StateReplicas:
             return []
         self._steps_since = 0
         self._making = _Making(next(self._generations), self._history.new_mark())
-        return self._enter(Stage.COPYING)
+        return self._enter(Stage.COPYING, self._making)
 
     def cancel(self) -> None:
         """Give up the replica that is being made, if any. The whole one stays."""
@@ -255,18 +255,13 @@ class StateReplicas:
         making.open.remove(command)
         if isinstance(command, CopyState) and isinstance(result, StateCopy):
             making.copies[command.process] = result
-        return [] if making.open else self._enter(_COURSE[self.stage].then)
+        return [] if making.open else self._enter(_COURSE[self.stage].then, making)
 
-    def _enter(self, stage: Stage) -> list[ReplicaCommand]:
-        making = self._making
-        assert making is not None
+    def _enter(self, stage: Stage, making: _Making) -> list[ReplicaCommand]:
         self.stage = stage
-        commands = _COURSE[stage].commands(self, making)
+        commands = list(_COURSE[stage].commands(self, making))
         making.open = {command for command in commands if not isinstance(command, DropOthers)}
         return commands
-
-    def _copy(self, making: _Making) -> list[ReplicaCommand]:
-        return [CopyState(process, making.generation) for process in range(self._topology.count)]
 
     def _store(self, making: _Making) -> list[ReplicaCommand]:
         parts = {process: making.copies[process].arrays for process in sorted(making.copies)}
@@ -274,9 +269,6 @@ class StateReplicas:
         holders = self._choose_holders(hosts)
         making.replica = Replica(making.generation, parts, holders, hosts)
         return [*making.replica.moves({owner: (owner, holder) for owner, holder in holders.items()})]
-
-    def _settle(self, making: _Making) -> list[ReplicaCommand]:
-        return [AwaitAnswers(making.mark)]
 
     def _finish(self, making: _Making) -> list[ReplicaCommand]:
         assert making.replica is not None
@@ -375,22 +367,28 @@ def choose_holders(hosts: Sequence[Sequence[str]]) -> dict[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """A row of the table below.
+class CourseRow:
+    """A row of the course of a replica or of a restart: one state, such as a `Stage`.
 
     Args:
-        commands: returns the commands with which the stage begins.
-        then: the stage that follows when all of them have been carried out.
+        commands: returns the commands with which the state begins. For a stage of a replica this is called
+            with the `StateReplicas` and the replica that is being made, for a state of a restart with the
+            `Recovery`.
+        then: the state that follows when all of these commands that are awaited were carried out; None if
+            the course is over.
     """
 
-    commands: Callable[[StateReplicas, _Making], list[ReplicaCommand]]
-    then: Any
+    commands: Callable[..., Sequence[Any]]
+    then: Any = None
 
 
 _COURSE: Final = {
-    # stage           commands at its begin    the stage when all of them are carried out
-    Stage.COPYING: _Step(StateReplicas._copy, Stage.STORING),
-    Stage.STORING: _Step(StateReplicas._store, Stage.SETTLING),
-    Stage.SETTLING: _Step(StateReplicas._settle, Stage.IDLE),
-    Stage.IDLE: _Step(StateReplicas._finish, None),
+    # stage, the commands at its begin, and the stage when they are carried out
+    Stage.COPYING: CourseRow(
+        lambda self, making: [CopyState(process, making.generation) for process in self._topology.everyone],
+        Stage.STORING,
+    ),
+    Stage.STORING: CourseRow(StateReplicas._store, Stage.SETTLING),
+    Stage.SETTLING: CourseRow(lambda self, making: [AwaitAnswers(making.mark)], Stage.IDLE),
+    Stage.IDLE: CourseRow(StateReplicas._finish),
 }

@@ -85,7 +85,7 @@ class SubmittedStep:
         program_id: the program that the step runs.
         name: the name of the step function; empty if no user gets to see it.
         kind: the kind of the step.
-        works: a function that returns the work of each executable of the step, for the step's timeline.
+        count_works: a function that returns the work of each executable of the step, for its timeline.
 
     Attributes:
         id: the step's id; not set until the step's turn has come (see `assign`).
@@ -119,9 +119,9 @@ class SubmittedStep:
         program_id: int,
         name: str = "",
         kind: RunKind = "step",
-        works: Callable[[], Sequence[TaskWork]] = tuple,
+        count_works: Callable[[], Sequence[TaskWork]] = tuple,
     ):
-        self.program_id, self.name, self._works = program_id, name, works
+        self.program_id, self.name, self._count_works = program_id, name, count_works
         self.kind: RunKind = kind
         self.loop = asyncio.get_running_loop()
         self.begun_s = self.loop.time()
@@ -319,7 +319,7 @@ class SubmittedStep:
         """
         self._check_finished("a timeline")
         recorded = {actor: reply.recorded(self._programs[actor]) for actor, reply in self._replies.items()}
-        return make_timeline(step_number(self.id), self.name, self.sent_s, recorded, self._works())
+        return make_timeline(step_number(self.id), self.name, self.sent_s, recorded, self._count_works)
 
     def _check_finished(self, wanted: str) -> None:
         if not self._done:

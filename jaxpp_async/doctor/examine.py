@@ -225,7 +225,7 @@ class _Examiner:
             return Explanation(f"could not be reached: {error}", "")
         except ProgramNotStartedError as error:
             return target.reach.explain(target.host, error) or explain_python(
-                target.host, python, error.said, error.exit_status
+                python, error.said, error.exit_status
             )
         except HostError as error:
             return _explain_silence(error)

@@ -7,7 +7,7 @@ The function `find_process_slots` computes, from this data, how many processes e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -125,20 +125,6 @@ class IbPort(msgspec.Struct, frozen=True):
         return f"{self.device}:{self.port}"
 
 
-class Interface(msgspec.Struct, frozen=True):
-    """The facts about one network interface of a host.
-
-    Args:
-        name: the name of the interface, such as `"eth0"`.
-        is_up: whether the interface is in operation.
-        speed_mbits: the speed in Mbit/s; 0 if the kernel does not know it.
-    """
-
-    name: str
-    is_up: bool
-    speed_mbits: int
-
-
 class JaxStart(msgspec.Struct, frozen=True):
     """The result of a successful test start of JAX on the platform that the user asked for.
 
@@ -192,7 +178,6 @@ class HostFacts(msgspec.Struct, frozen=True):
     ucx_error: str = ""
     ib_ports: tuple[IbPort, ...] = ()
     verbs_devices: int = 0
-    interfaces: tuple[Interface, ...] = ()
     jax: JaxStart | None = None
     jax_error: str = ""
     settings: dict[str, str] = {}
@@ -333,26 +318,14 @@ def find_process_slots(found: Examination) -> ProcessSlots:
         return ProcessSlots((found.here.slots * each,), each, asked.devices_per_actor // each)
     # The names do not matter to the placement.
     hosts = [Host(f"host{index}", report.slots) for index, report in enumerate(found.hosts)]
-    num_actors = asked.num_actors or max(1, _count_actors_that_fit(hosts, asked))
     slots_each = 1
     if not asked.slots_are_processes:
-        how = spread(hosts, num_actors, asked.devices_per_actor, asked.processes_per_actor)
+        how = spread(hosts, asked.num_actors or 1, asked.devices_per_actor, asked.processes_per_actor)
         each, slots_each = how.per_actor, how.slots_each
+    num_actors = asked.num_actors or max(1, sum(host.slots // slots_each for host in hosts) // each)
     placements = place(hosts, num_actors * each, slots_each, per_actor=each)
     counts = tuple(sum(placement.host is host for placement in placements) for host in hosts)
     return ProcessSlots(counts, each, asked.devices_per_actor // each, slots_each)
-
-
-def _count_actors_that_fit(hosts: Sequence[Host], asked: RequestedRun) -> int:
-    """Return the number of actors that fit on the hosts, each with as few processes as possible."""
-    devices, given = asked.devices_per_actor, asked.processes_per_actor
-    if asked.slots_are_processes or devices == 1 or all(host.slots == 1 for host in hosts):
-        return sum(host.slots for host in hosts) // (given or 1)
-    for each in [given] if given else [k for k in range(1, devices + 1) if devices % k == 0]:
-        most = sum(host.slots // (devices // each) for host in hosts) // each
-        if most:
-            return most
-    return 0
 
 
 # ---------------------------------------------------------------- findings
@@ -421,3 +394,20 @@ def error(section: str, host: str, what: str, remedy: str) -> Finding:
     found.
     """
     return Finding("error", section, host, what, remedy)
+
+
+def describe_differences(by_host: Mapping[str, object]) -> str:
+    """Return a text that says which hosts have which value, such as "1.20 on a, b; 1.21 on c". The text is
+    empty if all hosts have the same value.
+
+    Args:
+        by_host: a dictionary. Its keys are the names of the hosts; its values are their values, None for a
+            host whose value is not known, which the text leaves out.
+    """
+    hosts_by_value: dict[object, list[str]] = {}
+    for host, value in by_host.items():
+        if value is not None:
+            hosts_by_value.setdefault(value, []).append(host)
+    if len(hosts_by_value) < 2:
+        return ""
+    return "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in hosts_by_value.items())

@@ -25,16 +25,7 @@ import msgspec
 
 from jaxpp_async.base import gpu_inventory
 from jaxpp_async.base.install_hints import pip_source
-from jaxpp_async.doctor.facts import (
-    UNLIMITED,
-    Driver,
-    Gpu,
-    HostFacts,
-    IbPort,
-    Interface,
-    JaxStart,
-    Ucx,
-)
+from jaxpp_async.doctor.facts import UNLIMITED, Driver, Gpu, HostFacts, IbPort, JaxStart, Ucx
 from jaxpp_async.launch.run_module import command_here, inherited_environment
 
 PACKAGES = (
@@ -82,7 +73,6 @@ async def gather(platform: str) -> HostFacts:
         ucx_error=ucx if isinstance(ucx, str) else "",
         ib_ports=read_ib_ports(),
         verbs_devices=_count_verbs_devices(),
-        interfaces=read_interfaces(),
         jax=jax if isinstance(jax, JaxStart) else None,
         jax_error=jax if isinstance(jax, str) else "",
         settings=_read_settings(),
@@ -211,17 +201,6 @@ def read_ib_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[IbPort, .
                 link_layer=_read_line(folder / "link_layer"),
             )
         )
-    return tuple(found)
-
-
-def read_interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, ...]:
-    """Read the names, states and speeds of the network interfaces from the kernel's files under `root`."""
-    found: list[Interface] = []
-    for folder in sorted(root.glob("*")):
-        speed = _read_line(folder / "speed")  # unreadable, or -1, where the kernel does not know
-        # The state of loopback is "unknown" though it is up.
-        is_up = _read_line(folder / "operstate") in ("up", "unknown")
-        found.append(Interface(folder.name, is_up, int(speed) if speed.isdigit() else 0))
     return tuple(found)
 
 

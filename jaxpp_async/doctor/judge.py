@@ -20,6 +20,7 @@ from jaxpp_async.doctor.facts import (
     HostReport,
     ProcessSlots,
     RequestedRun,
+    describe_differences,
     error,
     find_process_slots,
     note,
@@ -189,14 +190,12 @@ def _judge_versions(found: Examination) -> Iterator[Finding]:
                     f"{report.facts.executable} -m pip install "
                     + ("this machine's clone of it" if package == "jaxpp-async" else f"'{package}=={ours}'"),
                 )
-    by_version: dict[str, list[str]] = {}
-    for report in (found.here, *found.hosts):
-        if report.facts is not None and report.facts.ucx is not None:
-            by_version.setdefault(report.facts.ucx.version, []).append(report.name)
-    if len(by_version) > 1:
-        versions = "; ".join(f"{version} on {', '.join(who)}" for version, who in by_version.items())
+    reached = {report.name: report.facts for report in (found.here, *found.hosts) if report.facts is not None}
+    if said := describe_differences(
+        {name: f.ucx.version for name, f in reached.items() if f.ucx is not None}
+    ):
         remedy = "install the same on all; other versions need not understand each other's addresses"
-        yield warning("versions", ALL, f"ucx differs: {versions}", remedy)
+        yield warning("versions", ALL, f"ucx differs: {said}", remedy)
     if not wrong and any(report.facts is not None for report in found.hosts):
         yield ok("versions", ALL, "the same jaxpp-async, jax and jaxlib as this machine")
 

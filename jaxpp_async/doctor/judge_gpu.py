@@ -19,6 +19,7 @@ from jaxpp_async.doctor.facts import (
     HostReport,
     ProcessSlots,
     RequestedRun,
+    describe_differences,
     error,
     note,
     ok,
@@ -78,7 +79,7 @@ def explains_jax(facts: HostFacts, asked: RequestedRun) -> bool:
     """
     if asked.platform == "cpu":
         return False
-    majors = _find_cuda_majors(facts, r"jax-cuda(\d+)-plugin")
+    majors = _find_jax_cudas(facts)
     return not facts.gpus or len(majors) != 1 or facts.cuda is None or facts.cuda[0] < max(majors)
 
 
@@ -98,27 +99,18 @@ def judge_gpus_together(found: Examination) -> Iterator[Finding]:
     if asked.platform != "cuda":
         return
     yield from _judge_mixture(known)
-    majors = _group_by_value(
-        {name: _single(_find_cuda_majors(facts, r"jax-cuda(\d+)-plugin")) for name, facts in known.items()}
-    )
-    if len(majors) > 1:
-        said = "; ".join(f"CUDA {major} on {', '.join(who)}" for major, who in majors.items())
+    cudas = {name: _single({f"CUDA {major}" for major in _find_jax_cudas(f)}) for name, f in known.items()}
+    if said := describe_differences(cudas):
         yield error(
             "versions", ALL, f"JAX is for different CUDAs: {said}", "install the same extra on all hosts"
         )
-    if asked.transport == "nccl":
-        versions = _group_by_value({name: _list_nccl(facts) or None for name, facts in known.items()})
-        if len(versions) > 1:
-            said = "; ".join(f"{version} on {', '.join(who)}" for version, who in versions.items())
-            yield error("versions", ALL, f"NCCL differs: {said}", "install the same on all")
-    kinds = _group_by_value(
-        {name: _single({gpu.name for gpu in facts.gpus}) for name, facts in known.items()}
-    )
-    if len(kinds) > 1:
-        said = "; ".join(f"{kind} on {', '.join(who)}" for kind, who in kinds.items())
-        yield warning(
-            "gpu", ALL, f"they differ: {said}", "stages are as slow as the slowest; share work out by that"
-        )
+    nccls = {name: _list_nccl(facts) or None for name, facts in known.items()}
+    if asked.transport == "nccl" and (said := describe_differences(nccls)):
+        yield error("versions", ALL, f"NCCL differs: {said}", "install the same on all")
+    kinds = {name: _single({gpu.name for gpu in facts.gpus}) for name, facts in known.items()}
+    if said := describe_differences(kinds):
+        remedy = "stages are as slow as the slowest; share work out by that"
+        yield warning("gpu", ALL, f"they differ: {said}", remedy)
 
 
 def _judge_mixture(known: Mapping[str, HostFacts]) -> Iterator[Finding]:
@@ -313,7 +305,7 @@ def _judge_jax(name: str, facts: HostFacts) -> Iterator[Finding]:
         facts: the facts about the host.
     """
     plugins = {p: v for p, v in facts.packages.items() if re.fullmatch(r"jax-cuda\d+-plugin", p)}
-    majors = _find_cuda_majors(facts, r"jax-cuda(\d+)-plugin")
+    majors = _find_jax_cudas(facts)
     install = facts.install(extra_of("cuda", facts.cuda))
     if not plugins:
         yield error("jax", name, "JAX is without CUDA", install)
@@ -356,7 +348,7 @@ def _judge_cupy(name: str, facts: HostFacts) -> Iterator[Finding]:
         yield error("gpu", name, "CuPy is not installed: it says when values are computed", remedy)
         return
     package, version = next(iter(cupy.items()))
-    majors = _find_cuda_majors(facts, r"jax-cuda(\d+)-plugin")
+    majors = _find_jax_cudas(facts)
     if len(cupy) > 1:
         yield error(
             "gpu", name, f"CuPy is there twice: {', '.join(cupy)}", "uninstall them, and install one again"
@@ -372,8 +364,8 @@ def _judge_cupy(name: str, facts: HostFacts) -> Iterator[Finding]:
 
 def _judge_nccl(name: str, facts: HostFacts, asked: RequestedRun) -> Iterator[Finding]:
     found = _list_nccl(facts)
-    missing = [] if _find_cuda_majors(facts, r"nvidia-nccl-cu(\d+)") else ["NCCL"]
-    missing += [package for package in ("nccl4py",) if package not in facts.packages]
+    missing = [] if _find_nccl_version(facts) else ["NCCL"]
+    missing += [] if "nccl4py" in facts.packages else ["nccl4py"]
     if asked.transport == "nccl" and missing:
         remedy = facts.install(extra_of("cuda", facts.cuda))
         yield error("nccl", name, f"{' and '.join(missing)} not installed", remedy)
@@ -383,10 +375,8 @@ def _judge_nccl(name: str, facts: HostFacts, asked: RequestedRun) -> Iterator[Fi
         least = ".".join(map(str, NCCL_FROM))
         what = f"{found}: before {least} NCCL's grouped transfers may hang (marin-community/marin#7024)"
         yield warning("nccl", name, what, f"{facts.executable} -m pip install '{package}>={least}'")
-    elif found:
-        yield ok("nccl", name, found)
     else:
-        yield ok("nccl", name, "not installed, and not asked for")
+        yield ok("nccl", name, found or "not installed, and not asked for")
 
 
 def _list_nccl(facts: HostFacts) -> str:
@@ -417,26 +407,14 @@ def _find_nccl_version(facts: HostFacts) -> str:
     return next(found, "")
 
 
-def _find_cuda_majors(facts: HostFacts, pattern: str) -> set[int]:
-    """Return the major versions of CUDA in the names of installed packages.
-
-    Args:
-        facts: the facts about the host.
-        pattern: a regular expression that matches the packages' names and whose first group is the version.
-    """
-    return {int(match[1]) for package in facts.packages if (match := re.fullmatch(pattern, package))}
+def _find_jax_cudas(facts: HostFacts) -> set[int]:
+    """Return the major versions of CUDA for which JAX's plugin is installed on the host."""
+    found = (re.fullmatch(r"jax-cuda(\d+)-plugin", package) for package in facts.packages)
+    return {int(match[1]) for match in found if match}
 
 
 def _single(values: set) -> object:
     return next(iter(values)) if len(values) == 1 else None
-
-
-def _group_by_value(by_name: Mapping[str, object]) -> dict[object, list[str]]:
-    found: dict[object, list[str]] = {}
-    for name, value in by_name.items():
-        if value is not None:
-            found.setdefault(value, []).append(name)
-    return found
 
 
 def _first_numbers(version: str) -> tuple[str, ...]:

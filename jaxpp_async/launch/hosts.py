@@ -534,6 +534,4 @@ def control_address(hosts: Sequence[str]) -> str:
             f"hosts reach this machine by different addresses ({ways}); choose one with control_address=, "
             f"or listen on all of them with control_address={ANY!r}"
         )
-    if outside:
-        return next(iter(outside))
-    return next(iter(found.values()), None) or address_towards(_ELSEWHERE) or "127.0.0.1"
+    return next(iter(outside or found.values()), None) or address_towards(_ELSEWHERE) or "127.0.0.1"

@@ -45,7 +45,7 @@ class InlineLauncher:
         self._actor = actor
         self._make_transport = make_transport or self._make_own_transport
         self._shared: dict[str, Any] = {}  # state that the transports of one mesh share
-        self._handles: list[_InlineHandle] = []
+        self._handles: set[_InlineHandle] = set()
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -75,20 +75,16 @@ class InlineLauncher:
         loop, name = asyncio.get_running_loop(), f"inline actor {spec.process_id}"
         task = loop.create_task(serving, name=name, context=name_actor(spec.process_id))
         handle = _InlineHandle(task)
-        self._handles.append(handle)
+        self._handles.add(handle)
         # Drop the task when it ends: a cancelled task keeps its frames alive, and with them its actor.
-        task.add_done_callback(lambda _: self._forget(handle))
+        task.add_done_callback(lambda _: self._handles.discard(handle))
         # Close the socket here too: a task that is cancelled before it has started does not close it.
         task.add_done_callback(lambda _: there.close())
         return handle
 
-    def _forget(self, handle: _InlineHandle) -> None:
-        if handle in self._handles:
-            self._handles.remove(handle)
-
     async def aclose(self) -> None:
         """Cancel the tasks of all actors and wait until they have ended; see `Launcher.aclose`."""
-        handles, self._handles, self._shared = self._handles, [], {}
+        handles, self._handles, self._shared = self._handles, set(), {}
         for handle in handles:
             handle.kill()
         for handle in handles:

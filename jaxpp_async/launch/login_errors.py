@@ -119,11 +119,10 @@ counts.
 """
 
 
-def explain_python(host: Host, python: str, said: Sequence[str], exit_status: int | None) -> Explanation:
+def explain_python(python: str, said: Sequence[str], exit_status: int | None) -> Explanation:
     """Explain why the interpreter on a host, or this package in it, did not start.
 
     Args:
-        host: the host.
         python: the path of the interpreter.
         said: the lines that were printed instead of the program's greeting.
         exit_status: the exit status of the program, negative for a signal; None if it had not ended yet.

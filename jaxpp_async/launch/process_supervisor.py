@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from jaxpp_async.base.descriptors import keep_from_children
 
@@ -97,7 +96,9 @@ class SupervisedProcess:
     def __init__(self, popen: subprocess.Popen[bytes], forward: Callable[[str], None], noise: str = ""):
         self.pid = popen.pid
         self.dead: concurrent.futures.Future[Death] = concurrent.futures.Future()
-        self._popen, self._output = popen, OutputLines(forward, noise)
+        assert popen.stdin is not None and popen.stdout is not None
+        self._popen, self._stdin, self._stdout = popen, popen.stdin, popen.stdout
+        self._output = OutputLines(forward, noise)
         self._unsent = bytearray()  # by `ProcessSupervisor.write`; only the supervisor's thread uses it
         self._lock = threading.Lock()  # never signal a pid after its reaping: it may be another process's
 
@@ -165,24 +166,27 @@ class ProcessSupervisor:
             A future whose result is the started process; the future fails with OSError if the process could
             not be started.
         """
-        start = partial(
-            subprocess.Popen,
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            pass_fds=descriptors,
-            start_new_session=True,  # Ctrl-C reaches the driver alone, and the group can be killed as a whole
-            bufsize=0,
-        )
+        env = dict(env)
         spawned: concurrent.futures.Future[SupervisedProcess] = concurrent.futures.Future()
+
+        def start() -> SupervisedProcess:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=env,
+                pass_fds=descriptors,
+                start_new_session=True,  # Ctrl-C reaches the driver alone, and the group is killed as a whole
+                bufsize=0,
+            )
+            return SupervisedProcess(popen, forward, noise)
 
         def spawn() -> None:
             if not spawned.set_running_or_notify_cancel():
                 return
             try:
-                spawned.set_result(self._spawn(start, first_line, forward, noise))
+                spawned.set_result(self._spawn(start, first_line))
             except OSError as error:
                 spawned.set_exception(error)
 
@@ -263,30 +267,23 @@ class ProcessSupervisor:
         for process in self._processes:
             process.signal_group(signal.SIGKILL)
 
-    def _spawn(
-        self,
-        start: Callable[[], subprocess.Popen[bytes]],
-        first_line: bytes,
-        forward: Callable[[str], None],
-        noise: str,
-    ) -> SupervisedProcess:
+    def _spawn(self, start: Callable[[], SupervisedProcess], first_line: bytes) -> SupervisedProcess:
         if self._closing:
             raise OSError("the mesh is closing")
-        popen = start()
-        assert popen.stdin is not None and popen.stdout is not None
-        keep_from_children(popen.stdin.fileno(), popen.stdout.fileno())
-        process = SupervisedProcess(popen, forward, noise)
+        process = start()
+        stdin, stdout = process._stdin, process._stdout
+        keep_from_children(stdin.fileno(), stdout.fileno())
         self._processes.add(process)
-        os.set_blocking(popen.stdout.fileno(), False)
-        os.set_blocking(popen.stdin.fileno(), False)
-        self._selector.register(popen.stdout, selectors.EVENT_READ, lambda: self._on_output(process))
+        os.set_blocking(stdout.fileno(), False)
+        os.set_blocking(stdin.fileno(), False)
+        self._selector.register(stdout, selectors.EVENT_READ, lambda: self._on_output(process))
         with contextlib.suppress(OSError, AttributeError):  # without a pidfd the process is polled
             self._descriptors[process] = os.pidfd_open(process.pid)
             self._selector.register(
                 self._descriptors[process], selectors.EVENT_READ, lambda: self._reap(process)
             )
         with contextlib.suppress(BrokenPipeError):  # the process is dead already, which its death reports
-            written = popen.stdin.write(first_line)
+            written = stdin.write(first_line)
             if written != len(first_line):
                 process.signal_group(signal.SIGKILL)
                 raise OSError(f"the configuration of {len(first_line)} bytes does not fit the actor's stdin")
@@ -307,8 +304,7 @@ class ProcessSupervisor:
             was_idle: whether there were no unsent bytes before, so that the selector does not watch the pipe
                 yet.
         """
-        stdin = process._popen.stdin
-        assert stdin is not None
+        stdin = process._stdin
         try:
             del process._unsent[: stdin.write(process._unsent) or 0]
         except BrokenPipeError:  # the process is dead, which its death reports, or has closed its stdin
@@ -320,25 +316,21 @@ class ProcessSupervisor:
 
     def _beat(self) -> None:
         for process in self._processes:
-            stdin = process._popen.stdin
-            assert stdin is not None
             if process._unsent:  # a sign of life may not interrupt a message, and the message is one itself
                 continue
             # The pipe of a stopped actor is full, that of a dead one broken. Neither may delay the others.
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                stdin.write(b".")
+                process._stdin.write(b".")
 
     def _on_output(self, process: SupervisedProcess) -> None:
         """Read the output that a process has printed. At end of file, stop watching its stdout; its death is
         detected separately.
         """
-        stdout = process._popen.stdout
-        assert stdout is not None
-        data = stdout.read(1 << 16)
+        data = process._stdout.read(1 << 16)
         if data:
             process._output.feed(data)
         elif data == b"":
-            self._selector.unregister(stdout)
+            self._selector.unregister(process._stdout)
 
     def _reap_without_descriptors(self) -> None:
         for process in tuple(self._processes):
@@ -351,25 +343,24 @@ class ProcessSupervisor:
         """Finish a process that has ended: kill the rest of its process group, read its last output, and
         collect its exit status.
         """
-        popen = process._popen
-        assert popen.stdin is not None and popen.stdout is not None
+        stdin, stdout = process._stdin, process._stdout
         process.signal_group(signal.SIGKILL)  # before `wait` frees the group's id for reuse
-        while data := popen.stdout.read(1 << 16):
+        while data := stdout.read(1 << 16):
             process._output.feed(data)
         process._output.feed(b"", final=True)
         with contextlib.suppress(KeyError):
-            self._selector.unregister(popen.stdout)
+            self._selector.unregister(stdout)
         descriptor = self._descriptors.pop(process, None)
         if descriptor is not None:
             self._selector.unregister(descriptor)
             os.close(descriptor)
         if process._unsent:
             process._unsent.clear()
-            self._selector.unregister(popen.stdin)
-        popen.stdout.close()
+            self._selector.unregister(stdin)
+        stdout.close()
         with contextlib.suppress(BrokenPipeError):
-            popen.stdin.close()
+            stdin.close()
         with process._lock:
-            returncode = popen.wait()
+            returncode = process._popen.wait()
         self._processes.discard(process)
         process.dead.set_result(Death(returncode, process.output_tail()))

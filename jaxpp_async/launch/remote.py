@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -221,7 +222,7 @@ class RemoteLauncher(ProcessLauncher):
                 error = self._failure(host, actor_id, Explanation(f"could not be reached: {error}", ""), ())
             elif isinstance(error, ProgramNotStartedError):
                 found = self._reach.explain(host, error) or explain_python(
-                    host, python, error.said, error.exit_status
+                    python, error.said, error.exit_status
                 )
                 error = self._failure(host, actor_id, found, error.said)
             if not isinstance(error, asyncio.CancelledError):
@@ -400,9 +401,7 @@ class HostLines:
         if len(self._lines) <= MAX_LINES:
             width = max(map(len, self._lines), default=0)
             return Text("\n".join(f"{host:<{width}}  {text}" for host, text in self._lines.items()))
-        counts: dict[str, int] = {}
-        for text in self._lines.values():
-            counts[text] = counts.get(text, 0) + 1
+        counts = Counter(self._lines.values())
         return Text("\n".join(f"{count} hosts  {text}" for text, count in counts.items()))
 
     def close(self) -> None:

@@ -96,30 +96,27 @@ def explain_srun(said: Sequence[str], *, is_late: bool) -> Explanation | None:
     return None
 
 
-def slurm_launcher(env: Mapping[str, str] | None = None, **options: Any) -> RemoteLauncher:
+def slurm_launcher(**options: Any) -> RemoteLauncher:
     """Make a launcher for the Slurm allocation in which this process runs.
 
     Args:
-        env: the environment with Slurm's variables; None for that of this process.
         options: the keyword arguments of `RemoteLauncher`.
 
     Raises:
         MeshError: this process is not inside an allocation, or Slurm's commands are missing.
     """
-    hosts, reach = slurm_reach(env)
+    hosts, reach = slurm_reach()
     return RemoteLauncher(reach, hosts, **options)
 
 
-def slurm_reach(env: Mapping[str, str] | None = None) -> tuple[tuple[Host, ...], SlurmReach]:
-    """Return the hosts of the Slurm allocation, and the object that runs programs on them.
-
-    Args:
-        env: the environment with Slurm's variables; None for that of this process.
+def slurm_reach() -> tuple[tuple[Host, ...], SlurmReach]:
+    """Return the hosts of the Slurm allocation in which this process runs, and the object that runs programs
+    on them.
 
     Raises:
         MeshError: this process is not inside an allocation, or Slurm's commands are missing.
     """
-    hosts = allocation(os.environ if env is None else env)
+    hosts = allocation(os.environ)
     return hosts, SlurmReach(parse_version(_output("srun", "--version")))
 
 

@@ -115,14 +115,16 @@ def pipeline_yield(tree: Any, *, name: str | None = None) -> Any:
     """End the current pipeline stage at the floating values in `tree` and begin the next stage.
 
     The function that `accumulate_grads` runs has n + 1 stages if `pipeline_yield` is called n times in it,
-    also in functions that it calls: two forwards of a model with one call each are three stages. The values
+    also in functions that it calls: two forwards of a model with one call each are three stages. If the
+    schedule has `stages`, they say which of the calls end a stage, and the other calls do nothing. The values
     on which the marked values depend belong to the stage that ends or to an earlier one; the values that
     depend on the marked values belong to a later one. Without a mesh this is the identity.
 
     Args:
         tree: any pytree. Floating leaves are marked; integer and key leaves are returned as they are.
-        name: a name for the boundary, shown in `report()`, in the text of the pass `partition`, and in the
-            error about a schedule that has another number of stages.
+        name: a name for the boundary, by which the `stages` of a schedule may name it. The name is shown in
+            `report()`, in the text of the pass `partition`, and in the error about a schedule that has
+            another number of stages.
 
     Returns:
         `tree`, unchanged in structure, shapes, dtypes and values.

@@ -9,7 +9,7 @@ say at trace time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,28 @@ names are in `compiler.primitives`, there in one set for each purpose."""
 def forbids_nonfinite() -> bool:
     """Return whether JAX's options forbid NaNs or infinities."""
     return jax_config.forbids_nans() or jax_config.forbids_infs()
+
+
+def evaluate_jaxpr(
+    closed: Any, args: Sequence[Any], run_equation: Callable[[Any, list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """Evaluate a closed jaxpr on `args` under a JAX trace, equation by equation, and return its results.
+
+    Args:
+        closed: the closed jaxpr.
+        args: the arguments of the jaxpr.
+        run_equation: a function that takes an equation and the values of its operands, and returns the
+            equation's results. Results beyond those of the equation are ignored.
+    """
+    jaxpr, consts = private_api.open_jaxpr(closed)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, private_api.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, run_equation(eqn, [read(a) for a in eqn.invars]), strict=False))
+    return [read(a) for a in jaxpr.outvars]
 
 
 class NonfiniteChecker:
@@ -80,16 +102,7 @@ class NonfiniteChecker:
             args: the arguments of the jaxpr.
             around: the source line to report for an equation that has no line in the user's code.
         """
-        env: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        env.update(zip(closed.jaxpr.invars, args, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, private_api.Literal) else env[atom]
-
-        for eqn in closed.jaxpr.eqns:
-            results = self.run_equation(eqn, [read(a) for a in eqn.invars], around)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(a) for a in closed.jaxpr.outvars]
+        return evaluate_jaxpr(closed, args, lambda eqn, operands: self.run_equation(eqn, operands, around))
 
     def run_equation(self, eqn: Any, operands: Sequence[Any], around: str) -> list[Any]:
         """Evaluate an equation, check the values that it makes, and return them.

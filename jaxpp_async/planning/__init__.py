@@ -1,4 +1,17 @@
 """Predict the time and memory of a step without running it, and choose the cut, the schedule and the order.
 
 Everything in this package is computed from compiled programs and numbers, and waits for nothing.
+
+The search, on numbers alone, in reading order:
+
+    problem           layers, a machine, a memory cap; a cut and task lists that run on it
+    evaluation        times task lists with transfers and memory
+    cut               divides layers into stages, so that no actor has more work than it must
+    named             tries every named schedule, each on the cut that suits it
+    closed_form       estimates a named schedule's step without a replay
+    bound             proves that no schedule takes less than some time
+    list_scheduling   makes task lists by priorities
+    order_search      improves task lists one task at a time
+    search_moves      changes a candidate of the search a little
+    search            searches for the cut, the placement and the order with the shortest step
 """

@@ -373,24 +373,32 @@ def _samples(values: list[float]) -> Samples:
 
 
 def _spread(found: Measurements) -> Samples:
-    """Return the ratios of single times to their means, of tasks at least a tenth as long as the longest."""
+    """Return the ratios of single times of long tasks to their means."""
+    long = _long_tasks(found)
+    return Samples.of(
+        [t / mean_s for key, mean_s in long.items() if mean_s for t in found.tasks[key]] or [1.0]
+    )
+
+
+def _long_tasks(found: Measurements) -> dict[str, float]:
+    """Return the mean times of the tasks that are at least a tenth as long as the longest, by their keys."""
     means = {key: sum(times) / len(times) for key, times in found.tasks.items()}
     longest_s = max(means.values())
-    long = [key for key, mean_s in means.items() if mean_s >= longest_s / 10 and mean_s > 0]
-    return Samples.of([t / means[key] for key in long for t in found.tasks[key]] or [1.0])
+    return {key: mean_s for key, mean_s in means.items() if mean_s >= longest_s / 10}
 
 
 def _fit_formula(found: Measurements) -> tuple[TaskFormula, str]:
     """Fit the formula to the mean times of the measured tasks, by FLOPs or, where that fits better, by bytes.
 
-    A kind of task counts by the share of the steps' time that it took.
+    Only long tasks count, each kind by the share of the steps' time that it took. What is added to the time
+    of a short task, such as making zeros, says little of what is added to that of a long one.
 
     Returns:
         The formula, and the words that say what it is.
     """
-    works = [found.works[key] for key in found.tasks]
-    means = [sum(times) / len(times) for times in found.tasks.values()]
-    shares = [sum(times) for times in found.tasks.values()]
+    long = _long_tasks(found)
+    works, means = [found.works[key] for key in long], list(long.values())
+    shares = [sum(found.tasks[key]) for key in long]
     overhead_s, per_flop, error = fit_line([w.flops for w in works], means, shares)
     by_bytes_s, per_byte, bytes_error = fit_line([w.size_bytes for w in works], means, shares)
     if bytes_error < error or (per_flop == 0 and per_byte > 0):

@@ -80,7 +80,7 @@ def read_timelines(timelines: Iterable[Timeline]) -> Measurements:
             if work is None:
                 raise CostError(
                     f"the timeline of step {timeline.step} of {timeline.name!r} does not say which work its "
-                    f"tasks are; {how}, or pass `works=compiled.works` to `make_timeline`"
+                    f"tasks are; {how}, whose timelines do"
                 )
             found.tasks[work.key].append(run.duration_s)
             found.works[work.key] = work
@@ -97,12 +97,13 @@ def read_timelines(timelines: Iterable[Timeline]) -> Measurements:
 def _read_actor(found: Measurements, actor: ActorTimeline, first_s: float) -> None:
     found.skew.append(actor.begin_s - first_s)
     ends = {e.instruction: e.end_s for e in actor.events if e.kind in ("recv", "input")}
-    bound_s = passed_s = actor.begin_s  # when its arguments are there; when the run before has ended
+    bound_s = actor.begin_s  # when its arguments are there
     for e in actor.events:
         if e.kind == "input":
             found.arguments[_argument(e.label)].append(e.end_s - actor.begin_s)
             bound_s = max(bound_s, e.end_s)
-    passed_s, posted_s, waited = bound_s, bound_s, set[int]()
+    passed_s = posted_s = bound_s  # when the last run ended; when a send could start after it
+    waited: set[int] = set()
     for e in actor.events:
         if e.kind == "run":
             there_s = max((ends[i] for i in e.needs if i in ends and i not in waited), default=bound_s)

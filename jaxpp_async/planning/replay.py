@@ -21,7 +21,7 @@ from itertools import accumulate
 import numpy as np
 
 from jaxpp_async.program.actor_program import ActorProgram
-from jaxpp_async.program.instructions import ActorId, BufferId, Delete, Input, Recv, Run, Send, Tag
+from jaxpp_async.program.instructions import ActorId, BufferId, Delete, Input, Output, Recv, Run, Send, Tag
 from jaxpp_async.timeline.event_graph import EventGraph
 
 EAGER_BYTES = 8192
@@ -134,7 +134,7 @@ class Replay:
             ]
         )
         times = self._graph.times_of_draws(rows)
-        last_s = times.max(axis=0, initial=0.0)
+        last_s = times[self._ends[self._ends != _NEVER]].max(axis=0, initial=0.0)
         times = np.concatenate([times, np.full((1, times.shape[1]), np.nan)])  # at _NEVER
         return ReplayTimes(times[self._begins], times[self._ends], last_s, self._first)
 
@@ -196,7 +196,7 @@ class _GraphBuilder:
         sending: dict[BufferId, list[int]] = {}  # the ends of sends, of buffers that sends read
         for i in program.instructions:
             begin = end = _NEVER
-            if isinstance(i, Delete):
+            if isinstance(i, Delete | Output):  # the slot may hold another buffer from now on
                 arrivals.pop(i.buffer, None)
                 sending.pop(i.buffer, None)
             elif isinstance(i, Run):

@@ -7,13 +7,13 @@ times of a cost model.
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxpp_async.base.printable import listed
 from jaxpp_async.compiler.lowering import peak_plan
 from jaxpp_async.compiler.pipeline import CompilePlan
 from jaxpp_async.errors import MissingCost
@@ -127,7 +127,7 @@ def simulate(compiled: SimulatedStep, costs: CostModel, *, seed: int = 0, draws:
     }
     p10, p50, p90 = np.quantile(lengths, (0.1, 0.5, 0.9), method="inverted_cdf").tolist()
     return Simulation(
-        timeline=make_timeline(0, "simulated", 0.0, recorded, works),
+        timeline=make_timeline(0, "simulated", 0.0, recorded, lambda: works),
         step_s=StepTimes(p10, p50, p90),
         peak_bytes=tuple(peak_plan(program).peak_bytes for program in programs),
         assumed=(*costs.assumed, *drawn.assumed),
@@ -195,7 +195,7 @@ class _Draws:
     def _runs(self) -> np.ndarray:
         executables, labels = self._replay.run_executables, self._replay.run_labels
         times = np.zeros((len(labels), self._count))
-        formula: Counter[str] = Counter()
+        formula: dict[str, dict[str, int]] = {}  # by key: the runs of each kind of task that has it
         for executable in np.unique(executables).tolist():
             rows = np.flatnonzero(executables == executable)
             kind, work = task_kind(labels[rows[0]]), self._works[executable]
@@ -204,11 +204,11 @@ class _Draws:
             except MissingCost as error:
                 raise MissingCost(f"task {kind!r} of the step: {error}") from None
             if not self._costs.is_measured(work):
-                formula[kind] += len(rows)
+                formula.setdefault(work.key, {})[kind] = len(rows)
             times[rows] = self.draw(samples, len(rows))
         self.assumed += [
-            f"{kind}: its time is computed from its FLOPs and bytes ({count} run{'s' * (count > 1)})"
-            for kind, count in formula.items()
+            f"{listed(list(kinds), 3)}: time computed from FLOPs and bytes ({sum(kinds.values())} runs)"
+            for kinds in formula.values()
         ]
         return times
 

@@ -1,10 +1,13 @@
 """Define the amount of work in one executable, from which a cost model computes how long one call takes.
 
 The compiler counts the work of an executable from its operations, without running it. A timeline carries the
-work of the tasks that it shows, so that a cost model can be calibrated on measured steps.
+work of the tasks that it shows, so that a cost model can be calibrated on measured steps. A mesh whose
+devices have a known speed asks a `DeviceModel` for the time of each executable.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import msgspec
 
@@ -39,3 +42,16 @@ class TaskWork(msgspec.Struct, frozen=True):
     flops: float
     size_bytes: float
     collectives: tuple[Collective, ...] = ()
+
+
+class DeviceModel(Protocol):
+    """The interface of an object that knows how long a device takes for an executable, such as a cost
+    model."""
+
+    def task_s(self, work: TaskWork, /) -> float:
+        """Return the time in seconds of one call of an executable.
+
+        Args:
+            work: the work of the executable for each device of an actor.
+        """
+        ...

@@ -266,17 +266,12 @@ class Topology:
         """Return the numbers of an actor's processes, in order of rank."""
         return range(self.process(actor, 0), self.process(actor + 1, 0))
 
-    def group_of(self, process: ProcessId) -> range:
-        """Return all processes of the actor that a process belongs to, including the process itself."""
-        return self.processes_of(self.actor_of(process))
-
     def peers_of(self, process: ProcessId) -> set[ProcessId]:
         """Return the processes with which a process exchanges data: the others of its own actor, and those of
         the same rank in the other actors.
         """
-        return {*self.group_of(process), *range(self.rank_of(process), self.count, self.per_actor)} - {
-            process
-        }
+        own = self.processes_of(self.actor_of(process))
+        return {*own, *range(self.rank_of(process), self.count, self.per_actor)} - {process}
 
     def processes_of_all(self, actors: Iterable[ActorId]) -> list[ProcessId]:
         """Return the processes of several actors, in ascending order."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -145,13 +146,11 @@ class Clocks:
 
     def __init__(self, own: str):
         self._own = own
-        self._clocks: dict[ProcessId, Clock] = {}
+        self._clocks: defaultdict[ProcessId, Clock] = defaultdict(Clock)
         self._begun_s: dict[ProcessId, float] = {}
 
     def clock_of(self, process: ProcessId) -> Clock:
         """Return the clock of a process; later calls of `note` add readings to it."""
-        if process not in self._clocks:
-            self._clocks[process] = Clock()
         return self._clocks[process]
 
     def name(self, process: ProcessId, name: str) -> None:

@@ -33,7 +33,7 @@ import hmac
 import secrets
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, TypeVar
 
 from msgspec import Raw
@@ -293,9 +293,8 @@ class Wire:
 
     def _open(self) -> None:
         keys = derive_keys(self._secret, self._said)
-        self._send_key, self._receive_key = keys.to_controller, keys.to_actor
-        if self.role == "controller":
-            self._send_key, self._receive_key = keys.to_actor, keys.to_controller
+        self._receive_key = keys[self.role]
+        self._send_key = keys["actor" if self.role == "controller" else "controller"]
         self.state = "open"
 
     # ------------------------------------------------------------ frames
@@ -457,16 +456,6 @@ class FrameKey:
         return outer.digest()[:MAC_BYTES]
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys that sign the messages of an authenticated conversation, one for each direction of the
-    conversation.
-    """
-
-    to_actor: FrameKey = field(repr=False)
-    to_controller: FrameKey = field(repr=False)
-
-
 def transcript(hello: Hello, role: str, version: str, nonce: bytes) -> bytes:
     """Return the hash of everything that both sides sent before the first proof. Proofs and keys are computed
     from it, so that they hold for this handshake only.
@@ -506,18 +495,15 @@ def check_proof(secret: bytes, role: Role, transcript_hash: bytes, proof: bytes)
         raise HandshakeError(f"a peer claimed to be the {role} but does not know this mesh's secret; refused")
 
 
-def derive_keys(secret: bytes, transcript_hash: bytes) -> Keys:
-    """Derive the two keys of a conversation: one signs the messages to the actor, and the other signs the
-    messages to the controller.
+def derive_keys(secret: bytes, transcript_hash: bytes) -> dict[Role, FrameKey]:
+    """Derive the two keys of a conversation, and return the key that signs the messages to each side.
 
     Args:
         secret: the mesh's secret.
         transcript_hash: the hash of the handshake's first messages, from `transcript`.
     """
-    to_actor, to_controller = (
-        _mac(secret, f"key to {side}", transcript_hash) for side in ("actor", "controller")
-    )
-    return Keys(FrameKey(to_actor), FrameKey(to_controller))
+    sides: tuple[Role, Role] = ("actor", "controller")
+    return {side: FrameKey(_mac(secret, f"key to {side}", transcript_hash)) for side in sides}
 
 
 def check_handshake_message(role: str, expected: Role, nonce: bytes) -> None:
@@ -579,9 +565,8 @@ def format_mismatch(version: str, theirs: bytes) -> str | None:
         number += f" (its jaxpp-async says it is {said[:40]!r})".encode()
     return (
         f"a peer speaks format {number.decode()} of the control channel, this process, of jaxpp-async "
-        f"{version}, "
-        f"format {MAGIC[-1:].decode()}: they run different versions or commits; install the same one on "
-        "every host"
+        f"{version}, format {MAGIC[-1:].decode()}: they run different versions or commits; install the same "
+        "one on every host"
     )
 
 

@@ -6,6 +6,10 @@ the request's `Rules` name, or `Failed`. An actor process sends `Beat` and `Log`
 message travels in an envelope, together with the number of the request that it makes or answers. `codec`
 encodes envelopes as bytes, and `frames` signs them.
 
+Several messages carry the epoch of the mesh, a number that is 0 at first and grows by one with each attempt
+of a restart, and with the end of the mesh. The steps of an epoch and the tags of its transfers contain the
+number, so that messages and data of an earlier epoch are recognized and ignored.
+
 Adding a message takes a class here and its handler on the actor: the side that accepts a message finds the
 message's class among the subclasses of `Request` or `Reply`.
 """
@@ -173,7 +177,7 @@ class Request(Message):
         """Return the request as a restart sends it again.
 
         Args:
-            epoch: the number of aborts of the mesh so far.
+            epoch: the present epoch of the mesh.
         """
         return self
 
@@ -257,8 +261,7 @@ class Configure(Request):
         setup_folder: a folder that is appended to `sys.path`, so that the module of `setup` is found in it;
             None to append no folder.
         transport: `"ucx"`, `"memory"` or `"nccl"`.
-        epoch: the number of aborts of the mesh so far, which is part of the tags of all transfers, so that
-            data from before an abort is never taken for new data.
+        epoch: the epoch of the mesh, which the tags of all transfers contain from now on.
         cluster: a description of this actor's processes; None if the actor has only one process.
         address: the address of this process's host at which the other processes can connect to it. A loopback
             address means that all processes run on one machine. None means that the address is not known.
@@ -359,7 +362,7 @@ class Connect(Request):
     processes are ready, and again when some were replaced.
 
     Args:
-        epoch: the number of aborts of the mesh so far; the tags of transfers contain this number from now on.
+        epoch: the epoch of the mesh, which the tags of all transfers contain from now on.
         addresses: the address of each process's transport; the receiver of this request ignores its own
             entry.
     """
@@ -466,6 +469,8 @@ class Load(Request):
             values are serialized `jax.export.Exported` objects.
         names: the user's names of the step's arguments, by argument number, for error messages about NaNs and
             infinities; empty unless JAX's options forbid these.
+        modelled_s: how long a call of an executable lasts at least, in seconds, by the executable's index;
+            empty unless the mesh has a device model.
     """
 
     rules = Rules(reply=Loaded, repeated=True)
@@ -475,6 +480,7 @@ class Load(Request):
     executables: dict[int, str]
     blobs: dict[str, bytes]
     names: dict[int, str] = {}
+    modelled_s: dict[int, float] = {}
 
 
 class StepDone(Reply):
@@ -498,7 +504,7 @@ class Step(Request):
     the ids of the steps increase; a step whose id does not is refused.
 
     Args:
-        epoch: the number of aborts of the mesh so far; the tags of the step's transfers contain this number.
+        epoch: the epoch of the mesh, which the tags of the step's transfers contain.
         step: the id of this run of the program.
         program_id: the id of the program to run.
         inputs: the arrays to use as inputs of this actor's program. The keys are the numbers of the step's
@@ -774,12 +780,11 @@ class FilePiece(MessagePart):
 
 
 class Abort(Request):
-    """A request to a process to drop every step under way, to end all transfers, and to enter a new epoch
-    (the period between two aborts). When an actor has failed, the controller sends this request to the other
-    actors.
+    """A request to a process to drop every step under way, to end all transfers, and to enter a new epoch.
+    When an actor has failed, the controller sends this request to the other actors.
 
     Args:
-        epoch: the number of the new epoch: the number of aborts of the whole mesh so far.
+        epoch: the new epoch of the mesh.
         cause: a description of the failure, for the errors of the dropped steps.
     """
 
@@ -850,7 +855,7 @@ class SendReplica(Request):
     Reply: `Done`, after all of the replica has been sent.
 
     Args:
-        epoch: the number of aborts of the mesh so far, which the transfers' tags contain.
+        epoch: the epoch of the mesh, which the transfers' tags contain.
         generation: the number of the replica.
         owner: the process whose arrays the replica contains: the sender itself, or a process whose replica
             the sender keeps.
@@ -872,7 +877,7 @@ class ReceiveReplica(Request):
     Reply: `Done`, after all of the replica has arrived.
 
     Args:
-        epoch: the number of aborts of the mesh so far, which the transfers' tags contain.
+        epoch: the epoch of the mesh, which the transfers' tags contain.
         generation: the number of the replica.
         owner: the process whose arrays the replica contains.
         source: the process that sends the replica.
@@ -928,8 +933,8 @@ class Inspected(Reply):
 
 
 class Inspect(Request):
-    """A request for counters that describe the state of a process, such as how many arrays it has. The
-    controller sends it when tests or users ask for these counters.
+    """A request for counters that describe the state of a process, such as how many arrays it has. Tests send
+    it to find what a process keeps.
     """
 
     rules = Rules(reply=Inspected, ordered=True, repeated=True)

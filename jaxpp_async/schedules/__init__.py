@@ -5,6 +5,7 @@ computation of a task or on its duration.
 
     Schedule                the protocol of schedules, with an example of a user-defined schedule (`base`)
     GPipe, Std1F1B, ...     the built-in schedules (`builtin`)
+    VHalf, VMin, ...        built-in schedules with a cap on activations (`controllable_memory`)
     schedule_from_csv, ...  reading and writing a schedule as a file (`torch_csv`)
     resolve, format_grid    checking any schedule, and drawing it as text (`validate`)
     global_order, ...       one order of all tasks, their times, bubbles and memory (`timing`)
@@ -26,6 +27,7 @@ from jaxpp_async.schedules.builtin import (
     ZeroBubbleH2,
     ZeroBubbleV,
 )
+from jaxpp_async.schedules.controllable_memory import ControllableMemory, VHalf, VMin
 from jaxpp_async.schedules.timing import (
     UNIT,
     ScheduleTiming,
@@ -43,6 +45,7 @@ from jaxpp_async.schedules.validate import format_grid, format_task, resolve
 
 __all__ = [
     "UNIT",
+    "ControllableMemory",
     "CsvSchedule",
     "DualPipeV",
     "Eager1F1B",
@@ -53,6 +56,8 @@ __all__ = [
     "ScheduleTiming",
     "Std1F1B",
     "Task",
+    "VHalf",
+    "VMin",
     "ZeroBubbleH1",
     "ZeroBubbleH2",
     "ZeroBubbleV",

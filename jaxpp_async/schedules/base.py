@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, TypeVar, runtime_checkable
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task, TaskType
@@ -21,7 +21,7 @@ class Schedule(Protocol):
     A user's own schedule is one class in any file; nothing has to be registered. The following example runs
     one microbatch at a time, with stage s on actor s % num_actors:
 
-        from dataclasses import dataclass
+        from dataclasses import dataclass, field, fields
         from jaxpp_async.schedules import Task
 
         @dataclass(frozen=True)
@@ -42,11 +42,17 @@ class Schedule(Protocol):
     A frozen dataclass is best: equal schedules then share one traced step. Any object with these two members
     can be used, whether its class is a subclass of this one or not. `resolve` checks the lists before a step
     is compiled and names the rule of docs/schedules.md that is broken; `format_grid` draws the lists.
+
+    A schedule may have a third member, `stages`: the marks (calls of `pipeline_yield`) of the loop body that
+    are stage boundaries, as `BuiltIn` describes. Without it, or if it is None, every mark is a boundary.
     """
 
     @property
     def num_stages(self) -> int:
-        """The number of stages of the loop body, which is the number of its `pipeline_yield`s plus one."""
+        """The number of stages of the loop body.
+
+        Without `stages` this is the number of the body's `pipeline_yield`s plus one.
+        """
         ...
 
     def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
@@ -99,16 +105,31 @@ class BuiltIn:
     A subclass implements `_rows`, which returns one list of tasks per actor.
 
     Args:
-        num_stages: the number of stages of the loop body, one more than its `pipeline_yield`s.
+        num_stages: the number of stages of the loop body; without `stages` one more than its
+            `pipeline_yield`s.
+        stages: the marks (calls of `pipeline_yield`) that are stage boundaries, by their numbers or names. In
+            the order of the forward, from 0. The other marks have no effect. `"balanced"` chooses the marks
+            by the work between them. None: every mark is a boundary.
 
     Raises:
-        ScheduleError: `num_stages` is not a positive int.
+        ScheduleError: `num_stages` is not a positive int, or `stages` is no list, `"balanced"` or None.
     """
 
     num_stages: int
+    stages: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_count(f"{type(self).__name__}(num_stages=...)", self.num_stages)
+        frozen = freeze_stages(self.stages, f"{type(self).__name__}(stages=...)")
+        object.__setattr__(self, "stages", frozen)
+
+    def __init_subclass__(cls) -> None:
+        # A dataclass makes no `__repr__` for a class that has one: that of this class leaves out `stages`.
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = BuiltIn.__repr__
+
+    def __repr__(self) -> str:
+        return repr_without(self, stages=None)
 
     def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
         """Return one list of tasks per actor, each in order of execution.
@@ -128,6 +149,46 @@ class BuiltIn:
 
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
         raise NotImplementedError
+
+
+BALANCED = "balanced"
+
+
+def freeze_stages(stages: Any, where: str) -> Any:
+    """Return the `stages` of a schedule as a hashable value: a tuple, `"balanced"` or None.
+
+    Args:
+        stages: the value that the user gave.
+        where: the beginning of the error message.
+
+    Raises:
+        ScheduleError: `stages` is no list, `"balanced"` or None. The entries of a list are not checked.
+    """
+    if stages is None or (isinstance(stages, str) and stages == BALANCED):
+        return stages
+    if isinstance(stages, str) or not isinstance(stages, Iterable):
+        raise ScheduleError(
+            f"{where}: stages is {stages!r} (type {type(stages).__name__}); write a list of marks, such as "
+            "[5, 11, 17], or 'balanced', or None for every mark"
+        )
+    return tuple(
+        s.__index__() if isinstance(s, SupportsIndex) and not isinstance(s, bool) else s for s in stages
+    )
+
+
+def repr_without(schedule: Any, **defaults: Any) -> str:
+    """Return the text of a dataclass without the fields that `repr` leaves out or that have a default value.
+
+    Args:
+        schedule: the dataclass.
+        defaults: the default values of fields, by name.
+    """
+    shown = [
+        f"{f.name}={value!r}"
+        for f in fields(schedule)
+        if f.repr and (value := getattr(schedule, f.name)) is not defaults.get(f.name, ...)
+    ]
+    return f"{type(schedule).__qualname__}({', '.join(shown)})"
 
 
 def _check_count(name: str, value: object) -> None:

@@ -298,11 +298,11 @@ def _one_forward_two_halves(
     rows: list[list[Task]] = [[] for _ in groups]
     for num_ahead, actor in enumerate(used):
         num_behind = len(used) - 1 - num_ahead
-        rows[actor] = _split_row(groups[actor], num_microbatches, per_hop * num_behind, per_hop * num_ahead)
+        rows[actor] = split_row(groups[actor], num_microbatches, per_hop * num_behind, per_hop * num_ahead)
     return rows
 
 
-def _split_row(stages: range, num_microbatches: int, num_warmup: int, delay: int) -> list[Task]:
+def split_row(stages: range, num_microbatches: int, num_warmup: int, delay: int) -> list[Task]:
     """Return one actor's tasks for 1F1B with backwards that are split into input and weight gradients.
 
     The input gradient of microbatch i runs after the forward of microbatch i + `num_warmup` and before the
@@ -333,13 +333,13 @@ def _split_row(stages: range, num_microbatches: int, num_warmup: int, delay: int
 # part. A letter stands for the first microbatch that has not run this kind of task in this part, so
 # microbatches run in order in every stage. `*` is the oldest `w` or `W` whose `i` or `I` has run.
 
-_Phases: TypeAlias = list[tuple[str, int]]
+Phases: TypeAlias = list[tuple[str, int]]
 """The order of one actor's tasks, as pairs of a text with a letter per task and how often to repeat it."""
 
 _LETTERS: dict[str, TaskType] = {"f": "fwd", "b": "bwd", "i": "bwd_input", "w": "bwd_weight"}
 
 
-class _VShaped(BuiltIn):
+class VShaped(BuiltIn):
     """A base class of schedules that place stages in a V: an actor has an early and a late part of the model.
 
     A subclass implements `_phases`, which returns one actor's order as phases. A phase is a short sequence of
@@ -360,11 +360,11 @@ class _VShaped(BuiltIn):
             for actor in range(num_actors)
         ]
 
-    def _phases(self, actor: int, num_microbatches: int, num_actors: int) -> _Phases:
+    def _phases(self, actor: int, num_microbatches: int, num_actors: int) -> Phases:
         raise NotImplementedError
 
 
-class ZeroBubbleV(_VShaped):
+class ZeroBubbleV(VShaped):
     """A V-shaped schedule with split backwards in which no actor idles between its tasks.
 
     Each actor has an early and a late part of the model (see the module's first lines), and each microbatch
@@ -381,7 +381,7 @@ class ZeroBubbleV(_VShaped):
     torch.distributed.pipelining's ScheduleZBVZeroBubble.
     """
 
-    def _phases(self, actor: int, num_microbatches: int, num_actors: int) -> _Phases:
+    def _phases(self, actor: int, num_microbatches: int, num_actors: int) -> Phases:
         behind, count = num_actors - actor, max(num_microbatches, 2 * num_actors - 1)
         return [
             ("f", 2 * behind - 1),  # until the first microbatch comes back from the last actor
@@ -396,7 +396,7 @@ class ZeroBubbleV(_VShaped):
         ]
 
 
-class DualPipeV(_VShaped):
+class DualPipeV(VShaped):
     """A V-shaped schedule that pairs a forward in one half of the V with a whole backward in the other half.
 
     The communication of one task of a pair can overlap the computation of the other. This is DeepSeek's
@@ -420,7 +420,7 @@ class DualPipeV(_VShaped):
     DualPipeV of DeepSeek's DualPipe repository and torch.distributed.pipelining's ScheduleDualPipeV.
     """
 
-    def _phases(self, actor: int, num_microbatches: int, num_actors: int) -> _Phases:
+    def _phases(self, actor: int, num_microbatches: int, num_actors: int) -> Phases:
         if num_microbatches < 2 * num_actors:
             return ZeroBubbleV(self.num_stages)._phases(actor, num_microbatches, num_actors)
         behind, ahead = num_actors - 1 - actor, actor
@@ -438,7 +438,7 @@ class DualPipeV(_VShaped):
         ]
 
 
-def _spell(phases: _Phases, down: range, up: range, num_microbatches: int) -> list[Task]:
+def _spell(phases: Phases, down: range, up: range, num_microbatches: int) -> list[Task]:
     """Return one actor's tasks in a V-shaped schedule, given its order as repeated sequences of tasks.
 
     Tasks of microbatches that do not exist are left out.

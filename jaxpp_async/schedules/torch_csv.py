@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task, TaskType
-from jaxpp_async.schedules.base import Schedule
+from jaxpp_async.schedules.base import Schedule, freeze_stages, repr_without
 from jaxpp_async.schedules.timing import Rows, num_stages_of, time_schedule
 from jaxpp_async.schedules.validate import LETTERS, plural, resolve
 
@@ -41,10 +41,18 @@ class CsvSchedule:
     Args:
         rows: the tasks of each actor.
         path: the file from which the tasks were read, for error messages.
+        stages: the marks that are stage boundaries, as for a built-in schedule; None: every mark.
     """
 
     rows: tuple[tuple[Task, ...], ...] = field(repr=False)
     path: str = field(compare=False)
+    stages: Any = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", freeze_stages(self.stages, self.path))
+
+    def __repr__(self) -> str:
+        return repr_without(self, stages=None)
 
     @property
     def num_stages(self) -> int:
@@ -83,7 +91,7 @@ class CsvSchedule:
         return [list(row) for row in self.rows]
 
 
-def schedule_from_csv(path: str | os.PathLike[str]) -> CsvSchedule:
+def schedule_from_csv(path: str | os.PathLike[str], *, stages: Any = None) -> CsvSchedule:
     """Read a schedule from a file in torch.distributed.pipelining's compute-only CSV format.
 
     The module's first lines describe the format. Whether the order of tasks is valid is checked only where
@@ -91,10 +99,12 @@ def schedule_from_csv(path: str | os.PathLike[str]) -> CsvSchedule:
 
     Args:
         path: a UTF-8 file. Empty lines at its end are ignored; other empty lines are actors without a task.
+        stages: the marks that are stage boundaries, a list or `"balanced"`, as for a built-in schedule; None:
+            every mark. The file does not have them.
 
     Raises:
         ScheduleError: a cell is not a task, or a task occurs twice; the message names file, row and column
-            (from 1) and cell.
+            (from 1) and cell. Or `stages` is no list, `"balanced"` or None.
         OSError: the file cannot be read.
     """
     name = os.fspath(path)
@@ -102,7 +112,7 @@ def schedule_from_csv(path: str | os.PathLike[str]) -> CsvSchedule:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{name}: it is not UTF-8 text ({error}); save it as UTF-8") from None
-    return CsvSchedule(parse_csv(text, name), name)
+    return CsvSchedule(parse_csv(text, name), name, stages=stages)
 
 
 def schedule_to_csv(

@@ -74,7 +74,7 @@ def resolve(
     Raises:
         ScheduleError: a rule is broken.
     """
-    name = _describe_schedule(schedule)
+    name = describe_schedule(schedule)
     check = _Check(where, name, num_stages, num_microbatches, num_actors, markers)
     entries = _read_entries(check, schedule)
     if len(entries) != num_actors:
@@ -159,7 +159,8 @@ class _Check:
                 f"it has {plural(count, 'stage')} and the loop body {plural(expected, 'stage')} "
                 f"({plural(expected - 1, 'pipeline_yield')})",
                 f"make a schedule of {plural(expected, 'stage')}"
-                + (f" or a loop body with {plural(count - 1, 'pipeline_yield')}" if count > 0 else ""),
+                + (f" or a loop body with {plural(count - 1, 'pipeline_yield')}" if count > 0 else "")
+                + (", or one whose stages= says which calls end a stage" if 0 < count < expected else ""),
                 rows,
                 marks,
                 details=_list_markers(self.markers),
@@ -186,7 +187,8 @@ def plural(count: int, noun: str, ending: str = "s") -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
 
 
-def _describe_schedule(schedule: Any) -> str:
+def describe_schedule(schedule: Any) -> str:
+    """Return the text by which error messages refer to a schedule."""
     if isinstance(schedule, list | tuple):
         return "the schedule"
     if isinstance(schedule, type):
@@ -215,7 +217,8 @@ def _read_entries(check: _Check, schedule: Any) -> Sequence[Sequence[Any]]:
     for actor, row in enumerate(schedule):
         if not isinstance(row, list | tuple):
             check.fail(
-                f"entry {actor} is {_describe(row)}, not a list of Tasks", "give one list of Tasks an actor"
+                f"entry {actor} is {describe_value(row)}, not a list of Tasks",
+                "give one list of Tasks an actor",
             )
     return schedule
 
@@ -234,8 +237,8 @@ def _call_schedule(check: _Check, schedule: Any) -> Sequence[Any]:
         )
     if not callable(getattr(schedule, "tasks", None)) or not hasattr(schedule, "num_stages"):
         check.fail(f"this is not a schedule (type {type(schedule).__name__})", WHAT_TO_PASS)
-    if _as_int(schedule.num_stages) is None:
-        check.fail(f"its num_stages is {_describe(schedule.num_stages)}", "make it an int")
+    if as_int(schedule.num_stages) is None:
+        check.fail(f"its num_stages is {describe_value(schedule.num_stages)}", "make it an int")
     check.require_num_stages(schedule.num_stages)
     call = f"tasks(num_microbatches={check.num_microbatches}, num_actors={check.num_actors})"
     try:
@@ -248,7 +251,9 @@ def _call_schedule(check: _Check, schedule: Any) -> Sequence[Any]:
             f"{check.prefix}{check.name}: {call} raised {type(error).__name__}: {error}"
         ) from error
     if not isinstance(tasks, list | tuple):
-        check.fail(f"{call} returned {_describe(tasks)}", "return a list with one list of Tasks an actor")
+        check.fail(
+            f"{call} returned {describe_value(tasks)}", "return a list with one list of Tasks an actor"
+        )
     return tasks
 
 
@@ -284,22 +289,22 @@ def _as_plain(task: Task) -> Task:
 def _find_problem(entry: Any) -> tuple[str, str] | None:
     """Return what is wrong with one entry and what to do about it, as two texts; None if nothing is wrong."""
     if not isinstance(entry, Task):
-        return f"{_describe(entry)} is not a Task", "make every entry Task(i, ty, stage)"
+        return f"{describe_value(entry)} is not a Task", "make every entry Task(i, ty, stage)"
     if not isinstance(entry.ty, str) or entry.ty not in TASK_TYPES:
         return (
-            f"{_describe(entry.ty)} is not a type of task",
+            f"{describe_value(entry.ty)} is not a type of task",
             f"ty is one of {', '.join(map(repr, TASK_TYPES))}",
         )
     for name, value in (("microbatch", entry.i), ("stage", entry.stage)):
-        if _as_int(value) is None:
+        if as_int(value) is None:
             return (
-                f"the {name} of a {entry.ty} is {_describe(value)}",
+                f"the {name} of a {entry.ty} is {describe_value(value)}",
                 "write Task(i, ty, stage) with ints i and stage",
             )
     return None
 
 
-def _as_int(value: Any) -> int | None:
+def as_int(value: Any) -> int | None:
     """Return `value` as a plain int (numpy ints are accepted); None if it is not an integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
@@ -309,7 +314,8 @@ def _as_int(value: Any) -> int | None:
         return None
 
 
-def _describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
+    """Return a short text of a value and its type, for error messages."""
     return f"{reprlib.repr(value)} (type {type(value).__name__})"
 
 

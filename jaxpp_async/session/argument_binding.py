@@ -411,17 +411,10 @@ def _host_aval(leaf: Any) -> Any:
     if array.dtype.kind in "OUSMm":
         if inspect.isawaitable(leaf):
             raise deliberate(TypeError("is a coroutine or a step under way, and no array: `await` it first"))
-        what = f"a {type(leaf).__name__}" + (
-            f" of dtype {array.dtype}" if isinstance(leaf, np.ndarray) else ""
-        )
-        raise deliberate(
-            TypeError(
-                f"is {what}, which JAX cannot compute with; "
-                + (
-                    f"pass a model's arrays only and close over the rest ({page('models.md')})"
-                    if callable(leaf)
-                    else "make the argument static or leave it out"
-                )
-            )
-        )
+        dtype = f" of dtype {array.dtype}" if isinstance(leaf, np.ndarray) else ""
+        advice = "make the argument static or leave it out"
+        if callable(leaf):
+            advice = f"pass a model's arrays only and close over the rest ({page('models.md')})"
+        what = f"is a {type(leaf).__name__}{dtype}, which JAX cannot compute with"
+        raise deliberate(TypeError(f"{what}; {advice}"))
     return private_api.ShapedArray(array.shape, private_api.canonical_dtype(array.dtype))

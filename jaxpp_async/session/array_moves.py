@@ -21,6 +21,7 @@ from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.export import Emitted, Target, emit
 from jaxpp_async.compiler.ir import Recipe, Types, ValueType
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorError
 from jaxpp_async.program.actor_program import ActorProgram
@@ -178,6 +179,7 @@ async def load_programs(
     programs: Sequence[ActorProgram],
     executables: Sequence[Emitted],
     names: Mapping[int, str] = {},
+    modelled_s: Mapping[int, float] = {},
 ) -> tuple[int, dict[ActorId, Loaded]]:
     """Load the programs of one step or move on the actors that have instructions to run.
 
@@ -186,19 +188,20 @@ async def load_programs(
         executables: the executables that the programs run, by the index that their instructions use.
         names: the names of the step's arguments by position, for error messages on actors; empty if no error
             message of an actor names an argument.
+        modelled_s: how long a call of an executable lasts at least, in seconds, by the executable's index;
+            empty if no call is lengthened.
 
     Returns:
         The id by which the controller runs the programs, and the replies, by actor, of the actors that loaded
         a program.
     """
-    program_id = controller.new_program_id()
     parts = {p.actor: p for p in programs if p.instructions}
     keys = {
         a: {r.executable: executables[r.executable].key for r in runs(p.instructions)}
         for a, p in parts.items()
     }
     blobs = {e.key: e.blob for e in executables}
-    return program_id, await controller.load(program_id, parts, keys, blobs, names)
+    return await controller.load(LoadableProgram(parts, keys, blobs, names, modelled_s))
 
 
 # ---------------------------------------------------------------- moves

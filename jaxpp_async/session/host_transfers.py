@@ -69,7 +69,8 @@ class RemoteValues:
         """Send host values to the actors of new arrays.
 
         Args:
-            pairs: pairs of a new array and the value to send to its actors.
+            pairs: pairs of a new array and the value to send to its actors; nothing is sent for an array
+                without actors.
 
         Raises:
             ActorError: an actor or the mesh failed.
@@ -97,7 +98,7 @@ class RemoteValues:
             there = replace(leaf_type, aval=structs.replace(leaf_type.aval, spec=place.spec))
             arrays.append(self.new_array(there, place.actors))
             self._check_divides(there.aval, place.name)
-        await self.fill([(a, host) for a, host in zip(arrays, hosts, strict=True) if a.actors])
+        await self.fill(list(zip(arrays, hosts, strict=True)))
         return jax.tree.unflatten(treedef, arrays)
 
     async def fetch(self, tree: Any) -> Any:

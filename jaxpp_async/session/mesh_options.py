@@ -29,6 +29,7 @@ from jaxpp_async.launch.options import LaunchOptions
 from jaxpp_async.launch.remote import RemoteLauncher
 from jaxpp_async.launch.run_module import script_folder
 from jaxpp_async.markers.logical_axes import AXIS_TYPES
+from jaxpp_async.program.work import DeviceModel
 from jaxpp_async.transport.registry import kind_of
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -70,6 +71,31 @@ def check_seconds(name: str, value: Any, *, least: float = 0.0, most: float = ma
     if not least <= value <= most:
         raise MeshError(f"{name} is {value!r}; give from {least:g} to {most:g} seconds")
     return float(value)
+
+
+def check_device_model(device_model: Any, platform: str) -> DeviceModel | None:
+    """Check the option `device_model`, and return it.
+
+    Args:
+        device_model: the user's cost model, or None.
+        platform: the actors' platform, `"cpu"` or `"cuda"`.
+
+    Raises:
+        MeshError: the option is no cost model, or the actors run on GPUs.
+    """
+    if device_model is None:
+        return None
+    if isinstance(device_model, type) or not callable(getattr(device_model, "task_s", None)):
+        raise MeshError(
+            f"device_model is {device_model!r}, which has no method task_s(work); give an object whose "
+            "task_s returns the seconds of a task, such as a cost model"
+        )
+    if platform != "cpu":
+        raise MeshError(
+            f"device_model makes tasks last as long as a model says, but platform is {platform!r}, whose "
+            "devices have a speed of their own; give platform='cpu', or leave device_model= out"
+        )
+    return device_model
 
 
 def only_known(fn: Callable[P, R]) -> Callable[P, R]:

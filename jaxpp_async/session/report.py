@@ -186,9 +186,16 @@ def why_taken(compiled: Compiled, name: str) -> str:
 
 
 def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:
-    """Return, for each loop with named stages, one line of text with the names from `pipeline_yield`."""
+    """Return lines of text about the stage boundaries of each loop whose marks are named or were chosen.
+
+    These are the names from `pipeline_yield`, or the marks that the schedule's `stages` named.
+    """
     lines = []
     for loop in compiled.placed.loops.values():
+        if (cut := loop.staged.loop.cut) is not None:
+            at = "; ".join(f"stage {k} at mark {mark}" for k, mark in enumerate(cut.boundary_marks))
+            lines.append(f"stages of the loop at {loop.staged.loop.line} end at marks {cut}: {at}.")
+            continue
         named = [f"{k} at {name!r}" for k, name in enumerate(loop.staged.stage_names) if name]
         if named:
             lines.append(f"stages of the loop at {loop.staged.loop.line} end: {', '.join(named)}.")
@@ -255,11 +262,8 @@ def _transfers(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[
         )
         for (when, source, to, size, what, why), n in counts.items()
     ]
-    return tuple(
-        sorted(
-            lines, key=lambda t: (-t.per_microbatch, -t.total_bytes, t.what, t.from_actor, t.to_actor, t.why)
-        )
-    )
+    lines.sort(key=lambda t: (-t.per_microbatch, -t.total_bytes, t.what, t.from_actor, t.to_actor, t.why))
+    return tuple(lines)
 
 
 def _type(value: Value) -> str:
@@ -282,15 +286,8 @@ def _inputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[Pla
         lines.append(PlaceLine(value.label, _type(value), i.actors, value.aval.size_bytes, why))
     if count:
         actors, size = inputs[-1].actors, graph.values[inputs[-1].value].aval.size_bytes
-        lines.append(
-            PlaceLine(
-                f"{_INDICES} 0 to {count - 1}",
-                f"{count} x int32[]",
-                actors,
-                count * size,
-                "put there once, and kept",
-            )
-        )
+        name, why = f"{_INDICES} 0 to {count - 1}", "put there once, and kept"
+        lines.append(PlaceLine(name, f"{count} x int32[]", actors, count * size, why))
     return tuple(lines)
 
 
@@ -399,7 +396,10 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
             join_names(loop.leaves, 8),
             loop.line,
         )
-    if loops and (idle := _idle(compiled.programs)):
+        if loop.cut is not None:
+            _LOG.info("step %r: stages end at marks %s (%s)", name, loop.cut, loop.line)
+    idle = [program.actor for program in compiled.programs if not runs(program.instructions)]
+    if loops and idle:
         _LOG.warning(
             "step %r leaves actors %s of %d idle: its schedule has fewer actors than the mesh; make more "
             "stages, or a mesh of as many actors as the schedule uses",
@@ -417,8 +417,3 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
             file or line,
             int(number) if number.isdigit() else 0,
         )
-
-
-def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:
-    """Return the actors whose programs run no task."""
-    return [p.actor for p in programs if not runs(p.instructions)]

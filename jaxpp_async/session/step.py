@@ -2,7 +2,7 @@
 
 `DistributedStep` is the object that `mesh.distributed` returns. A `DistributedStep` has the options of the
 step, and stores one `CompiledStep` for each kind of call. Compiling and running are done by the step's
-`Runner`, which is a part of the mesh.
+`StepRunner`, which is a part of the mesh.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -29,7 +29,10 @@ from jaxpp_async.session import report
 from jaxpp_async.session.argument_binding import Binding, Slot, type_key
 from jaxpp_async.session.awaiting import UnawaitedCoroutine, says_to_await
 from jaxpp_async.session.remote_array import RemoteArray
-from jaxpp_async.session.step_request import DeviceLayout, StepDefinition, StepOptions
+from jaxpp_async.session.step_request import StepDefinition, StepOptions
+
+if TYPE_CHECKING:
+    from jaxpp_async.session.step_runner import StepRunner
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -110,22 +113,6 @@ class CompiledStep(StepForm):
         return [s for s, arg in zip(self.inputs, self.compiled.traced.arg_of, strict=False) if arg == argnum]
 
 
-class Runner(DeviceLayout, Protocol):
-    """The interface of the part of a mesh that compiles and runs steps."""
-
-    async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
-        """Run a step on the mesh and return its results; see `RemoteMesh.run`."""
-        ...
-
-    async def compile(self, step: DistributedStep, args: Sequence[Any]) -> CompiledStep:
-        """Compile a step for these arguments without running it; see `DistributedStep.compile`."""
-        ...
-
-    async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
-        """Make argument `argnum` of a step on the actors by running `fn`; see `DistributedStep.init`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class CallSignature:
     """The properties of one call that `DistributedStep.recall` compares with those of a later call.
@@ -161,7 +148,7 @@ class DistributedStep(StepDefinition):
 
     def __init__(
         self,
-        runner: Runner,
+        runner: StepRunner,
         fn: Callable,
         options: StepOptions,
         *,
@@ -187,7 +174,11 @@ class DistributedStep(StepDefinition):
             return await self.runner.run(self, args)
 
     def with_schedule(self, schedule: Any) -> DistributedStep:
-        """Return the same step under another schedule, which must have the same number of stages.
+        """Return the same step under another schedule.
+
+        A schedule without `stages` keeps the cut that is written in the step: those of the schedule of each
+        loop, or every mark. It must then have the same number of stages, unless the cut is `"balanced"`. A
+        schedule with `stages` cuts every loop of the step anew.
 
         Tasks that have been compiled for an earlier schedule are not compiled again. A schedule may need a
         task in a form that no earlier schedule needed, such as half of a backward, or the last stage's

@@ -96,11 +96,8 @@ def _argnums(name: str, value: int | Sequence[int], fn: Callable) -> tuple[int, 
     most = _most_arguments(fn)
     if most is not None and found and max(found) >= most:
         takes = f"takes {most} argument{'s' * (most != 1)}"
-        raise deliberate(
-            ValueError(
-                f"step {getattr(fn, '__name__', 'step')!r} {takes}, but {name} names argument {max(found)}"
-            )
-        )
+        step = getattr(fn, "__name__", "step")
+        raise deliberate(ValueError(f"step {step!r} {takes}, but {name} names argument {max(found)}"))
     return found
 
 
@@ -108,15 +105,13 @@ def _most_arguments(fn: Callable) -> int | None:
     """Return how many arguments `fn` can be called with by position; None if the number is unlimited or
     unknown.
     """
-    try:
-        parameters = inspect.signature(
-            fn, follow_wrapped=False
-        ).parameters.values()  # a wrapper may add parameters
-    except (TypeError, ValueError):  # builtins have no signature
+    signature = _signature(fn, follow_wrapped=False)  # a wrapper may add parameters
+    kinds = [p.kind for p in signature.parameters.values()] if signature is not None else []
+    if signature is None or inspect.Parameter.VAR_POSITIONAL in kinds:
         return None
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return None
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return sum(
+        kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds
+    )
 
 
 class StepDefinition:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import jax
@@ -21,13 +23,15 @@ import numpy as np
 from jaxpp_async.base.printable import first_line
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import Traced
-from jaxpp_async.compiler.pipeline import StepRequest, compile_step
+from jaxpp_async.compiler.pipeline import CompilePlan, StepRequest, compile_step
+from jaxpp_async.compiler.work import works
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.submitted_step import SubmittedStep, UnfinishedSteps
 from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.jax_bridge import jax_config, private_api
 from jaxpp_async.markers import nonfinite
 from jaxpp_async.program.instructions import ActorId
+from jaxpp_async.program.work import DeviceModel
 from jaxpp_async.protocol.messages import RunKind
 from jaxpp_async.session import array_moves, report
 from jaxpp_async.session.argument_binding import Binding, Slot, host_array
@@ -48,7 +52,7 @@ _LOG = logging.getLogger("jaxpp_async")
 
 
 class StepRunner:
-    """The part of a mesh that compiles and runs its steps; implements `step.Runner`.
+    """The part of a mesh that compiles and runs its steps.
 
     Args:
         controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
@@ -59,6 +63,8 @@ class StepRunner:
         max_inflight: the number of steps that may be under way at the same time.
         actor_config: the settings of JAX with which the actors were started; empty if the actors live in this
             process.
+        device_model: knows how long each executable of a step is to last at least; None to lengthen no
+            executable.
 
     Attributes:
         last: the last step that finished; None if no step has finished yet.
@@ -73,10 +79,11 @@ class StepRunner:
         target: Target,
         max_inflight: int,
         actor_config: Mapping[str, Any],
+        device_model: DeviceModel | None = None,
     ):
         self._actor_config = actor_config
         self._controller, self._values = controller, values
-        self.num_actors, self.target = num_actors, target
+        self.num_actors, self.target, self._device_model = num_actors, target, device_model
         self.last: SubmittedStep | None = None
         self._admission = asyncio.Semaphore(max_inflight)
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
@@ -156,7 +163,7 @@ class StepRunner:
                     "its turn to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of "
                     "a thread, so let no other task enter or leave one meanwhile"
                 )
-            compiled = await self._load(request, step)
+            compiled = await self._load(request, step, self._device_model)
             step.keep(signature, compiled)
             return compiled
 
@@ -199,13 +206,18 @@ class StepRunner:
                     "starts, and use no `with`"
                 )
 
-    async def _load(self, request: StepRequest, step: DistributedStep) -> CompiledStep:
+    async def _load(
+        self, request: StepRequest, step: DistributedStep, device_model: DeviceModel | None = None
+    ) -> CompiledStep:
         start_s = time.perf_counter()
         compiled = compile_step(request)
         report.report_notes(step.__name__, step.line, request, compiled)
         names = dict(enumerate(compiled.traced.arg_names)) if nonfinite.forbids_nonfinite() else {}
+        modelled_s = (
+            modelled_seconds(device_model, compiled, step.__name__) if device_model is not None else {}
+        )
         program_id, loaded = await load_programs(
-            self._controller(), compiled.programs, compiled.executables, names
+            self._controller(), compiled.programs, compiled.executables, names, modelled_s
         )
         seconds = time.perf_counter() - start_s
         self._controller().mesh_events.compiled(step.__name__, seconds, len(compiled.placed.graph.nodes))
@@ -255,12 +267,7 @@ class StepRunner:
             return
         places = compiled.inputs[len(compiled.inputs) - len(compiled.hidden_values) :]
         arrays = [self._values.new_array(slot.type, slot.actors) for slot in places]
-        used = [
-            (array, value)
-            for array, value in zip(arrays, compiled.hidden_values, strict=True)
-            if array.actors
-        ]
-        await self._values.fill([(array, host_array(value)) for array, value in used])
+        await self._values.fill(list(zip(arrays, map(host_array, compiled.hidden_values), strict=True)))
         compiled.hidden.extend(arrays)
 
     # ---------------------------------------------------------------- running
@@ -408,6 +415,39 @@ class StepRunner:
             self.last = step
         else:
             arrays.fail(first_line(step.error))
+
+
+def modelled_seconds(model: DeviceModel, compiled: CompilePlan, step_name: str) -> dict[int, float]:
+    """Return how long each executable of a step is to last, by its index, as a device model says.
+
+    Executables that last no time at all are left out.
+
+    Args:
+        model: the user's device model.
+        compiled: the compiled step.
+        step_name: the name of the step, for error messages.
+
+    Raises:
+        MeshError: the model raises an exception, or returns something other than a time.
+    """
+    found: dict[int, float] = {}
+    for index, (recipe, work) in enumerate(zip(compiled.placed.recipes, works(compiled), strict=True)):
+        where = f"step {step_name!r}: device_model.task_s of {recipe.name!r} ({work.flops:.3g} FLOPs)"
+        try:
+            seconds = model.task_s(work)
+        except Exception as error:  # the user's model may raise anything
+            raise MeshError(
+                f"{where} raised {type(error).__name__}: {error}; let it return seconds for every executable "
+                "of the step, of which nothing has been loaded"
+            ) from error
+        if not isinstance(seconds, Real) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
+            raise MeshError(
+                f"{where} returned {seconds!r}; let it return a finite number of seconds, 0 or more, for "
+                "every executable of the step, of which nothing has been loaded"
+            )
+        if seconds > 0:
+            found[index] = float(seconds)
+    return found
 
 
 def _unused_donations(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:

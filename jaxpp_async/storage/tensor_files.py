@@ -17,7 +17,7 @@ import hashlib
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, BinaryIO, TypeAlias
 
@@ -98,6 +98,22 @@ def is_stored_as_bytes(dtype: str) -> bool:
     return dtype not in _FORMAT_NAMES
 
 
+@contextlib.contextmanager
+def checkpoint_errors(path: str) -> Iterator[None]:
+    """Turn an `OSError` that is raised within a `with` block into a `CheckpointError`, whose message names a
+    path and the reason. An `InterruptedError`, with which a stopped `write` ends, stays as it is.
+
+    Args:
+        path: the path of the file or folder on which the block works.
+    """
+    try:
+        yield
+    except InterruptedError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{shown(path)}: {error.strerror or error}") from error
+
+
 def write(
     path: str, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], is_stopped: Callable[[], bool]
 ) -> tuple[int, dict[str, str]]:
@@ -145,14 +161,14 @@ def read(path: str, wanted: Sequence[WantedArray]) -> list[np.ndarray]:
         CheckpointError: the file is missing, cut off or damaged, or an array in it is not the wanted one; the
             message names the file.
     """
-    try:
-        with _open_to_read(path) as file:
+    with checkpoint_errors(path):
+        try:
+            file = _open_to_read(path)
+        except FileNotFoundError:
+            raise CheckpointError(f"{shown(path)}: the file is missing") from None
+        with file:
             entries, start = _read_header(file, path)
             return [_read_array(file, path, entries, start, one) for one in wanted]
-    except FileNotFoundError:
-        raise CheckpointError(f"{shown(path)}: the file is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{shown(path)}: {error.strerror or error}") from error
 
 
 def read_pieces(

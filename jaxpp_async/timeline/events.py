@@ -199,13 +199,13 @@ def read_events(
         known = [t for t in moments if not math.isnan(t)]
         if not known:
             continue
-        peer, tag = _peer_and_tag(instruction)
+        label, peer, tag = _describe(program.actor, instruction, labels)
         events.append(
             TimelineEvent(
                 actor=program.actor,
                 instruction=index,
                 kind=cast(Kind, instruction.__struct_config__.tag),
-                label=_event_label(program.actor, instruction, labels),
+                label=label,
                 start_s=known[0] - origin_s,
                 end_s=known[-1] - origin_s,
                 size_bytes=0
@@ -274,23 +274,20 @@ def _buffers_read(instruction: Instruction) -> tuple[BufferId, ...]:
     return (instruction.buffer,) if isinstance(instruction, Send | Output | Delete) else ()
 
 
-def _peer_and_tag(instruction: Instruction) -> tuple[ActorId | None, Tag | None]:
-    if isinstance(instruction, Send):
-        return instruction.to_actor, instruction.tag
-    return (instruction.from_actor, instruction.tag) if isinstance(instruction, Recv) else (None, None)
-
-
-def _event_label(actor: ActorId, instruction: Instruction, labels: Mapping[TransferKey, str]) -> str:
+def _describe(
+    actor: ActorId, instruction: Instruction, labels: Mapping[TransferKey, str]
+) -> tuple[str, ActorId | None, Tag | None]:
+    """Return the label, the peer and the tag of an actor's instruction, as in `TimelineEvent`."""
     match instruction:
         case Run(label=label):
-            return label
+            return label, None, None
         case Send(to_actor=peer, tag=tag):
-            return labels.get((actor, peer, tag), "?")
+            return labels.get((actor, peer, tag), "?"), peer, tag
         case Recv(from_actor=peer, tag=tag):
-            return labels.get((peer, actor, tag), "?")
+            return labels.get((peer, actor, tag), "?"), peer, tag
         case Input(arg=arg):
-            return f"arg {arg}"
+            return f"arg {arg}", None, None
         case Output(result=result):
-            return f"result {result}"
+            return f"result {result}", None, None
         case Delete(buffer=buffer):
-            return f"b{buffer}"
+            return f"b{buffer}", None, None

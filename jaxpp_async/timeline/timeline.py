@@ -15,7 +15,7 @@ import io
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from statistics import median
@@ -56,8 +56,7 @@ class Timeline:
         transfers: each send with its receive, in the order in which the sends were started.
         clock_error_s: the largest possible error between times of two different actors; 0: all actors are on
             the controller's host.
-        works: the work of each executable of the step, by its index, from which a cost model learns; empty if
-            it is not known.
+        count_works: a function that returns `works`.
     """
 
     step: int
@@ -67,7 +66,17 @@ class Timeline:
     actors: tuple[ActorTimeline, ...]
     transfers: tuple[TimelineTransfer, ...]
     clock_error_s: float = 0.0
-    works: tuple[TaskWork, ...] = field(default=(), repr=False)
+    count_works: Callable[[], Sequence[TaskWork]] = field(default=tuple, repr=False, compare=False)
+
+    @cached_property
+    def works(self) -> tuple[TaskWork, ...]:
+        """The work of each executable of the step, by its index, from which a cost model learns; empty if
+        nobody knows. The work is counted when this is first read, which may take a second for a large step.
+        """
+        return tuple(self.count_works())
+
+    def __getstate__(self) -> dict[str, Any]:  # a function cannot be pickled
+        return {**self.__dict__, "works": self.works, "count_works": tuple}
 
     @property
     def events(self) -> tuple[TimelineEvent, ...]:
@@ -166,7 +175,7 @@ def make_timeline(
     name: str,
     origin_s: float,
     recorded: Mapping[ActorId, Recorded],
-    works: Sequence[TaskWork] = (),
+    count_works: Callable[[], Sequence[TaskWork]] = tuple,
 ) -> Timeline:
     """Return the timeline of a finished step.
 
@@ -175,7 +184,7 @@ def make_timeline(
         name: the name of the step function.
         origin_s: when the controller sent the step, in seconds of the controller's clock.
         recorded: what the controller recorded of each actor's part.
-        works: the work of each executable of the step, by its index; empty if it is not known.
+        count_works: a function that returns the work of each executable of the step, by its index.
 
     Raises:
         ValueError: the number of an actor's time stamps does not fit its program.
@@ -198,7 +207,7 @@ def make_timeline(
         actors=tuple(actors),
         transfers=pair_transfers(actors),
         clock_error_s=aligned.pair_error_s,
-        works=tuple(works),
+        count_works=count_works,
     )
 
 

@@ -257,8 +257,7 @@ class Transport:
         may leave memory that it shared with this process (UCX's shared-memory queues) in an unusable state.
 
         Raises:
-            TransferError: the medium still uses buffers after 5 s. The process must exit and must not reuse
-                the buffers.
+            TransferError: the medium still uses buffers after 5 s, and they must not be reused.
         """
         raise NotImplementedError
 
@@ -359,37 +358,23 @@ def memory_of(buffer: Any, *, writable: bool) -> Memory:
         writable: whether data will be received into the buffer; if so, a read-only array is refused.
 
     Raises:
-        ValueError: the array cannot be transferred; see `locate`.
+        ValueError: `buffer` is none of these, is not C-contiguous, has elements that are Python references,
+            or is read-only although `writable` is True.
     """
     if type(buffer) is SharedBlock:
         return Memory(buffer.address, buffer.size_bytes, buffer)
-    address, size_bytes = locate(buffer, writable=writable)
-    return Memory(address, size_bytes, buffer, not isinstance(buffer, np.ndarray))
-
-
-def locate(buffer: Any, *, writable: bool) -> tuple[int, int]:
-    """Check a numpy or device array, and return its address and its size in bytes.
-
-    Args:
-        buffer: the array.
-        writable: whether data will be received into the array.
-
-    Raises:
-        ValueError: `buffer` is not a numpy or device array, is not C-contiguous, has elements that are Python
-            references, or is read-only although `writable` is True.
-    """
     if type(buffer) is np.ndarray and not buffer.dtype.hasobject:
         try:
             # This costs a third of __array_interface__, but accepts only contiguous, writable arrays of
             # plain dtypes.
             start = _Start.from_buffer(buffer)  # pyright: ignore[reportArgumentType]
-            return ctypes.addressof(start), buffer.nbytes
+            return Memory(ctypes.addressof(start), buffer.nbytes, buffer)
         except (TypeError, ValueError, BufferError):
             pass
     elif (interface := getattr(buffer, "__cuda_array_interface__", None)) is not None:
-        return _locate_on_device(interface, writable)
+        return Memory(*_locate_on_device(interface, writable), buffer, on_device=True)
     _check_array(buffer, writable)
-    return buffer.__array_interface__["data"][0], buffer.nbytes
+    return Memory(buffer.__array_interface__["data"][0], buffer.nbytes, buffer)
 
 
 def _check_array(buffer: Any, writable: bool) -> None:

@@ -90,12 +90,8 @@ class SharedBlock:
 
     def __init__(self, size_bytes: int):
         self._is_retired = False
-        self._descriptor, key = _make_file(_whole_bytes(size_bytes))
-        try:
-            self._whole = _map(self._descriptor, _whole_bytes(size_bytes))
-        except BaseException:  # including cancellations: nobody else would close it
-            os.close(self._descriptor)
-            raise
+        self._descriptor, key, whole_at = _make_file(_whole_bytes(size_bytes))
+        self._whole = _array_at(whole_at, _whole_bytes(size_bytes))
         self.array = self._whole[:size_bytes]
         self.address, self.size_bytes = self.array.ctypes.data, size_bytes
         self.mark = ctypes.c_uint64.from_address(self.address + self._whole.size - _TRAILER_BYTES + _MARK_AT)
@@ -137,12 +133,7 @@ class SharedBlock:
             return
         self._is_retired = False  # tried once, because making large memory takes long, even if it fails
         with contextlib.suppress(OSError):
-            self._descriptor, key = _make_file(_whole_bytes(self.size_bytes))
-            try:
-                _map_at(self.address, self._descriptor, _whole_bytes(self.size_bytes))
-            except BaseException:  # including cancellations: nobody else would close it
-                os.close(self._descriptor)
-                raise
+            self._descriptor, key, _ = _make_file(_whole_bytes(self.size_bytes), self.address)
             self._share(key)
 
     def _share(self, key: bytes) -> None:
@@ -177,9 +168,9 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self._descriptor, self.key = _make_file(_MAILBOX_BYTES)
+        self._descriptor, self.key, whole_at = _make_file(_MAILBOX_BYTES)
         self.name = _name_of(self.key)
-        whole = _map(self._descriptor, _MAILBOX_BYTES)
+        whole = _array_at(whole_at, _MAILBOX_BYTES)
         whole[-_KEY_BYTES:] = np.frombuffer(self.key, np.uint8)
         self._rows, self._readable, self.ring = _mailbox_parts(whole)
         self._free = list(range(_MAILBOX_ROWS))
@@ -373,12 +364,19 @@ def _name_of(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()[:_NAME_BYTES]
 
 
-def _make_file(size_bytes: int) -> tuple[int, bytes]:
-    """Make a memfd of a fixed size, and return its descriptor and a random key.
+def _make_file(size_bytes: int, address: int | None = None) -> tuple[int, bytes, int]:
+    """Make a memfd of a fixed size, and map it into this process.
+
+    Args:
+        size_bytes: the size.
+        address: the address at which to replace the present mapping; None: any free address.
+
+    Returns:
+        The descriptor, a random key, and the address of the mapping.
 
     Raises:
-        OSError: the memory cannot be allocated, or half of the descriptors that this process may have are in
-            use; the other half is left for other purposes.
+        OSError: the memory cannot be allocated or mapped, or half of the descriptors that this process may
+            have are in use; the other half is left for other purposes.
     """
     descriptor = os.memfd_create("jaxpp-async", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -389,10 +387,10 @@ def _make_file(size_bytes: int) -> tuple[int, bytes]:
         # Allocated now, so that a peer that writes is not killed by SIGBUS because no memory is left ...
         os.posix_fallocate(descriptor, 0, size_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # ... or the file has shrunk.
+        return descriptor, os.urandom(_KEY_BYTES), _map_at(address, descriptor, size_bytes)
     except BaseException:  # including cancellations: nobody else would close it
         os.close(descriptor)
         raise
-    return descriptor, os.urandom(_KEY_BYTES)
 
 
 def _free_block(mark: np.ndarray, descriptor: int) -> None:
@@ -408,13 +406,13 @@ def _open(pid: int, descriptor: int, size_bytes: int, *, writable: bool) -> np.n
     try:
         if os.fstat(here).st_size != size_bytes or fcntl.fcntl(here, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise ValueError(f"{path} is something else by now")
-        return _map(here, size_bytes, writable=writable)
+        return _array_at(_map_at(None, here, size_bytes, writable=writable), size_bytes, writable=writable)
     finally:
         os.close(here)
 
 
-def _map(descriptor: int, size_bytes: int, *, writable: bool = True) -> np.ndarray:
-    address = _map_at(None, descriptor, size_bytes, writable=writable)
+def _array_at(address: int, size_bytes: int, *, writable: bool = True) -> np.ndarray:
+    """Return mapped memory as a flat uint8 array; the memory is unmapped when no array refers to it."""
     return np.asarray(_Mapping(address, size_bytes, writable))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 import warnings
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
@@ -89,7 +90,7 @@ class Harness:
         for k in self.transports:
             await self.ask(k, m.Connect, epoch=self.epoch, addresses=addresses)
 
-    async def load(self, actor, instructions, avals, blobs, program_id=0, uncounted=()):
+    async def load(self, actor, instructions, avals, blobs, program_id=0, uncounted=(), modelled_s=None):
         program = ActorProgram(actor, tuple(instructions), tuple(avals), frozenset(uncounted))
         return await self.ask(
             actor,
@@ -98,6 +99,7 @@ class Harness:
             program=program,
             executables={k: f"key{k}" for k in range(len(blobs))},
             blobs={f"key{k}": blob for k, blob in enumerate(blobs)},
+            modelled_s=modelled_s or {},
         )
 
     async def put(self, actor, array_id, value, spec=()):
@@ -572,6 +574,47 @@ async def test_an_executable_that_raises():
         assert "actor 0: injected" in (await queued).message
 
 
+HOUR_S = 3600.0
+DOUBLES = Input(0, 0), Run("f", 0, (0,), (1,)), Output(1, 0)
+
+
+async def test_a_task_lasts_as_long_as_the_model_of_the_device_says():
+    async with harness() as h:
+        await h.load(0, DOUBLES, [V, V], [blob(double, V)], modelled_s={0: 0.03})
+        await h.put(0, 1, np.ones(8, np.float32))
+        for number in range(6):  # also when it could be known to be quick
+            done = await h.step(0, number, {0: 1}, {0: 10 + number})
+            start_s, end_s = np.frombuffer(done.stats.stamps, "<f8").reshape(-1, 2)[1]
+            assert end_s - start_s >= 0.03
+            assert done.stats.total_s >= done.stats.compute_s >= 0.03
+        (found,) = await h.fetch(0, 15)
+        assert np.all(found == 2)
+
+
+async def test_a_task_that_outlasts_its_step_keeps_nothing_waiting():
+    """The compute thread waits for the end of an hour until the step is aborted, or the actor closes."""
+    async with harness() as h:
+        await h.load(0, DOUBLES, [V, V], [blob(double, V)])
+        await h.load(0, DOUBLES, [V, V], [blob(double, V)], program_id=1, modelled_s={0: HOUR_S})
+        await h.put(0, 1, np.ones(8, np.float32))
+        long = {"program_id": 1, "inputs": {0: 1}}
+        waiting = await h.start(0, m.Step, epoch=1, step=0, outputs={0: 2}, **long)
+        await asyncio.sleep(0.1)
+        report = await h.ask(0, m.Report)
+        assert report.running and not waiting.done(), "to the stall detector it computes"
+        began_s = time.monotonic()
+        h.epoch = 2
+        await h.ask(0, m.Abort, epoch=2, cause="actor 5 died")
+        reply = await asyncio.wait_for(waiting, TIMEOUT_S)
+        assert "actor 5 died" in reply.message and reply.instruction.startswith("#1 run")
+        await h.step(0, 0, {0: 1}, {0: 3})
+        assert time.monotonic() - began_s < 5
+        await h.start(0, m.Step, epoch=2, step=1, outputs={0: 4}, **long)
+        await asyncio.sleep(0.1)
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 5
+
+
 async def test_abort_ends_waiting_steps_and_the_actors_go_on():
     async with harness(2) as h:
         await two_stage_pipeline(h)
@@ -617,7 +660,7 @@ async def test_closing_in_the_middle_of_a_step():
         await two_stage_pipeline(h)
         await h.put(1, 100, np.zeros(8, np.float32))
         await h.start(1, m.Step, epoch=1, step=0, program_id=0, inputs={0: 100}, outputs={0: 101})
-        await h.ask(1, m.Shutdown)
+        await h.actors[1].aclose()
         await h.actors[1].aclose()
 
 

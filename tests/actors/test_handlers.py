@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from jaxpp_async.actors import server
 from jaxpp_async.actors.actor import Actor
 from jaxpp_async.actors.server import _RequestDispatcher, handlers_of, handles
 from jaxpp_async.errors import ProtocolError
@@ -49,7 +53,8 @@ async def test_every_request_has_a_handler_once_the_actor_is_configured():
     async with harness() as h:
         (actor,) = h.actors
         # `handle` passes steps to the queue of steps, which has no handler, since it is by far the most used.
-        assert {*actor._handlers, m.Step} == {*m.accepted_messages("actor")} - {Double}
+        # The server ends the dispatching of requests at a `Shutdown`, and closes the actor.
+        assert {*actor._handlers, m.Step, m.Shutdown} == {*m.accepted_messages("actor")} - {Double}
 
 
 def test_a_request_that_comes_too_early_or_is_none_fails_by_name():
@@ -89,6 +94,33 @@ def test_handlers_are_found_in_base_classes_and_may_be_replaced():
 
     derived = Derived()
     assert handlers_of(derived) == {m.Abort: derived.abort}
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+async def test_an_actor_with_a_component_whose_handlers_nobody_calls_does_not_start(monkeypatch, is_used):
+    monkeypatch.setattr(server, "_unused_components", set())
+
+    def lost(self: Any, message: m.Abort) -> m.Done:
+        return m.Done()
+
+    lost.__module__, lost.__qualname__ = "jaxpp_async.actors.drawer", "Drawer.lost"
+    Drawer = type("Drawer", (), {"lost": handles(m.Abort)(lost)})
+    sent: list[m.Message] = []
+    dispatcher = _RequestDispatcher()
+    dispatcher.connection = SimpleNamespace(send=lambda message, number: sent.append(message))
+    actor = DoublingActor(0, make_transport=lambda name, network: None, send=dispatcher.send)
+    dispatcher.open(actor, spins=False)
+    if is_used:
+        handlers_of(Drawer())
+    ready = m.Ready(b"", (), {}, m.Hardware("cpu", 1))
+    dispatcher.send(ready, 0)
+    actor._workers.shutdown()
+    if is_used:
+        assert sent == [ready]
+    else:
+        (failed,) = sent
+        assert isinstance(failed, m.Failed) and failed.exception_type == "TypeError"
+        assert failed.message.startswith("Drawer: no actor calls the handlers declared there")
 
 
 async def test_an_actor_refuses_a_request_that_it_could_not_answer():

@@ -10,7 +10,8 @@ import pytest
 
 from jaxpp_async.actors import loaded_program
 from jaxpp_async.actors.executables import Executable
-from jaxpp_async.actors.loaded_program import load_program
+from jaxpp_async.actors.execution_plan import make_plan
+from jaxpp_async.actors.loaded_program import LoadedProgram, load_program
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval, Input, Run
 from jaxpp_async.protocol.actor_info import ProcessRank
@@ -68,21 +69,42 @@ def made(monkeypatch):
     return monkeypatch
 
 
-async def load(compiled: Compiled, executables=None):
-    message = Load(1, PROGRAM, executables or {3: "k"}, {"k": b"blob"}, {0: "x"})
+async def load(compiled: Compiled, executables=None, modelled_s=None):
+    message = Load(1, PROGRAM, executables or {3: "k"}, {"k": b"blob"}, {0: "x"}, modelled_s or {})
     with ThreadPoolExecutor(1) as workers:
         return await load_program(message, compiled, LAYOUTS, None, workers, ProcessRank(0))
 
 
 async def test_each_run_gets_the_executable_for_what_it_donates(made):
-    keeps, donates = executable(), executable(has_loop=True, places=("a.py:1: log",))
+    keeps, donates = executable(), executable()
     compiled = Compiled(keeps=keeps, donates=donates)
-    (plan, calls, places, names, *_, loops, process_rank), reply = await load(compiled)
+    (plan, executables, names, *_, process_rank), reply = await load(compiled)
     assert (plan.program, compiled.blobs, process_rank) == (PROGRAM, {"k": b"blob"}, ProcessRank(0))
     assert compiled.loaded == [("k", ()), ("k", (0,))]
-    assert calls == {1: keeps.call, 2: donates.call}
-    assert (places, loops, names) == ({2: ("a.py:1: log",)}, {2}, {0: "x"})
+    assert (executables, names) == ({1: keeps, 2: donates}, {0: "x"})
     assert reply == Loaded(1.0, {3: 64})
+
+
+async def test_a_loaded_program_knows_how_long_its_executables_are_to_last(made):
+    compiled = Compiled(keeps=executable(), donates=executable())
+    (_, _, _, modelled_s, *_), _ = await load(compiled)
+    assert modelled_s == {}
+    (_, _, _, modelled_s, *_), _ = await load(compiled, modelled_s={3: 0.5})
+    assert modelled_s == {3: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("modelled_s", "of_runs", "quick"),
+    [({}, {}, {1, 2}), ({3: 1e-5}, {1: 1e-5}, {2}), ({3: 1e-5, 4: 9.0, 5: 1.0}, {1: 1e-5, 2: 9.0}, set())],
+)
+def test_each_run_lasts_as_long_as_its_executable_and_is_never_quick_then(modelled_s, of_runs, quick):
+    plan = make_plan(ActorProgram(0, (Input(0, 0), RUNS[0], Run("g", 4, (1,), (2,))), (F4,) * 3))
+    layouts, pool = SimpleNamespace(of=layout, devices=SimpleNamespace(size=1)), SimpleNamespace()
+    executables = {1: executable(), 2: executable()}
+    program = LoadedProgram(plan, executables, {}, modelled_s, layouts, pool, ProcessRank(0))
+    for instruction in (1, 2) * 5:
+        program.record_time(instruction, 1e-5)
+    assert (program.modelled_s, program.quick) == (of_runs, quick)
 
 
 async def test_an_executable_that_is_not_what_the_program_takes_it_for_is_refused_with_the_instruction(made):

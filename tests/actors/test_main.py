@@ -44,8 +44,7 @@ async def main():
     done = await replies.get()
     actor.handle(m.Fetch((2,), (1,)), 4)
     fetched = await replies.get()
-    actor.handle(m.Shutdown(), 5)
-    assert isinstance(await replies.get(), m.Done)
+    await actor.aclose()
     print(json.dumps({
         "devices": ready.devices, "versions": sorted(ready.versions), "live_buffers": done.stats.live_buffers,
         "values": np.frombuffer(fetched.arrays[0][2]).tolist(),

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jaxpp_async.base.spinning import LONGEST_S, SHORTEST_S, AdaptiveSpin, LoopSpin, has_spare_core
+from jaxpp_async.base.spinning import (
+    LONGEST_S,
+    SHORTEST_S,
+    AdaptiveSpin,
+    LoopSpin,
+    has_spare_core,
+    sleep_until,
+)
 
 
 @pytest.mark.parametrize(
@@ -139,3 +147,58 @@ def test_a_core_is_spare_where_actors_leave_one(monkeypatch, cores, hosts, is_sp
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     assert has_spare_core(hosts) is is_spare
+
+
+class Sleeper:
+    """A clock that only sleeping and looking at it move; sleeps are late, as Linux's are.
+
+    Args:
+        late_s: by how much.
+    """
+
+    def __init__(self, late_s: float = 60e-6):
+        self.time_s, self.late_s, self.slept = 100.0, late_s, list[float]()
+
+    def now_s(self) -> float:
+        self.time_s += 1e-6
+        return self.time_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.time_s += seconds + (self.late_s if seconds else 0.0)
+
+    def until(self, end_s: float, is_over=lambda: False) -> float:
+        return sleep_until(end_s, is_over, now_s=self.now_s, sleep=self.sleep)
+
+
+@pytest.mark.parametrize("wait_s", [1e-5, 1e-4, 0.0123, 0.02, 0.0201, 0.5])
+def test_a_sleep_ends_on_time_and_polls_for_a_moment_only(wait_s):
+    sleeper = Sleeper()
+    ended_s = sleeper.until(100.0 + wait_s)
+    assert 100.0 + wait_s <= ended_s <= 100.0 + wait_s + 5e-6
+    assert max(sleeper.slept) <= 0.02
+    assert sleeper.slept.count(0) <= 100, "it polls for a tenth of a millisecond"
+
+
+def test_a_sleep_that_is_woken_late_ends_at_once():
+    sleeper = Sleeper(late_s=0.003)
+    assert sleeper.until(100.01) == pytest.approx(100.01 + 0.003 - 100e-6, abs=5e-6)
+    assert len(sleeper.slept) == 1
+
+
+def test_a_time_that_has_passed_is_not_waited_for():
+    sleeper = Sleeper()
+    assert sleeper.until(99.0) == pytest.approx(100.0, abs=5e-6)
+    assert sleeper.slept == []
+
+
+def test_a_long_sleep_ends_early_when_it_is_told_to():
+    sleeper = Sleeper()
+    ended_s = sleeper.until(float("inf"), lambda: sleeper.time_s > 107.0)
+    assert 107.0 < ended_s < 107.03
+
+
+def test_a_real_sleep_is_never_too_short():
+    for wait_s in (0.0, 0.0001, 0.004, 0.03):
+        end_s = time.monotonic() + wait_s
+        assert end_s <= sleep_until(end_s, lambda: False) <= time.monotonic()

@@ -30,13 +30,13 @@ import pytest
 from dtype_examples import AS_BYTES, NATIVE, example
 from jax.sharding import PartitionSpec as P
 from models import gpt, grads_step, mlp
+from resources import inspect_actors
 from train_gpt import Pipeline
 
 import jaxpp_async as jpp
 from gpt import data, report
 from gpt.options import parse_options
 from jaxpp_async.actors import checkpoint_requests
-from jaxpp_async.actors.checkpoint_requests import CheckpointRequests
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
 from jaxpp_async.checkpoint.restore import load_manifest
@@ -320,13 +320,13 @@ async def test_an_array_on_two_actors_is_written_once(mesh, tmp_path):
 def reads(monkeypatch) -> dict[int, list[str]]:
     """What each actor reads."""
     found: dict[int, list[str]] = {}
-    original = CheckpointRequests._read
+    original = checkpoint_requests._read_and_place
 
-    def read(self: Any, message: Any, entries: Any) -> Any:
-        found.setdefault(id(self), []).extend(part.name for part in message.parts)
-        return original(self, message, entries)
+    def read(message: Any, layouts: Any) -> Any:
+        found.setdefault(id(layouts), []).extend(part.name for part in message.parts)
+        return original(message, layouts)
 
-    monkeypatch.setattr(CheckpointRequests, "_read", read)
+    monkeypatch.setattr(checkpoint_requests, "_read_and_place", read)
     return found
 
 
@@ -647,7 +647,7 @@ async def test_broken_checkpoints_name_file_and_cause(mesh, tmp_path):
 
 async def held(mesh: jpp.RemoteMesh) -> dict[str, Any]:
     gc.collect()  # what earlier tests left
-    numbers = await mesh._running().inspect()
+    numbers = await inspect_actors(mesh._running())
     return {
         f"{actor} {name}": n
         for actor, ns in numbers.items()

@@ -75,6 +75,13 @@ def convolution_gradients(x, k):
     return jax.grad(loss, argnums=(0, 1))(x, k)
 
 
+def labels_loss_gradient(x, w, i):
+    def loss(w):
+        return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), i[:, None], axis=1).mean()
+
+    return jax.grad(loss)(w)
+
+
 def scanned(x, v, w):
     return lax.scan(lambda c, vw: (mlp(c, *vw), None), x, (v, w))[0]
 
@@ -161,6 +168,15 @@ TOKENS = jax.ShapeDtypeStruct((32, 16), "int32")
             8,
             {"all-reduce 2: 16": 2, "all-reduce 4: 131072": 1},
             id="classes split",
+        ),
+        pytest.param(
+            labels_loss_gradient,
+            [(64, 256), (256, 1024), jax.ShapeDtypeStruct((64,), "int32")],
+            [("d",), (), ("d",)],
+            [()],
+            4,
+            {"all-reduce 4: 262144": 1},
+            id="each row indexed for itself",
         ),
         pytest.param(
             convolution_gradients,

@@ -176,7 +176,7 @@ def test_actors_that_need_each_other_first_wait():
     assert str(waits[0]) == f"actor 0 waits at {at} for tag 1 from actor 1"
 
 
-def test_transfers_of_one_link_complete_in_order_unless_they_pair_by_tag():
+def test_transfers_of_one_link_complete_in_order():
     at = find_blocked_actors(CROSSED)[-1].at
     assert find_blocked_actors(CROSSED) == [
         BlockedActor(0, "the end of the step", 0, 1, sends=True),
@@ -186,13 +186,11 @@ def test_transfers_of_one_link_complete_in_order_unless_they_pair_by_tag():
         str(find_blocked_actors(CROSSED)[0])
         == "actor 0 waits at the end of the step for actor 1 to receive tag 0"
     )
-    assert find_blocked_actors(CROSSED, rendezvous=False) == []
 
 
 def test_what_nobody_receives_or_sends_is_waited_for_at_the_end():
     end = "the end of the step"
     assert find_blocked_actors(actors([Send(0, 1, 5)], [])) == [BlockedActor(0, end, 5, 1, sends=True)]
-    assert find_blocked_actors(actors([Send(0, 1, 5)], []), rendezvous=False) == []
     assert find_blocked_actors(actors([recv(0, 1, 5)], [])) == [BlockedActor(0, end, 5, 1)]
 
 

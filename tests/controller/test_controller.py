@@ -19,10 +19,12 @@ import psutil
 import pytest
 from fake_actor import NullTransport, scripted, start_fakes
 from paths import SUPPORT
+from resources import inspect_actors
 
 from jaxpp_async.controller import actor_group, failure_policy
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.failure_policy import Failure, ProcessDied
+from jaxpp_async.controller.deploy import LoadableProgram
+from jaxpp_async.controller.failure_policy import FailureFound, ProcessDied
 from jaxpp_async.controller.host_values import HostValue
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ActorConfig, ControllerOptions
@@ -73,11 +75,10 @@ async def mesh(num_actors: int = 2, launcher: Any = None, setup: str | None = No
         await controller.aclose()
 
 
-async def load(controller: Controller, text: str, **keys: Any) -> int:
+async def load(controller: Controller, text: str, **executables: Any) -> int:
     """Load a fake program; the text says what a step does."""
-    program_id = controller.new_program_id()
-    programs = scripted(text, len(controller.actors))
-    await controller.load(program_id, programs, keys.get("executables", {}), keys.get("blobs", {}))
+    program = LoadableProgram(scripted(text, len(controller.actors)), **executables)
+    program_id, _ = await controller.load(program)
     return program_id
 
 
@@ -145,19 +146,18 @@ async def test_host_values_there_and_back(any_mesh):
 async def test_frees_from_any_thread_ride_with_the_next_request(any_mesh):
     aval, ids = Aval((1,), "float32"), [any_mesh.new_array_id() for _ in range(20)]
     await any_mesh.put({0: [HostValue(i, aval, np.ones(1, np.float32)) for i in ids]})
-    before = (await any_mesh.inspect())[0]["arrays"]
+    before = (await inspect_actors(any_mesh))[0]["arrays"]
     thread = threading.Thread(target=lambda: [any_mesh.free(0, i) for i in ids])
     thread.start()
     thread.join()
     await start(any_mesh, await load(any_mesh, "done"))
-    assert (await any_mesh.inspect())[0]["arrays"] == before - 20
+    assert (await inspect_actors(any_mesh))[0]["arrays"] == before - 20
 
 
 async def test_each_blob_is_sent_to_an_actor_once(any_mesh):
     blobs = {"k1": b"1", "k2": b"2"}
-    await load(any_mesh, "done", executables={0: {0: "k1"}, 1: {0: "k1", 5: "k2"}}, blobs=blobs)
-    program_id = any_mesh.new_program_id()
-    loaded = await any_mesh.load(program_id, scripted("done", 1), {0: {0: "k1", 1: "k2"}}, blobs)
+    await load(any_mesh, "done", keys={0: {0: "k1"}, 1: {0: "k1", 5: "k2"}}, blobs=blobs)
+    _, loaded = await any_mesh.load(LoadableProgram(scripted("done", 1), {0: {0: "k1", 1: "k2"}}, blobs))
     assert loaded[0].temp_bytes == {0: 1}  # the fake answers with the number of blobs that came
 
 
@@ -208,7 +208,7 @@ async def test_progress_is_reported_and_every_actor_says_where_it_runs():
 
 async def test_actors_share_cores_and_see_no_secret():
     async with mesh() as controller:
-        numbers = await controller.inspect()
+        numbers = await inspect_actors(controller)
         cores = len(os.sched_getaffinity(0))
         assert sum(n["cores"] for n in numbers.values()) == max(cores, 2)
         assert all(n["secrets"] == 0 for n in numbers.values())
@@ -246,9 +246,9 @@ async def test_sigkill_of_an_idle_actor_is_raised_by_the_next_call():
         async with asyncio.timeout(2):
             await controller.ended
         with pytest.raises(ActorDiedError, match="actor 0"):
-            await controller.inspect()
+            await inspect_actors(controller)
         with pytest.raises(MeshClosedError, match="actor 0"):
-            await controller.inspect()
+            await inspect_actors(controller)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ async def test_a_failed_step_does_not_wait_for_sends_that_go_on(caplog):
             await asyncio.sleep(0)
             waiting[0].cancel()
             assert not waiting[1].done()
-            controller._act_on(Failure(ActorDiedError("it died")))
+            controller._act_on(FailureFound(ActorDiedError("it died")))
             await waiting[1]
             await handle.wait_sent()
             with pytest.raises(ActorDiedError, match="it died"):

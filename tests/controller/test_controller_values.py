@@ -31,7 +31,7 @@ class Mesh:
         config = ActorConfig(spmd_mesh=(("x", 2),), processes_per_actor=2)
         self.controller = Controller(
             Topology(2, 2),
-            SimpleNamespace(listen_host=None),
+            SimpleNamespace(listen_host=None, transports=("memory",)),
             ControllerOptions(config, max_restarts=1),
             events=None,
             on_progress=lambda text: None,

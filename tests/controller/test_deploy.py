@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpp_async.controller.deploy import Deployment, LoadedPrograms, MessageEnd, links_of
+from jaxpp_async.controller.deploy import Deployment, LoadableProgram, LoadedPrograms, MessageEnd, links_of
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.errors import ActorDiedError, ProtocolError
 from jaxpp_async.layout.array_parts import Scattering
@@ -30,7 +30,8 @@ def loaded_programs(processes: Topology, *, for_successors: bool = False) -> Loa
 
 def programs(*, for_successors: bool = False, per_actor: int = 1) -> LoadedPrograms:
     made = loaded_programs(Topology(2, per_actor), for_successors=for_successors)
-    made.add(made.new_id(), PARTS, {0: {2: "k0", 3: "k1"}}, {"k0": b"zero", "k1": b"one"}, {0: "x"})
+    blobs = {"k0": b"zero", "k1": b"one"}
+    made.add(LoadableProgram(PARTS, {0: {2: "k0", 3: "k1"}}, blobs, {0: "x"}))
     return made
 
 
@@ -49,10 +50,20 @@ def test_an_actor_without_executables_is_sent_its_program_alone():
     assert (message.executables, message.blobs, message.program) == ({}, {}, SECOND)
 
 
+def test_an_actor_is_told_how_long_its_own_executables_are_to_last_and_so_is_its_successor():
+    made = loaded_programs(Topology(2), for_successors=True)
+    keys, blobs = {0: {2: "k0"}, 1: {3: "k1"}}, {"k0": b"zero", "k1": b"one"}
+    made.add(LoadableProgram(PARTS, keys, blobs, modelled_s={2: 0.25, 3: 0.5}))
+    assert [made.load_message(0, actor, set()).modelled_s for actor in (0, 1)] == [{2: 0.25}, {3: 0.5}]
+    made.note_loaded(0)
+    assert made.load_message(0, 1, set()).modelled_s == {3: 0.5}, "a successor"
+    assert programs().load_message(0, 0, set()).modelled_s == {}
+
+
 def test_a_program_knows_its_actors_and_their_processes_in_order():
     made = programs(per_actor=2)
     assert made.processes_by_actor(0) == ((0, (0, 1)), (1, (2, 3)))
-    assert list(made.parts(0)) == [0, 1]
+    assert made.parts(0) == PARTS
 
 
 def test_executables_are_dropped_once_loaded_unless_a_successor_needs_them():
@@ -70,14 +81,14 @@ def test_a_program_that_could_not_be_loaded_is_gone_and_its_id_is_never_given_ag
     made.remove(0)
     made.remove(0)
     assert (made.programs_of(0), made.parts(0), made.part(0, 0), made.all_parts()) == ((), {}, None, [])
-    assert made.new_id() == 1
+    assert made.add(LoadableProgram(PARTS)) == 1
 
 
 def test_programs_of_an_actor_are_listed_in_order_of_their_ids():
     made = programs()
-    made.add(4, {0: FIRST}, {}, {}, {})
-    made.add(2, {0: FIRST}, {}, {}, {})
-    assert (made.programs_of(0), made.programs_of(1)) == ((0, 2, 4), (0,))
+    for _ in range(2):
+        made.add(LoadableProgram({0: FIRST}))
+    assert (made.programs_of(0), made.programs_of(1)) == ((0, 1, 2), (0,))
     assert made.all_parts() == [{0: FIRST, 1: SECOND}, {0: FIRST}, {0: FIRST}]
 
 
@@ -159,7 +170,9 @@ class Actors:
 
 async def deploy(actors: Actors, made: LoadedPrograms) -> dict[int, Loaded]:
     deploying = Deployment(actors, actors, made, actors, paused=actors.paused, on_progress=actors.said.append)
-    return await deploying.deploy(made.new_id(), PARTS, {0: {2: "k0"}}, {"k0": b"zero"}, {})
+    program_id, loaded = await deploying.deploy(LoadableProgram(PARTS, {0: {2: "k0"}}, {"k0": b"zero"}))
+    assert program_id == 0
+    return loaded
 
 
 async def test_a_program_is_loaded_on_all_of_its_actors_and_then_linked():
@@ -184,5 +197,5 @@ async def test_what_a_failed_request_carried_is_sent_again_with_the_next_one():
     actors, made = Actors(ActorDiedError("gone", actor=1)), loaded_programs(Topology(2))
     deploying = Deployment(actors, actors, made, actors, paused=actors.paused, on_progress=actors.said.append)
     with pytest.raises(ActorDiedError):
-        await deploying.deploy(made.new_id(), PARTS, {1: {2: "k0"}}, {"k0": b"zero"}, {})
+        await deploying.deploy(LoadableProgram(PARTS, {1: {2: "k0"}}, {"k0": b"zero"}))
     assert actors.links[1].known_blobs == set()

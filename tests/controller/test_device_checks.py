@@ -13,6 +13,7 @@ import pytest
 from paths import SUPPORT
 
 from jaxpp_async.controller.actor_group import ActorGroup
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.device_checks import ProcessDevices, check_agreement
 from jaxpp_async.controller.options import ActorConfig
 from jaxpp_async.controller.submitted_step import SubmittedStep
@@ -149,7 +150,7 @@ async def test_who_replaces_another_is_compared_as_well():
     controller = await fake_actor.start_fakes(2, launcher, config, max_restarts=3)
     try:
         config.env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.75"
-        await controller.load(0, fake_actor.scripted("0:hang 1:exit"), {}, {})
+        await controller.load(LoadableProgram(fake_actor.scripted("0:hang 1:exit")))
         async with asyncio.timeout(30):
             with pytest.raises(
                 LaunchError, match=r"be replaced: actor 0.*, actor 1.* set aside 0.4, 0.75 of"

@@ -11,7 +11,7 @@ from jaxpp_async.controller.failure_policy import (
     GRACE_S,
     ActorSilent,
     ConnectionLost,
-    Failure,
+    FailureFound,
     FailurePolicy,
     FailureReported,
     Observation,
@@ -158,7 +158,7 @@ SUSPECTS: dict[str, tuple[Observation, type, str, int | None]] = {
 ALL = CAUSES | SUSPECTS
 
 
-def check(name: str, failure: Failure | None) -> None:
+def check(name: str, failure: FailureFound | None) -> None:
     """Check that a failure is that of one row of the tables."""
     _, cls, text, dead = ALL[name]
     assert failure is not None
@@ -243,9 +243,9 @@ STORIES: dict[str, tuple[list[tuple[float, str]], list[tuple[float, str]]]] = {
 @pytest.mark.parametrize("story", STORIES)
 def test_stories(story):
     observed, expected = STORIES[story]
-    policy, reported = FailurePolicy(), list[tuple[float, Failure]]()
+    policy, reported = FailurePolicy(), list[tuple[float, FailureFound]]()
 
-    def note(now_s: float, failure: Failure | None) -> None:
+    def note(now_s: float, failure: FailureFound | None) -> None:
         if failure is not None:
             reported.append((now_s, failure))
 

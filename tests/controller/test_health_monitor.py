@@ -14,7 +14,7 @@ from sent_steps import sent_step
 
 from jaxpp_async.base.events import EventLog
 from jaxpp_async.controller import health_monitor
-from jaxpp_async.controller.deploy import LoadedPrograms
+from jaxpp_async.controller.deploy import LoadableProgram, LoadedPrograms
 from jaxpp_async.controller.failure_policy import (
     ActorSilent,
     ConnectionLost,
@@ -88,7 +88,8 @@ class Mesh:
         self.pause = contextlib.ExitStack()
         topology, options = Topology(3, per_actor), ControllerOptions()
         programs = LoadedPrograms(topology, options)
-        programs.add(5, PARTS, {}, {}, {})
+        for _ in range(6):  # the actors run number 5
+            programs.add(LoadableProgram(PARTS))
         self.links: dict[int, ActorLink] = {}
         self.events = EventLog()
         self.recovery = SimpleNamespace(is_running=True)

@@ -73,9 +73,6 @@ class Fakes:
 
     # the actors' processes
 
-    def enter_epoch(self, epoch: int) -> None:
-        self.note(f"enter epoch {epoch}")
-
     def set_state(self, actor: int, state: str) -> None:
         self.note(f"actor {actor} is {state}")
 
@@ -220,7 +217,7 @@ async def test_a_restart_from_its_first_command_to_its_last():
         await until(lambda: driver.restarted)
         assert driver.restarted == [((1,), 2)] and driver.recovery.state is r.State.RUNNING
     assert driver.fakes.calls[:-1] == [
-        "hold back", "enter epoch 1", "actor 0 is waiting", "actor 1 is restarting", "actor 2 is waiting",
+        "hold back", "actor 0 is waiting", "actor 1 is restarting", "actor 2 is waiting",
         "unwatch 1", "cancel links", "close links", "reap 1", "start 1", "watch 1",
         "abort 0: actor 1 was killed", "renew 0", "abort 2: actor 1 was killed", "renew 2",
         "renew controller", "check devices", "connect", "load program 7 of 1 into 1", "link again",

@@ -9,7 +9,8 @@ import pytest
 from sent_steps import STATS, sent_step
 
 from jaxpp_async.controller.recovery import FailureFound, MeshStarted, Recovery, Resume
-from jaxpp_async.controller.requests import ActorLink, FreeList, PendingRequest, Requests, SentRequest
+from jaxpp_async.controller.request_history import OutgoingRequest
+from jaxpp_async.controller.requests import ActorLink, FreeList, PendingRequest, Requests
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorDiedError, ProtocolError, RemoteError, StepAbortedError
 from jaxpp_async.protocol import messages as m
@@ -58,7 +59,7 @@ class Mesh:
     def step(self) -> SubmittedStep:
         step = sent_step(m.step_id(self.num_steps), (0, 1))
         message = m.Step(self.recovery.epoch, step.id, 0, {}, {})
-        self.requests.post(*(SentRequest(actor, message, step) for actor in self.links))
+        self.requests.post(*(OutgoingRequest(actor, message, step) for actor in self.links))
         self.num_steps += 1
         return step
 
@@ -81,7 +82,7 @@ class Mesh:
         self.requests.hold_back()
         (resume,) = carry_out(self.recovery, commands)
         assert isinstance(resume, Resume)
-        return self.requests.resume(resume.requests, resume.epoch)  # type: ignore[arg-type]
+        return self.requests.resume(resume.requests, self.recovery.epoch)
 
 
 # ---------------------------------------------------------------- replies
@@ -98,7 +99,7 @@ async def test_a_reply_ends_the_request_with_its_number():
 
 async def test_each_request_gets_the_next_number_also_when_it_is_sent_again():
     mesh = Mesh()
-    request = SentRequest(0, m.Inspect(), PendingRequest())
+    request = OutgoingRequest(0, m.Inspect(), PendingRequest())
     encoded = Encoder(100).encode_message(request.message)
     for each in (None, encoded, None):
         mesh.links[0].send(request, each)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxpp_async.controller.requests import PendingRequest, SentRequest
+from jaxpp_async.controller.request_history import OutgoingRequest
+from jaxpp_async.controller.requests import PendingRequest
 from jaxpp_async.controller.startup import make_link, unready_error
 from jaxpp_async.errors import InstallError, LaunchError, MeshError, ProtocolError, RemoteError
 from jaxpp_async.protocol.actor_info import ActorInfo, ProcessRank
@@ -60,7 +61,7 @@ async def test_a_process_that_is_being_started_answers_or_all_its_requests_fail(
     link = make_link(ProcessRank(1, 1), handle, connection)
     requests = [PendingRequest(), PendingRequest()]
     for request in requests:
-        link.send(SentRequest(1, Reserve(), request))
+        link.send(OutgoingRequest(1, Reserve(), request))
     if what == "fails":
         connection.on_message(Failed("OSError", "no port", ""), None)
     elif what == "closes":

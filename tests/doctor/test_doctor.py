@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 from rich.console import Console
 
 from jaxpp_async.doctor import gather, protocol
@@ -405,22 +405,16 @@ def test_facts_travel_whole_and_nothing_else_passes_for_them():
             protocol.read_record(f"\x1e{broken}")
 
 
-def test_ports_and_interfaces_are_read_from_the_kernels_files(tmp_path):
+def test_rdma_ports_are_read_from_the_kernels_files(tmp_path):
     files = {
         "mlx5_0/ports/1": {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"},
         "mlx5_1/ports/1": {"state": "1: DOWN", "rate": "2.5 Gb/sec (1X SDR)", "link_layer": "Ethernet"},
-        "net/eth0": {"operstate": "up", "speed": "25000"},
-        "net/eth1": {"operstate": "down", "speed": "-1"},
     }
     for folder, contents in files.items():
         (tmp_path / folder).mkdir(parents=True)
         for name, text in contents.items():
             (tmp_path / folder / name).write_text(text + "\n")
     assert gather.read_ib_ports(tmp_path) == (PORT, IbPort("mlx5_1", 1, "DOWN", 2.5, "Ethernet"))
-    assert [astuple(i) for i in gather.read_interfaces(tmp_path / "net")] == [
-        ("eth0", True, 25000),
-        ("eth1", False, 0),
-    ]
     assert gather.read_ib_ports(tmp_path / "nothing") == ()
 
 

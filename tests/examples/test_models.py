@@ -25,7 +25,7 @@ from jaxpp_async.testing import assert_close
 
 EXAMPLES = (train_nnx, train_linen, train_equinox, train_encoder_decoder)
 SIZES = {"dim": 4, "num_layers": 2}
-SCHEDULES = (jpp.Std1F1B(2), jpp.GPipe(2), jpp.ZeroBubbleH1(2))
+SCHEDULES = (jpp.Std1F1B(2, stages="balanced"), jpp.GPipe(2), jpp.ZeroBubbleH1(2, stages=[0]))
 
 examples = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.__name__)
 
@@ -75,9 +75,9 @@ def quick_compiles():
 async def test_trains(example, batch, remote_mesh, quick_compiles):
     """On real executables. One initializer and one AdamW stand for all: they are half of a test's cost."""
     if example is train_linen:
-        program = example.make_program(jpp.Std1F1B(2), **SIZES)
+        program = example.make_program(SCHEDULES[0], **SIZES)
     else:
-        program = example.make_program(jpp.Std1F1B(2), optax.sgd(0.1), **SIZES)
+        program = example.make_program(SCHEDULES[0], optax.sgd(0.1), **SIZES)
         state = drawn(jax.eval_shape(program.init, jax.random.key(0)))
         program = training.Program(lambda key: jax.tree.map(jnp.asarray, state), program.train_step)
     mesh = await remote_mesh(2, launcher="inline")

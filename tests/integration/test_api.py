@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
+from resources import inspect_actors
 
 import jaxpp_async as jpp
 from jaxpp_async.errors import ArrayError, MeshError
@@ -43,7 +44,7 @@ def sgd(schedule=None):
 
 async def numbers(mesh, what):
     """One of the actors' numbers, over all of them."""
-    return sum(n[what] for n in (await mesh._controller.inspect()).values())
+    return sum(n[what] for n in (await inspect_actors(mesh._controller)).values())
 
 
 async def same_as_jit(mesh, fn, *args, **options):

@@ -31,6 +31,7 @@ import jaxpp_async
 from jaxpp_async.base.descriptors import num_descriptors
 from jaxpp_async.controller import listener as listener_module
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.listener import MOST, WINDOW_S, ControlListener, RateLimitedLog
 from jaxpp_async.controller.options import ActorConfig
 from jaxpp_async.controller.submitted_step import SubmittedStep
@@ -79,8 +80,7 @@ class Job:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        program_id = self.controller.new_program_id()
-        await self.controller.load(program_id, scripted("done"), {}, {})
+        program_id, _ = await self.controller.load(LoadableProgram(scripted("done")))
 
         async def work() -> None:
             while True:

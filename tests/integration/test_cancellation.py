@@ -22,7 +22,7 @@ from fake_actor import start_fakes
 from interrupting import WAYS, Point, interrupted, points
 from models import grads_step, mlp
 from paths import SUPPORT
-from resources import complaints, differences, everything, nothing_left
+from resources import complaints, differences, everything, inspect_actors, nothing_left
 
 import jaxpp_async as jpp
 from jaxpp_async.controller import submitted_step
@@ -308,7 +308,7 @@ async def copied_anew(mesh: jpp.RemoteMesh) -> None:
     """Have the replica be of what there is now, and not of what there was in the middle of some operation."""
     await copied(mesh)
     gc.collect()
-    await mesh._running().inspect()  # sends what is to be freed: the copy would have it too
+    await inspect_actors(mesh._running())  # sends what is to be freed: the copy would have it too
     await mesh._running()._recovery_driver.make_replica()
 
 

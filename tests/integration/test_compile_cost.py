@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from planning import f32, plan_step
+from resources import inspect_actors
 
 import jaxpp_async as jpp
 from jaxpp_async.compiler.export import emit
@@ -141,7 +142,7 @@ async def test_compilations_do_not_grow_with_equal_stages(remote_mesh):
 
 
 async def compilations(mesh: Any) -> int:
-    return sum(n["compilations"] for n in (await mesh._controller.inspect()).values())
+    return sum(n["compilations"] for n in (await inspect_actors(mesh._controller)).values())
 
 
 def test_texts_are_made_when_they_are_read():

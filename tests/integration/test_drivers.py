@@ -57,16 +57,16 @@ FAKE = """
 import asyncio
 from fake_actor import scripted, start_fakes
 from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.options import ActorConfig
 
 async def main():
     launcher = LocalLauncher(actor="fake_actor:FakeActor", forward=lambda line: None)
     print("now" if {setup!r} else "", flush=True)
     mesh = await start_fakes(2, launcher, ActorConfig(setup={setup!r}))
-    program = mesh.new_program_id()
     try:
         print("pids", *(info.pid for info in mesh.actors), flush=True)
-        await mesh.load(program, scripted({text!r}), {{}}, {{}})
+        program, _ = await mesh.load(LoadableProgram(scripted({text!r})))
     finally:
         print("now", flush=True)
         await mesh.aclose()

@@ -262,11 +262,11 @@ def test_unreduced_axes_as_text(spec, unreduced):
 def test_each_device_receives_its_part_of_a_sum(private_copy):
     layouts = Layouts(Devices(mesh_of(BOTH, EXPLICIT)))
     layout = layouts.of(UNREDUCED)
-    assert [(s.shape, s.positions) for s in layout.shards] == [((2, 2), (k,)) for k in range(4)]
+    assert [(s.part.shape, s.positions) for s in layout.shards] == [((2, 2), (k,)) for k in range(4)]
     buffer = ReceivePool(layouts).buffers_of(UNREDUCED).take()
     for k, memory in enumerate(buffer.memory):
         memory.view(np.float32)[:] = k
-    array = buffer.received(private_copy=private_copy)
+    array = buffer.copied() if private_copy else buffer.array
     assert array.sharding == layout.sharding
     assert [float(shard.ravel()[0]) for shard in fetch_shards(array, layout)] == [0, 1, 2, 3]
 

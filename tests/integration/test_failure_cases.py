@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from memory_limit import memory_limit
+from resources import inspect_actors
 
 import jaxpp_async as jpp
 from jaxpp_async.actors import step_run
@@ -187,12 +188,12 @@ async def test_a_slow_reader_is_waited_for_in_bounded_memory():
 async def test_a_schedule_that_deadlocks_stops_before_anything_runs(remote_mesh):
     """Case 12."""
     mesh = await remote_mesh(2, launcher="inline")
-    before = await mesh._running().inspect()
+    before = await inspect_actors(mesh._running())
     F, B = (lambda i, s: jpp.Task(i, "fwd", s)), (lambda i, s: jpp.Task(i, "bwd", s))
     crossed = [[F(0, 0), B(0, 0), F(1, 0), B(1, 0)], [F(1, 1), B(1, 1), F(0, 1), B(0, 1)]]
     with pytest.raises(
         ScheduleError, match=r"(?s)deadlocks: 2 actors wait for one another.*actor 0.*actor 1"
     ):
         await mesh.run(mesh.distributed(wide(crossed, train=True)), *wide_arguments(2))
-    after = await mesh._running().inspect()
+    after = await inspect_actors(mesh._running())
     assert [n["compilations"] for n in after.values()] == [n["compilations"] for n in before.values()]

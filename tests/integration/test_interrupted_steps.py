@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from interrupting import WAYS, Point, interrupted
 from models import mlp
+from resources import inspect_actors
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.step_run import StepRun
@@ -130,8 +131,8 @@ async def test_what_an_interrupted_run_leaves_is_freed_with_its_handles(inline):
 
     async def live() -> int:
         gc.collect()
-        await inline._running().inspect()  # sends what is to be freed
-        return sum(numbers["store_arrays"] for numbers in (await inline._running().inspect()).values())
+        await inspect_actors(inline._running())  # sends what is to be freed
+        return sum(numbers["store_arrays"] for numbers in (await inspect_actors(inline._running())).values())
 
     before = await live()
     for _ in range(2):

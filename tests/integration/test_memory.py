@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import Model, grads_step, mlp
+from resources import inspect_actors
 
 import jaxpp_async as jpp
 from jaxpp_async.actors import step_run
@@ -161,7 +162,7 @@ async def test_before_every_run_the_table_is_what_jax_holds(remote_mesh, monkeyp
     # actors free with the next message, and not what a task or a mesh of theirs still holds. What the step
     # donates goes anyway.
     gc.collect()
-    await mesh._running().inspect()
+    await inspect_actors(mesh._running())
     others = jax.live_arrays()
     await mesh.run(step, state, batch)
     del others
@@ -179,7 +180,7 @@ async def test_between_steps_actors_hold_the_store_and_receive_buffers_alone(rem
         state, grads, losses = await mesh.run(step, state, batch)
         await losses
         await mesh.fetch(grads)
-        for numbers in (await mesh._running().inspect()).values():
+        for numbers in (await inspect_actors(mesh._running())).values():
             assert numbers["live_arrays"] == numbers["store_arrays"] + numbers["free_receive_buffers"]
             assert numbers["live_bytes"] == numbers["store_bytes"] + numbers["free_receive_bytes"]
             assert numbers["table_bytes"] == numbers["pending_bytes"] == 0 < numbers["store_bytes"]

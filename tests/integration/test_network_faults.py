@@ -31,6 +31,7 @@ from resources import nothing_left
 
 import jaxpp_async as jpp
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import (
     ActorUnresponsiveError,
@@ -165,8 +166,7 @@ async def refused(net: Network, hosts: Sequence[str], **options: Any) -> None:
 
 
 async def hanging_step(controller: Controller) -> Any:
-    program = controller.new_program_id()
-    await controller.load(program, scripted("hang", len(controller.actors)), {}, {})
+    program, _ = await controller.load(LoadableProgram(scripted("hang", len(controller.actors))))
     return controller.start_step(SubmittedStep(program), {}, {})
 
 

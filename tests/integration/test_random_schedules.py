@@ -98,6 +98,7 @@ async def test_random_schedules_with_random_delays_equal_jit(seed):
     async with jpp.RemoteMesh(3, launcher=SlowLauncher(rng)) as mesh:
         step = mesh.distributed(train_step)
         split = jpp.ZeroBubbleH1(4), jpp.ZeroBubbleH2(4), jpp.ZeroBubbleV(4), jpp.DualPipeV(4)
-        for schedule in (*(draw_schedule(4, 3, 3, rng) for _ in range(4)), *split):
+        capped = jpp.VHalf(4), jpp.VMin(4), jpp.ControllableMemory(4, activations=1)
+        for schedule in (*(draw_schedule(4, 3, 3, rng) for _ in range(4)), *split, *capped):
             result = await mesh.run(step.with_schedule(schedule), weights, batch)
             assert_close(await mesh.fetch(result), expected)

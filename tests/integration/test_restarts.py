@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from faulty_network import FaultyNetwork
 from models import grads_step, mlp
-from resources import everything, nothing_left
+from resources import everything, inspect_actors, nothing_left
 from waiting import until
 
 import jaxpp_async as jpp
@@ -343,8 +343,12 @@ async def test_neighbours_die_one_after_the_other(undisturbed):
 async def test_a_death_before_all_are_connected_ends_the_launch(caplog):
     class Dying(InlineLauncher):
         # the controller's own: its actors are up, and not yet connected
+        async def start(self, spec, adopt):
+            self.latest = await super().start(spec, adopt)
+            return self.latest
+
         def make_transport(self, kind, network):
-            self._handles[1].kill()
+            self.latest.kill()
             return super().make_transport(kind, network)
 
     async with nothing_left(caplog), asyncio.timeout(20):
@@ -530,7 +534,7 @@ async def test_an_error_of_the_users_own_is_no_reason_to_restart():
         array = await failing(np.float32(1))
         handle: Any = mesh._running()._actor_group.handles[0]
         error = RemoteError("it does not divide", exception_type="ValueError")
-        mesh._running()._act_on(failure_policy.Failure(error))
+        mesh._running()._act_on(FailureFound(error))
         with pytest.raises((RemoteError, MeshClosedError), match="it does not divide"):
             await failing(array)
         assert not mesh._running()._recovery.is_restarting
@@ -570,7 +574,7 @@ async def test_sigkill_of_processes(caplog):
 
         async def before(i: int) -> None:
             if i in (2, 5):
-                numbers = await mesh._running().inspect()
+                numbers = await inspect_actors(mesh._running())
                 seen.append([(info.pid, numbers[info.id]["compilations"]) for info in mesh.actors])
                 os.kill(mesh.actors[i % 3].pid, signal.SIGKILL)
 

@@ -251,8 +251,7 @@ def test_nothing_that_holds_the_secret_shows_it():
     ]
     for text in map(repr, holders):
         assert secret.hex() not in text and repr(secret)[2:-1] not in text, text
-    keys = derive_keys(secret, b"")
-    for key in (keys.to_actor, keys.to_controller):  # they keep hash states, which show nothing, and no bytes
+    for key in derive_keys(secret, b"").values():  # they keep hash states, which show nothing, and no bytes
         assert not any(isinstance(getattr(key, name), bytes | str) for name in key.__slots__), repr(key)
 
 

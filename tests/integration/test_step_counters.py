@@ -21,6 +21,7 @@ from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.loaded_program import LoadedTask
 from jaxpp_async.actors.setup import JobThread
 from jaxpp_async.base.spinning import LoopSpin
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.protocol.frames import FrameKey
@@ -134,8 +135,8 @@ async def test_controller_wakes_up_once_a_reply(remote_mesh, monkeypatch):
 async def test_an_empty_step_takes_few_macs_and_calls(remote_mesh, monkeypatch):
     mesh = await remote_mesh(2, launcher="inline")
     controller = mesh._controller
-    program_id = controller.new_program_id()
-    await controller.load(program_id, {actor: ActorProgram(actor, (), ()) for actor in (0, 1)}, {}, {})
+    empty = LoadableProgram({actor: ActorProgram(actor, (), ()) for actor in (0, 1)})
+    program_id, _ = await controller.load(empty)
     for _ in range(5):
         await controller.start_step(SubmittedStep(program_id), {}, {})
     calls: list[int] = []
@@ -163,7 +164,7 @@ async def test_controller_looks_up_a_steady_call_without_its_signature(remote_me
     mesh = await remote_mesh(2, launcher="local")
     once = await steady(mesh, problem()[1])
     monkeypatch.setattr(
-        "jaxpp_async.session.step.leaf_type", lambda leaf: (_ for _ in ()).throw(AssertionError(leaf))
+        "jaxpp_async.session.step_request.leaf_type", lambda leaf: (_ for _ in ()).throw(AssertionError(leaf))
     )
     await once()
 
@@ -219,7 +220,7 @@ async def test_actors_do_no_more_than_their_programs_say(remote_mesh, monkeypatc
     tally.watch(monkeypatch, host_values, "place", lambda host, layout: host.nbytes)
     tally.watch(monkeypatch, shards, "duplicate")
     tally.watch(monkeypatch, shards, "host_bytes")
-    tally.watch(monkeypatch, receive_buffers, "_copied")
+    tally.watch(monkeypatch, receive_buffers.ReceiveBuffer, "copied")
     tally.watch(monkeypatch, receive_buffers, "aligned_bytes")
     tally.watch(monkeypatch, jax, "device_put")
     steps, passes, loop_passes = 5, [], count_passes(monkeypatch)

@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from resources import inspect_actors
 
 import jaxpp_async as jpp
 from jaxpp_async.actors import server
 from jaxpp_async.actors.server import failed_reply
 from jaxpp_async.controller.recovery import FailureFound
-from jaxpp_async.controller.requests import PendingRequest, SentRequest
+from jaxpp_async.controller.request_history import OutgoingRequest
+from jaxpp_async.controller.requests import PendingRequest
 from jaxpp_async.errors import ActorDiedError, MeshError
 from jaxpp_async.protocol import codec
 from jaxpp_async.protocol import messages as m
@@ -43,7 +45,9 @@ async def test_what_cannot_be_encoded_is_neither_sent_nor_remembered(said, is_op
             mesh.requests.send(0, BAD[said])
         pending = PendingRequest()
         with pytest.raises(MeshError):  # all of them, or none
-            mesh.requests.post(SentRequest(1, m.Inspect(), pending), SentRequest(0, BAD[said], pending))
+            mesh.requests.post(
+                OutgoingRequest(1, m.Inspect(), pending), OutgoingRequest(0, BAD[said], pending)
+            )
     assert mesh.asked(0) == mesh.asked(1) == [] and not mesh.requests._waiters
     assert len(mesh.recovery.history) == 2 and mesh.recovery.history.size_bytes == 0
 
@@ -101,7 +105,7 @@ async def test_what_a_step_that_cannot_be_sent_was_given_stays(remote_mesh, monk
         patch.setattr(mesh._running().requests, "_encoder", codec.Encoder(500))
         with pytest.raises(MeshError, match="Step takes"):
             await mesh.run(step, *xs, more)
-    await mesh._running().inspect()  # whatever is to be freed is freed
+    await inspect_actors(mesh._running())  # whatever is to be freed is freed
     assert [float((await x)[0]) for x in xs] == [0.0, 1.0, 2.0]
 
 

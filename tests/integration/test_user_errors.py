@@ -881,6 +881,16 @@ async def test_init_says_what_is_wrong(meshes):
 # ---------------------------------------------------------------- the mesh itself
 
 
+class Seconds:
+    """A device model of one second a task."""
+
+    def __repr__(self) -> str:
+        return "Seconds()"  # names a test, in each process alike
+
+    def task_s(self, work) -> float:
+        return 1.0
+
+
 OPTIONS = [
     ({"num_actors": 0}, MeshError, "num_actors is an int of at least 1 .* got 0"),
     ({"num_actors": "2"}, MeshError, "got '2'"),
@@ -937,6 +947,17 @@ OPTIONS = [
         {"env": {"JAX_PLATFORMS": "cpu"}},
         MeshError,
         "JAX_PLATFORMS='cpu', which the mesh sets; give platform=",
+    ),
+    (
+        {"device_model": 3},
+        MeshError,
+        r"device_model is 3, which has no method task_s\(work\); give an object whose task_s returns the s",
+    ),
+    ({"device_model": Seconds}, MeshError, r"device_model is <class .*Seconds'>, which has no method task_s"),
+    (
+        {"device_model": Seconds(), "platform": "cuda"},
+        MeshError,
+        "platform is 'cuda', whose devices have a speed of their own; give platform='cpu', or leave dev",
     ),
     ({"hosts": ["a"]}, MeshError, "2 actors do not fit 1 slot on 1 host; add hosts, raise slots="),
 ]

@@ -20,6 +20,7 @@ import pytest
 from jax._src import compilation_cache
 from jax._src.lru_cache import LRUCache
 from models import grads_step, mlp
+from resources import inspect_actors
 
 import jaxpp_async as jpp
 from jaxpp_async.base import private_folder
@@ -48,7 +49,7 @@ async def losses_of_one_step(cache: Path) -> tuple[np.ndarray, Counter[str], int
     async with jpp.RemoteMesh(2, launcher=launcher, compilation_cache=str(cache), **options) as mesh:
         step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(2)), donate_argnums=0)
         _, _, losses = await mesh.run(step, MODEL.init(0), MODEL.batch(0, 4))
-        numbers = await mesh._running().inspect()
+        numbers = await inspect_actors(mesh._running())
         return await losses, events, sum(n["compilations"] for n in numbers.values())
 
 

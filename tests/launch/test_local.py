@@ -35,6 +35,7 @@ HERE = SUPPORT
 DRIVER = """
 import asyncio, sys
 from fake_actor import scripted, start_fakes
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.launch import LocalLauncher
 
@@ -42,8 +43,7 @@ async def main():
     launcher = LocalLauncher(actor="fake_actor:FakeActor", **{options})
     controller = await start_fakes(2, launcher)
     try:
-        program = controller.new_program_id()
-        await controller.load(program, scripted("hang"), {{}}, {{}})
+        program, _ = await controller.load(LoadableProgram(scripted("hang")))
         step = controller.start_step(SubmittedStep(program), {{}}, {{}})
         print(*(info.pid for info in controller.actors), flush=True)
         {then}

@@ -26,6 +26,7 @@ from resources import nothing_left
 from rich.console import Console
 
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorDiedError, LaunchError, MeshError
 from jaxpp_async.launch import LaunchSpec
@@ -63,8 +64,7 @@ async def start(launcher: Any, num_actors: int = 2) -> Controller:
 
 
 async def hanging_step(controller: Controller) -> Any:
-    program = controller.new_program_id()
-    await controller.load(program, scripted("hang", len(controller.actors)), {}, {})
+    program, _ = await controller.load(LoadableProgram(scripted("hang", len(controller.actors))))
     return controller.start_step(SubmittedStep(program), {}, {})
 
 

@@ -14,6 +14,7 @@ from fake_actor import scripted, start_fakes
 
 import jaxpp_async as jpp
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorDiedError, InstallError, LaunchError, MeshError
 from jaxpp_async.launch import ray as ray_module
@@ -61,8 +62,7 @@ async def test_actors_run_and_end_in_a_cluster(ray):
     actors = [psutil.Process(info.pid) for info in controller.actors]
     words = [word for p in psutil.process_iter(["cmdline"]) for word in p.info["cmdline"] or ()]
     assert actors[0].environ()["TOKEN"] == "swordfish" and not any("swordfish" in word for word in words)
-    program = controller.new_program_id()
-    await controller.load(program, scripted("hang"), {}, {})
+    program, _ = await controller.load(LoadableProgram(scripted("hang")))
     step = controller.start_step(SubmittedStep(program), {}, {})
     os.kill(actors[1].pid, signal.SIGKILL)
     with pytest.raises(ActorDiedError, match="was killed by SIGKILL"):

@@ -33,6 +33,7 @@ from waiting import until
 
 import jaxpp_async as jpp
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorDiedError, HandshakeError, LaunchError
 from jaxpp_async.launch.hosts import Host, Settings, parse_hosts
@@ -137,7 +138,7 @@ SAID_BY_PYTHON = [
 
 @pytest.mark.parametrize(("said", "code", "what"), SAID_BY_PYTHON)
 def test_what_keeps_python_from_starting_is_explained(said, code, what):
-    found = explain_python(Host("n1"), "/opt/py", said.splitlines(), code)
+    found = explain_python("/opt/py", said.splitlines(), code)
     assert re.search(what, found.what) and "/opt/py" in found.what + found.remedy
 
 
@@ -178,8 +179,7 @@ async def start(made: Any, num_actors: int = 2) -> Controller:
 
 
 async def hanging_step(controller: Controller) -> Any:
-    program = controller.new_program_id()
-    await controller.load(program, scripted("hang"), {}, {})
+    program, _ = await controller.load(LoadableProgram(scripted("hang")))
     return controller.start_step(SubmittedStep(program), {}, {})
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from measured_step import STEP, WORKS
+from measured_step import STEP, WORKS, event, timeline
 
 from jaxpp_async import CostModel
 from jaxpp_async.errors import CostError, JaxppAsyncError, MeshError, MissingCost
 from jaxpp_async.planning.cost_model import TaskFormula
 from jaxpp_async.planning.samples import LinkCost, Samples
 from jaxpp_async.program.work import Collective, TaskWork
+from jaxpp_async.timeline import ActorTimeline
 
 OTHER = TaskWork("other", 40.0, 4.0)
 LINK = LinkCost(Samples((1.0,)), 10.0)
@@ -33,6 +34,16 @@ def test_another_task_has_the_time_of_the_formula_spread_as_measured_ones_are():
     assert costs.spread.seconds == pytest.approx(ratios)
     assert costs.sample(OTHER, 0.0) == pytest.approx(0.4 * costs.task_s(OTHER))
     assert "fitted to 2 measured kinds of task" in costs.assumed[0]
+
+
+def test_short_tasks_do_not_decide_what_is_added_to_long_ones():
+    works = tuple(TaskWork(f"{flops}", flops, 0.0) for flops in (0.0, 10.0, 20.0))
+    took = (0.001, 1.5, 2.5)  # a long task takes half a second more than its FLOPs do
+    runs = [event(0, k, "run", 10.0 * k, 10.0 * k + took[k], executable=k) for k in range(3)]
+    costs = CostModel.from_timelines([timeline(ActorTimeline(0, tuple(runs)), works=works)])
+    assert costs.task_s(TaskWork("other", 5.0, 0.0)) == pytest.approx(1.0)
+    assert costs.task_s(works[0]) == pytest.approx(0.001)  # it was measured
+    assert costs.spread.seconds == (1, 1)
 
 
 def test_measured_delays_are_distributions():

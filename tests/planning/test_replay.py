@@ -145,6 +145,18 @@ def test_a_slot_that_is_used_again_holds_another_buffer():
         ]
     )
     assert spans(replay, run_s=[1, 20, 1, 1])[-1] == (21, 22)
+    kept = Replay(
+        [
+            program(0, run("a", [], [0]), Send(0, 1, 0)),
+            program(1, Recv(0, 0, 0), Output(0, 0), run("b", [], [0]), run("c", [0], [1])),
+        ]
+    )
+    assert spans(kept, run_s=[20, 1, 1])[-1] == (1, 2)
+
+
+def test_delays_of_what_does_not_happen_do_not_make_the_step_longer():
+    replay = Replay([program(0, run("a", [], [0]))])  # waits for no data, so nothing wakes it
+    assert replay.run(delays(replay, run_s=1, wake_s=50)).last_s.tolist() == [1]
 
 
 def test_draws_at_once_are_the_draws_one_by_one_and_stamps_are_theirs():

@@ -23,6 +23,8 @@ from jaxpp_async.schedules import (
     LoopedBFS,
     Schedule,
     Std1F1B,
+    VHalf,
+    VMin,
     ZeroBubbleH1,
     ZeroBubbleH2,
     ZeroBubbleV,
@@ -43,7 +45,8 @@ NEIGHBOURING = (GPipe, Std1F1B, Eager1F1B)
 DEALT = (Interleaved1F1B, LoopedBFS)
 IN_LINE = (ZeroBubbleH1, ZeroBubbleH2)
 FOLDED = (ZeroBubbleV, DualPipeV)
-BUILT_IN = NEIGHBOURING + DEALT + IN_LINE + FOLDED
+CAPPED = (VHalf, VMin)
+BUILT_IN = NEIGHBOURING + DEALT + IN_LINE + FOLDED + CAPPED
 DOCS = ROOT / "docs" / "schedules.md"
 HALVES = {"fwd": 1, "bwd": 2, "bwd_input": 1, "bwd_weight": 1}
 UNEVEN = [(s, m, a) for s in (1, 2, 3, 5, 8, 12) for m in (1, 2, 3, 5, 8, 9) for a in (1, 2, 3, 4, 5)]
@@ -78,7 +81,7 @@ def test_any_sizes_are_valid_and_placed_by_formula(cls):
             work[task.ty] += 1
         assert work["fwd"] == work["bwd"] + work["bwd_input"] == stages * microbatches
         assert work["bwd_input"] == work["bwd_weight"]
-        assert (work["bwd"] == 0) if cls in IN_LINE else (work["bwd_input"] == 0 or cls in FOLDED)
+        assert (work["bwd"] == 0) if cls in IN_LINE + CAPPED else (work["bwd_input"] == 0 or cls in FOLDED)
         assert stage_actors(rows) == tuple(_place(cls, s, stages, actors) for s in range(stages))
 
 
@@ -86,7 +89,7 @@ def _place(cls, stage: int, stages: int, actors: int) -> int:
     """The actor of a stage, by the formula in the docs."""
     if cls in DEALT:
         return stage % actors
-    if cls in FOLDED and stages > actors:
+    if cls in FOLDED + CAPPED and stages > actors:
         part = stage * 2 * actors // stages
         return min(part, 2 * actors - 1 - part)
     return stage * actors // stages
@@ -237,7 +240,7 @@ def test_backwards_accumulate_in_order(cls):
 
 @pytest.mark.parametrize("cls", BUILT_IN)
 def test_the_table_in_the_docs(cls):
-    stages = 8 if cls in DEALT + FOLDED else 4
+    stages = 8 if cls in DEALT + FOLDED + CAPPED else 4
     rows = _resolved(cls(stages), 8, 4)
     size = 4 / stages
 
@@ -595,6 +598,8 @@ BUILT_IN = [
     ZeroBubbleH2,
     ZeroBubbleV,
     DualPipeV,
+    VHalf,
+    VMin,
 ]
 
 
@@ -609,11 +614,11 @@ def test_counts_that_a_schedule_is_not_given_are_told_where_they_go(kind):
         TypeError, match=rf"^{name} has no option num_actors=; the mesh says .*: RemoteMesh\("
     ):
         kind(2, num_actors=2)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'stages'"):
-        kind(stages=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'microbatches'"):
+        kind(2, microbatches=2)
     made = kind(num_stages=2)
     assert (
-        str(inspect.signature(kind)) == "(num_stages: 'int') -> None"
+        str(inspect.signature(kind)) == "(num_stages: 'int', *, stages: 'Any' = None) -> None"
         and repr(made) == f"{name}(num_stages=2)"
     )
     assert made == kind(2) == pickle.loads(pickle.dumps(made)) and hash(made) == hash(kind(2))

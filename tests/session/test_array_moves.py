@@ -92,16 +92,13 @@ class Mesh:
         self.loaded, self.started, self.released, self.fails = [], [], [], None
         self._number = 90
 
-    def new_program_id(self) -> int:
-        return len(self.loaded)
-
     def new_array_id(self) -> int:
         self._number += 1
         return self._number
 
-    async def load(self, program_id, parts, keys, blobs, names):
-        self.loaded.append(sorted(parts))
-        return {}
+    async def load(self, program):
+        self.loaded.append(sorted(program.parts))
+        return len(self.loaded) - 1, {}
 
     def start_step(self, step, inputs, outputs):
         assert step.kind == "move"

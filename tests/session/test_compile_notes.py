@@ -10,6 +10,7 @@ import pytest
 
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval, Run
+from jaxpp_async.schedules.cut import Cut, Mark
 from jaxpp_async.session import report
 from jaxpp_async.session.report import report_notes
 
@@ -17,9 +18,11 @@ F4 = Aval((4,), "float32")
 WORKS = ActorProgram(0, (Run("fwd(stage 0, mb 0)", 0, (), (0,)),), (F4,))
 
 
-def compiled(*programs: ActorProgram, microbatches: int = 2, leaves=("batch['x']",)) -> SimpleNamespace:
+def compiled(
+    *programs: ActorProgram, microbatches: int = 2, leaves=("batch['x']",), cut: Cut | None = None
+) -> SimpleNamespace:
     """What is looked at of a compiled step of one loop; of none with `microbatches=0`."""
-    loop = SimpleNamespace(num_microbatches=microbatches, leaves=leaves, line="train.py:7")
+    loop = SimpleNamespace(num_microbatches=microbatches, leaves=leaves, line="train.py:7", cut=cut)
     loops = {0: SimpleNamespace(staged=SimpleNamespace(loop=loop))} if microbatches else {}
     return SimpleNamespace(placed=SimpleNamespace(loops=loops), programs=programs, traced=None, continues={})
 
@@ -46,6 +49,16 @@ def test_the_microbatches_of_each_loop_are_logged(monkeypatch, caplog, count, le
     caplog.set_level(logging.INFO, "jaxpp_async")
     notes(compiled(WORKS, microbatches=count, leaves=leaves), monkeypatch)
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(logging.INFO, text)]
+
+
+def test_the_marks_of_a_cut_are_logged(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "jaxpp_async")
+    cut = Cut((Mark("model.py:3"),) * 4, (2,), (0.75, 0.25))
+    notes(compiled(WORKS, cut=cut), monkeypatch)
+    assert [record.getMessage() for record in caplog.records][1:] == [
+        "step 'train': stages end at marks 2 of 4 marks, balanced: the stages have 75.0%, 25.0% of the work "
+        "(train.py:7)"
+    ]
 
 
 def test_actors_without_a_task_are_named(monkeypatch, caplog):

@@ -39,7 +39,7 @@ from fault_plan import KINDS, LETHAL, LINKS, Fault, fault_plan  # noqa: E402
 from lockstep import SoakFailure, Trainer  # noqa: E402
 from namespaces import Network, skip_reason  # noqa: E402
 from places import Place, place  # noqa: E402
-from resources import differences, held, no_new_shared_memory, shared_memory  # noqa: E402
+from resources import differences, held, inspect_actors, no_new_shared_memory, shared_memory  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -214,9 +214,9 @@ async def _same_buffers(mesh: jpp.RemoteMesh, reference: jpp.RemoteMesh, trainer
 
 async def _buffers(mesh: jpp.RemoteMesh) -> dict[str, int]:
     gc.collect()
-    await mesh._running().inspect()  # with it go the frees of what was collected
+    await inspect_actors(mesh._running())  # with it go the frees of what was collected
     await asyncio.sleep(0.2)
-    numbers = await mesh._running().inspect()
+    numbers = await inspect_actors(mesh._running())
     return {f"actor {actor}: {name}": numbers[actor][name] for actor in sorted(numbers) for name in COUNTED}
 
 

@@ -25,7 +25,7 @@ from jaxpp_async.compiler.continued_arguments import continued_arguments
 from jaxpp_async.compiler.evaluate import value_type
 from jaxpp_async.compiler.ir import Flat, Lit, Loop, Op, Ref, Traced, Types, ValueType
 from jaxpp_async.compiler.partition import partition
-from jaxpp_async.compiler.task_graph import PlacedStep, build_task_graph
+from jaxpp_async.compiler.task_graph import PlacedStep, StepBuilder
 from jaxpp_async.compiler.task_variants import ScheduledLoop, schedule_loop
 from jaxpp_async.compiler.trace import trace
 from jaxpp_async.jax_bridge import private_api
@@ -253,12 +253,12 @@ def placed_step(
         for position, op in enumerate(traced.flat.ops)
         if isinstance(op, Loop)
     }
-    done = build_task_graph(
+    done = StepBuilder(
         traced,
         loops,
         num_actors=actors,
         continues=continued_arguments(traced),
         donated=[donated] * len(traced.arg_of),
         result_homes=result_homes or {},
-    )
+    ).build()
     return traced, done

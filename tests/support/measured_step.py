@@ -15,7 +15,7 @@ def event(actor, instruction, kind, start_s, end_s, *needs, executable=None, siz
 
 
 def timeline(*actors: ActorTimeline, transfers=(), works=WORKS, duration_s=20.0) -> Timeline:
-    return Timeline(3, "train", 0.0, duration_s, actors, tuple(transfers), works=works)
+    return Timeline(3, "train", 0.0, duration_s, actors, tuple(transfers), count_works=lambda: works)
 
 
 SENT = event(0, 2, "send", 4.25, 6, 1, size=100, peer=1)

@@ -6,6 +6,7 @@ command:
 
     echo NUMBER SIZE ...    receive messages of these sizes and send them back
     send NUMBER SIZE        send `data(SIZE, NUMBER)`
+    swap COUNT SIZE         send so many messages of this size at once, and receive as many, with tags from 0
     block NUMBER SIZE       receive into shared memory, where the sender may write itself
     die SIZE                be killed as soon as so many bytes were written into others' memory
 
@@ -91,6 +92,10 @@ async def serve() -> None:
             await _echo(transport, tag(numbers[0]), numbers[1:])
         elif command == "send":
             pending.append(transport.send(data(numbers[1], numbers[0]), 0, tag(numbers[0])))
+        elif command == "swap":
+            for k in range(numbers[0]):
+                pending.append(transport.send(data(numbers[1], k), 0, tag(k)))
+                pending.append(transport.recv(np.zeros(numbers[1], np.uint8), 0, tag(k)))
         elif command == "block":
             pending.append(transport.recv(SharedBlock(numbers[1]), 0, tag(numbers[0])))
         elif command == "die":

@@ -20,6 +20,8 @@ import pytest
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.shards import count_memory
+from jaxpp_async.controller.controller import Controller
+from jaxpp_async.protocol.messages import Inspect
 
 
 def held() -> dict[str, Any]:
@@ -53,13 +55,20 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
     return {n: (before.get(n), after.get(n)) for n in before | after if before.get(n) != after.get(n)}
 
 
+async def inspect_actors(controller: Controller) -> dict[int, dict[str, int]]:
+    """Counters of each process, such as `live_arrays`, once all arrays that nobody needs have been freed."""
+    await controller.fetch([])  # carries the frees
+    replies = {p: controller.requests.send(p, Inspect()) for p in controller.processes.everyone}
+    return {process: (await reply).numbers for process, reply in replies.items()}
+
+
 async def everything(mesh: jpp.RemoteMesh) -> dict[str, Any]:
     """What a mesh and this process hold: counts that may not grow, of the driver and of each actor."""
     controller = mesh._running()
     gc.collect()
     for _ in range(10):
         # it carries the frees of what was collected, which are tasks on the actors for a moment
-        actors = await controller.inspect()
+        actors = await inspect_actors(controller)
         if not any(numbers["tasks"] for numbers in actors.values()):
             break
     return {

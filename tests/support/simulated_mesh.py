@@ -2,14 +2,16 @@
 
 The simulation has no event loop, sockets or clock. A random generator chooses what happens next: a request is
 made, a message arrives at a process, a reply or the outcome of a command arrives at the controller, an actor
-dies, a transfer fails. The state of a simulated process is the list of the numbers of the requests that have
-changed it, so that a request that is lost, repeated or out of order shows at once.
+dies or is given up while it lives, a transfer or any other command fails, the mesh is closed. The state of a
+simulated process is the list of the numbers of the requests that have changed it, so that a request that is
+lost, repeated or out of order shows at once.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,6 +22,7 @@ from jaxpp_async.errors import (
     ActorError,
     ActorUnresponsiveError,
     LaunchError,
+    MeshClosedError,
     RemoteError,
     TransferError,
 )
@@ -101,6 +104,17 @@ class SimulatedProcess:
     inbox: deque[tuple[Any, ...]] = field(default_factory=deque)
 
 
+FAULTS: dict[type, Callable[[int], ActorError]] = {
+    r.Reap: lambda actor: ActorUnresponsiveError("cannot be killed", actor=actor),
+    r.RenewTransport: lambda actor: ActorUnresponsiveError("no answer", actor=actor),
+    r.LoadPrograms: lambda actor: ActorDiedError("died while it compiled", actor=actor),
+    r.MakeLinks: lambda actor: TransferError("no link", actor=actor),
+    s.CopyState: lambda actor: RemoteError("no memory", actor=actor),
+    r.RollBack: lambda _: ActorUnresponsiveError("not in time"),
+}
+"""The error of a command that fails in the simulation, by the command and a random actor."""
+
+
 class SimulatedMesh:
     """A controller's state machine and simulated actors, driven by a random generator.
 
@@ -110,6 +124,8 @@ class SimulatedMesh:
         num_requests: how many requests are made.
         num_failures: how many actors die or links break at most.
         fails_late: whether failures come one after the other, when a replica is whole and all is at rest.
+        faults: the share of commands that fail.
+        closes: whether the mesh is closed while something happens.
         max_restarts, replica_every: the options of the machine.
     """
 
@@ -122,6 +138,8 @@ class SimulatedMesh:
         num_requests: int = 12,
         num_failures: int = 2,
         fails_late: bool = False,
+        faults: float = 0.0,
+        closes: bool = False,
         max_restarts: int = 100,
         replica_every: int = 3,
     ):
@@ -139,7 +157,7 @@ class SimulatedMesh:
         self.error: ActorError | None = None
         self.now, self.num_sent = 0.0, 0
         self.requests_left, self.failures_left = num_requests, num_failures
-        self.fails_late = fails_late
+        self.fails_late, self.faults, self.closes = fails_late, faults, closes
         self.meanings: set[tuple[r.State, r.Meaning]] = set()
         self.tell(r.MeshStarted())
 
@@ -155,6 +173,9 @@ class SimulatedMesh:
         """Make requests and let failures happen until none are left."""
         rng = self.rng
         while self.error is None and (self.requests_left or self.failures_left):
+            if self.closes and rng.random() < 0.02:
+                self.close()
+                return
             choice = rng.random()
             if choice < 0.25 and self.requests_left:
                 self.requests_left -= 1
@@ -275,9 +296,10 @@ class SimulatedMesh:
             return
         actor = self.rng.randrange(self.topology.num_actors)
         victims = [self.processes[p] for p in self.topology.processes_of(actor)]
-        for process in victims:
-            self.kill(process)
         cls = self.rng.choice((ActorDiedError, ActorUnresponsiveError))
+        if cls is ActorDiedError or self.rng.random() < 0.5:  # one that is given up may still work
+            for process in victims:
+                self.kill(process)
         self.later(lambda: self.notice(actor, victims[0], cls("lost", actor=actor)))
         if self.rng.random() < 0.3:
             self.later(lambda: self.tell(r.FailureFound(TransferError("broken by a death"))))
@@ -293,6 +315,12 @@ class SimulatedMesh:
     def kill(self, process: SimulatedProcess) -> None:
         process.is_alive = False
         process.inbox.clear()
+
+    def close(self) -> None:
+        """Close the mesh."""
+        self.tell(r.MeshClosed())
+        self.error = MeshClosedError("closed")
+        self.outcomes.clear()
 
     def later(self, report: Any) -> None:
         self.outcomes.append(report)
@@ -367,6 +395,10 @@ class SimulatedMesh:
     # ------------------------------------------------------------ what commands do
 
     def carry_out(self, command: r.Command) -> None:
+        fault = FAULTS.get(type(command))
+        if fault is not None and self.rng.random() < self.faults:
+            self.not_done(command, fault(self.rng.randrange(self.topology.num_actors)))
+            return
         getattr(self, f"do_{type(command).__name__}")(command)
 
     def done(self, command: r.Command) -> None:
@@ -464,8 +496,8 @@ class SimulatedMesh:
 
     def do_Resume(self, command: r.Resume) -> None:
         for process in self.processes:
-            if process.is_alive and process.epoch != command.epoch:
-                raise Violation(f"a process is in epoch {process.epoch}, the mesh in {command.epoch}")
+            if process.is_alive and process.epoch != self.machine.epoch:
+                raise Violation(f"a process is in epoch {process.epoch}, the mesh in {self.machine.epoch}")
         for request in command.requests:
             self.send(request)  # type: ignore[arg-type]
 

@@ -74,21 +74,20 @@ def load_library() -> NcclLibrary:
 
 class NcclLibrary:
     """The calls of NCCL and CUDA in one process, made through nccl4py, CuPy and libnccl: communicators, and
-    the device memory for their first messages."""
+    the device memory for their first messages.
+
+    Attributes:
+        version: the version of NCCL, such as `"2.32.3"`; both ends of a communicator need the same one.
+    """
 
     def __init__(self, cupy: Any, core: Any, path: str, version: str):
-        self._cupy, self._core, self._version = cupy, core, version
+        self._cupy, self._core, self.version = cupy, core, version
         # the same library that nccl4py and XLA have loaded: a process loads it once
         library = ctypes.CDLL(path)
         pointer, number = ctypes.c_void_p, ctypes.c_int
         arguments = [pointer, ctypes.c_size_t, number, number, pointer, pointer]
         library.ncclSend.argtypes = library.ncclRecv.argtypes = arguments
         self._calls = library
-
-    @property
-    def version(self) -> str:
-        """The version of NCCL, such as `"2.32.3"`; both ends of a communicator need the same one."""
-        return self._version
 
     def make_id(self) -> bytes:
         """Make an id, with which two processes can make one communicator together. The process that makes the

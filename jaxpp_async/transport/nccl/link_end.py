@@ -66,12 +66,13 @@ class LinkEnd:
         here: the process at this end.
 
     Attributes:
+        peer: the process at the other end.
         sends: True at the sending end; False at the receiving end.
         failure: the reason why no transfer can be posted any more; None while transfers can be posted.
     """
 
     def __init__(self, link: NcclLink, here: Peer):
-        self.link, self.sends = link, link.sender == here
+        self.link, self.peer, self.sends = link, link.peer_of(here), link.sender == here
         self.failure: str | None = None
         self._loop, self._here = asyncio.get_running_loop(), here
         self._queue: TurnQueue[NcclTransfer] = TurnQueue()
@@ -82,11 +83,6 @@ class LinkEnd:
         self._opened: asyncio.Future[Memory] = self._loop.create_future()
         self._gone: asyncio.Future[None] | None = None
         self._ending: asyncio.Task[None] | None = None
-
-    @property
-    def peer(self) -> Peer:
-        """The process at the other end."""
-        return self.link.peer_of(self._here)
 
     @property
     def num_open(self) -> int:

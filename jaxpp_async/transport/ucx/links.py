@@ -16,6 +16,10 @@ SENDING = -1
 """A value for the expected size of a transfer which marks the transfer as a send."""
 
 
+_COPYING_ROUTES = frozenset({"posix", "sysv", "self", "tcp"})
+"""UCX's transports that copy data only while UCX makes progress."""
+
+
 class UcxLink:
     """The connection to one peer: UCX's endpoint, the reason for a failure, and the peer's process if the
     peer is on this host.
@@ -25,6 +29,7 @@ class UcxLink:
         endpoint: the endpoint of ucxx.
         local_peer: the peer's process if it is on this host; otherwise None.
         own_bits: the transport's own id as it is stored in tags; see `sender_bits_of`.
+        routes: UCX's transports of the endpoint, such as `"posix"` and `"tcp"`.
 
     Attributes:
         sender_bits: the peer's id as it is stored in tags.
@@ -46,11 +51,19 @@ class UcxLink:
         "local_peer",
         "offers",
         "peer",
+        "routes",
         "sender_bits",
     )
 
-    def __init__(self, peer: Peer, endpoint: Any, local_peer: LocalPeer | None, own_bits: int):
-        self.peer, self.endpoint = peer, endpoint
+    def __init__(
+        self,
+        peer: Peer,
+        endpoint: Any,
+        local_peer: LocalPeer | None,
+        own_bits: int,
+        routes: tuple[str, ...] = (),
+    ):
+        self.peer, self.endpoint, self.routes = peer, endpoint, routes
         self.local_peer: LocalPeer | None = local_peer
         self.offers = LinkOffers(local_peer.ring, own_bits) if local_peer is not None else None
         self.handle: int = endpoint.handle
@@ -58,6 +71,12 @@ class UcxLink:
         self.epoch: int | None = None
         self.failure: str | None = None
         self.has_received = False
+
+    @property
+    def is_moved_by_cpu(self) -> bool:
+        """Whether all data of this link is copied by the processor while UCX makes progress, and none by a
+        network adapter or a GPU at any time."""
+        return bool(self.routes) and _COPYING_ROUTES.issuperset(self.routes)
 
     def endpoint_error(self, failures: type[Exception]) -> str:
         """Return UCX's reason for having closed the endpoint; "closed" if UCX reports none.

@@ -78,6 +78,12 @@ class Progress:
         self._descriptor: int = worker.epoll_file_descriptor
         self._loop.add_reader(self._descriptor, self.run)
 
+    @property
+    def stalled_s(self) -> float:
+        """The seconds for which the worker could not be armed although it had nothing to do; 0 if it can be.
+        A worker that is stalled for long receives nothing any more, from any peer."""
+        return 0.0 if self._idle_since_s is None else self._loop.time() - self._idle_since_s
+
     def schedule_run(self) -> None:
         """Schedule `run` for the loop's next pass. UCX needs progress after every post, before its descriptor
         signals events again."""

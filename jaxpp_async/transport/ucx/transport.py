@@ -13,13 +13,17 @@ address would end the process.
 After a peer was killed, call `abort`, close this transport, and make a new transport, which has a new
 address. If a process dies while it writes into this worker's shared-memory queue, the entry that it was
 writing stays incomplete, and UCX waits for that entry for ever. The worker would never receive from any peer
-again. This happened in about one of five kills in the middle of a transfer.
+again. This happened in about one of five kills in the middle of a transfer. If this worker was also sending
+to that process, whose queue nobody empties any more, transfers do not even end when the endpoint is closed
+(nearly always, if both sides send large messages). `abort` then gives up the worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterable, MutableMapping
 from time import monotonic
@@ -43,6 +47,7 @@ from jaxpp_async.transport.base import (
 )
 from jaxpp_async.transport.network import AddressFilter, ListeningSocket, Network, listening_sockets
 from jaxpp_async.transport.ucx.context import (
+    START_DESCRIPTORS,
     Context,
     check_takes_gpu_memory,
     describe_limits,
@@ -55,9 +60,15 @@ from jaxpp_async.transport.ucx.one_copy import MIN_ONE_COPY_BYTES, RTS_BYTES, On
 from jaxpp_async.transport.ucx.progress import Progress
 from jaxpp_async.transport.ucx.tag_api import STATUS_CANCELED, STATUS_OK, TagPort, is_error
 
+_LOG = logging.getLogger("jaxpp_async")
+
 RELEASE_TIMEOUT_S = 5.0
 """The longest time in seconds that `abort` waits for UCX to stop using the buffers of transfers.
 Force-closing has taken less than 1 ms."""
+
+GIVE_UP_S = 0.25
+"""The time in seconds for which a worker is stalled before `abort` gives it up, if it does not release all
+buffers. A peer that still lives stalls this worker for microseconds, or longer on a busy host."""
 
 _RETRY_S = 1.0
 """The interval in seconds at which a transport that could not close checks whether UCX has stopped using its
@@ -133,6 +144,10 @@ class UCXTransport(Transport):
         return f"<UCXTransport of peer {self.peer_id}: {counts}>"
 
     @property
+    def _is_closed(self) -> bool:
+        return self._closing is not None or self._worker is None
+
+    @property
     def address(self) -> bytes:
         ticket = self._one_copy.ticket if shares_memory() else b""
         raw = bytes([len(ticket)]) + ticket + self._raw_address
@@ -151,7 +166,7 @@ class UCXTransport(Transport):
                 raise TransferError(f"peer {self.peer_id} cannot let its peers in: {error}") from error
 
     async def connect(self, peer: Peer, address: bytes) -> None:
-        self._check_connectable(peer, self._closing is not None, self._links)
+        self._check_connectable(peer, self._is_closed, self._links)
         raw = unseal(MEDIUM, address, peer, self.epoch)
         ticket, target = raw[1 : 1 + raw[0]], raw[1 + raw[0] :]
         if peer in self._past_epochs:
@@ -175,6 +190,7 @@ class UCXTransport(Transport):
             endpoint,
             self._one_copy.find_local_peer(ticket) if shares_memory() else None,
             self._own_bits,
+            self._port.routes(endpoint.handle),
         )
         # The callback runs inside UCX's progress: it only records the link, and _finish_ended fails it.
         failed = self._failed
@@ -475,12 +491,41 @@ class UCXTransport(Transport):
             held = [t for t in self._open.values() if self._is_ending(t, peer)]
             if not held:
                 return
+            if peer is None and self._progress.stalled_s > GIVE_UP_S:
+                self._give_up_worker()
+                return
             if self._loop.time() > deadline_s:
                 raise TransferError(
                     f"{held[0].describe(self.peer_id)}: UCX still holds {len(held)} buffers "
                     f"{RELEASE_TIMEOUT_S:.0f} s after the abort; their memory is kept until it lets go"
                 )
             await asyncio.sleep(0.0005)
+
+    def _give_up_worker(self) -> None:
+        """Give up a stalled worker, which UCX would never let release its buffers, and end all transfers.
+
+        The worker is kept until this process ends, since destroying it might wait for the transfers for ever.
+        It makes no progress any more, and so copies nothing. The memory of transfers that a network adapter
+        or a GPU carries is kept as well.
+        """
+        transfers = list(self._open.values())
+        held = [transfer.memory for transfer in transfers if not transfer.link.is_moved_by_cpu]
+        _LOG.log(
+            logging.WARNING if held else logging.INFO,
+            "peer %d gives up its end of the data plane, which a process that was lost has left unusable; %d "
+            "bytes of memory and some %d descriptors stay in use until this process ends",
+            self.peer_id,
+            sum(memory.size_bytes for memory in held),
+            START_DESCRIPTORS,
+        )
+        self._progress.end()
+        kept = (self._worker, self._context, self._port, held)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # at the end of Python, too
+        self._worker = self._context = None
+        self._open.clear()
+        self._discarding.clear()
+        for transfer in transfers:
+            self.finish(transfer, STATUS_CANCELED, 0)
 
     def _is_ending(self, transfer: UcxTransfer, peer: Peer | None) -> bool:
         link = transfer.link

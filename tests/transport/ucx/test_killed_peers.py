@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import importlib.util
+import logging
 import signal
 
 import numpy as np
@@ -98,3 +99,30 @@ async def test_the_receiver_is_killed(transport, monkeypatch, size, written):
         assert send.exception() is None or isinstance(send.exception(), TransferError)
         assert not written or send.exception() is None, "all was written before anybody could know"
         await until(lambda: num_blocks_mapped() <= before)  # the sender sweeps now and then
+
+
+async def test_both_send_much_when_the_peer_is_killed(caplog):
+    """Nobody empties the dead peer's queue, so that UCX ends nothing, and never would."""
+    caplog.set_level(logging.INFO, "jaxpp_async")
+    count, size = 20, MIN_ONE_COPY_BYTES // 2
+    for delay_s in (0.0, 0.005, 0.01, 0.02):
+        transport = UCXTransport(0)
+        async with peer_of(transport) as peer:
+            received = [np.zeros(size, np.uint8) for _ in range(count)]
+            transfers = [transport.recv(memory, 1, tag(k)) for k, memory in enumerate(received)]
+            transfers += [transport.send(data(size, k), 1, tag(k)) for k in range(count)]
+            peer.write(f"swap {count} {size}")
+            assert await peer.read() == "done"
+            await asyncio.sleep(delay_s)
+            peer.kill()
+            await asyncio.sleep(delay_s)
+            async with asyncio.timeout(4):
+                await transport.abort()
+            assert all(transfer.done() for transfer in transfers)
+            ended = [isinstance(transfer.exception(), TransferError) for transfer in transfers]
+            for failed, memory, k in zip(ended, received, range(count), strict=False):
+                assert failed or np.array_equal(memory, data(size, k))
+        async with asyncio.timeout(4):
+            await transport.aclose()
+    given_up = [record for record in caplog.records if "gives up its end" in record.getMessage()]
+    assert given_up and all("; 0 bytes" in record.getMessage() for record in given_up)

@@ -174,7 +174,7 @@ async def test_an_abort_allocates_nothing_and_blocks_are_shared_again_when_they_
     blocks, sent = [SharedBlock(size) for size in (MIN_ONE_COPY_BYTES, 3 * PIECE_BYTES)], []
     receives = [b.recv(block, 0, tag(n)) for n, block in enumerate(blocks)]
     made, make_file = [], shared_memory._make_file
-    monkeypatch.setattr(shared_memory, "_make_file", lambda size: made.append(size) or make_file(size))
+    monkeypatch.setattr(shared_memory, "_make_file", lambda *args: made.append(args) or make_file(*args))
     before = resident_bytes()
     await within(b.abort(0), asyncio.gather(*receives, return_exceptions=True))
     assert not made
@@ -195,7 +195,7 @@ async def test_a_retired_block_that_cannot_be_shared_receives_messages(pair, pie
     block, sent, asked = SharedBlock(MIN_ONE_COPY_BYTES), data(MIN_ONE_COPY_BYTES, 1), []
     block.retire()
 
-    def no_memory(size):
+    def no_memory(size, address):
         asked.append(size)
         raise OSError("no memory")
 
