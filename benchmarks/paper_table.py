@@ -69,10 +69,11 @@ def mean_error(predictions: Sequence[Prediction]) -> tuple[float, float]:
 
 def table_of(predictions: Sequence[Prediction]) -> Table:
     table = Table(title="Seconds of a step", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table.caption, table.caption_justify = "* a constant is calibrated on this row", "left"
     for name in ("system", "model"):
         table.add_column(name, no_wrap=True)
     for name in ("GPUs", "paper", "predicted", "error", "constant\nTFLOPS"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for p in predictions:
         table.add_row(
@@ -83,7 +84,7 @@ def table_of(predictions: Sequence[Prediction]) -> Table:
             f"{p.predicted_s:.2f}",
             f"{p.error:+.1%}",
             f"{p.constant_error:+.1%}",
-            "calibrated" if p.calibrated else "",
+            "*" if p.calibrated else "",
         )
     return table
 

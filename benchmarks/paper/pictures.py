@@ -13,7 +13,12 @@ from paper.rows import FSDP, JAXPP
 Series = Sequence[tuple[float, float, bool]]
 """Points of a line: x, y, and whether the point fits into memory."""
 
-BLUES = ("#a9c9ea", "#6ba3d6", "#2a6fbb", "#123f73")
+BLUES = {1: "#a9c9ea", 2: "#6ba3d6", 4: "#2a6fbb", 8: "#123f73"}
+"""The colour of each microbatch size."""
+
+UNEQUAL = (8,)
+"""The repeats whose stages cannot have equally many layers; no line goes through them."""
+
 ORANGE, GREY = "#d97b29", "#6b7077"
 
 
@@ -52,14 +57,17 @@ def draw_all(
 def interleaving(choices: Sequence[Choice]) -> Any:
     """Draw TFLOPS by repeat, a line for each microbatch size; hollow points do not fit into memory."""
     lines = {
-        f"microbatch of {size}": [
-            (c.repeat, c.tflops(), c.fits) for c in sorted(choices, key=_repeat) if c.microbatch == size
-        ]
+        size: [(c.repeat, c.tflops(), c.fits) for c in sorted(choices, key=_repeat) if c.microbatch == size]
         for size in sorted({c.microbatch for c in choices})
     }
-    figure, axes = _lines("GPT-3 175B on 64 GPUs: interleaving", "stages of each actor (repeat)", lines)
+    figure, axes = _lines(
+        "GPT-3 175B on 64 GPUs, predicted: interleaving", "stages of each actor (repeat)", lines
+    )
     (best,) = [c for c in choices if (c.repeat, c.microbatch) == PAPERS_CHOICE]
-    _note(axes, "the paper's choice", best.repeat, best.tflops())
+    _note(axes, "the paper's choice", best.repeat, best.tflops(), 24)
+    lowest = min(c.tflops() for c in choices if c.repeat in UNEQUAL)
+    _note(axes, "stages of 1 and 2 layers", UNEQUAL[0], lowest, -30)
+    axes.set_ylim(300, 490)
     axes.set_xticks(sorted({c.repeat for c in choices}))
     axes.annotate(
         f"hollow: more than {MEMORY_BYTES / 1e9:.0f} GB", (1, 0), xycoords="axes fraction",
@@ -71,14 +79,15 @@ def interleaving(choices: Sequence[Choice]) -> Any:
 def microbatches(accumulation: Sequence[Any]) -> Any:
     """Draw TFLOPS by the number of microbatches, a line for each microbatch size."""
     lines = {
-        f"microbatch of {size}": [(n, tflops, True) for n, s, tflops in sorted(accumulation) if s == size]
+        size: [(n, tflops, True) for n, s, tflops in sorted(accumulation) if s == size]
         for size in sorted({size for _, size, _ in accumulation})
     }
-    title = f"GPT-3 175B on 64 GPUs, repeat {PAPERS_CHOICE[0]}: number and size of microbatches"
-    figure, axes = _lines(title, "microbatches in a step", lines)
+    title = f"GPT-3 175B on 64 GPUs, repeat {PAPERS_CHOICE[0]}, predicted: number and size of microbatches"
+    figure, axes = _lines(title, "microbatches in a step", lines, unequal=())
     axes.set_xscale("log", base=2)
     ticks = sorted({n for n, _, _ in accumulation})
     axes.set_xticks(ticks, [str(n) for n in ticks])
+    axes.set_ylim(300, 490)
     return figure
 
 
@@ -101,7 +110,7 @@ def weak_scaling(predictions: Sequence[Prediction]) -> Any:
     axes.set_xscale("log", base=2)
     axes.set_xticks(gpus, [str(n) for n in gpus])
     _finish(axes, "GPT-3 175B: weak scaling", "GPUs")
-    axes.set_ylim(350, 500)
+    axes.set_ylim(330, 480)
     return figure
 
 
@@ -113,12 +122,16 @@ def _repeat(choice: Choice) -> int:
     return choice.repeat
 
 
-def _lines(title: str, label: str, lines: dict[str, Series]) -> tuple[Any, Any]:
+def _lines(
+    title: str, label: str, lines: dict[int, Series], unequal: Sequence[int] = UNEQUAL
+) -> tuple[Any, Any]:
     import plots
 
     figure, axes = plots.plt.subplots(figsize=(plots.WIDTH_INCHES, 3.6), layout="constrained")
-    for color, (name, points) in zip(BLUES[-len(lines) :], lines.items(), strict=False):
-        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=color, label=name)
+    for size, points in lines.items():
+        color = BLUES[size]
+        equal = [(x, y) for x, y, _ in points if x not in unequal]
+        axes.plot(*_columns(equal), color=color, label=f"microbatch of {size}")
         for fits in (True, False):
             some = [(x, y) for x, y, fit in points if fit is fits]
             axes.plot(*_columns(some), "o", color=color, mfc=color if fits else "white")
@@ -134,14 +147,14 @@ def _columns(points: Iterable[tuple[float, float]]) -> tuple[list[float], list[f
 def _finish(axes: Any, title: str, label: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel(label)
-    axes.set_ylabel("model TFLOPS a GPU, predicted")
+    axes.set_ylabel("model TFLOPS a GPU")
     axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="lower left")
 
 
-def _note(axes: Any, text: str, x: float, y: float) -> None:
+def _note(axes: Any, text: str, x: float, y: float, points: int) -> None:
     axes.annotate(
-        text, (x, y), xytext=(0, 22), textcoords="offset points", ha="center", fontsize=9,
+        text, (x, y), xytext=(0, points), textcoords="offset points", ha="center", fontsize=9,
         arrowprops={"arrowstyle": "->", "color": GREY, "shrinkB": 5},
     )  # fmt: skip
