@@ -39,16 +39,14 @@ class Constants:
             GPUs.
         straggling: the part by which each doubling of the nodes above 64 lengthens a step. Calibrated on
             FSDP's row of 1,024 GPUs.
-        memory: the share of the published memory rate that streaming kernels reach. Copy kernels of STREAM's
-            kind reach 90 % or a little more on an H100.
+        memory: the share of the published memory rate that streaming kernels reach; assumed.
         node_link: the share of NVLink's published rate that all-gathers and reduce-scatters among the GPUs of
-            a node reach. NCCL's own tests show bus rates of 340 to 370 GB/s of 450 for messages of 50 to 200
-            MB.
-        network: the share of InfiniBand's published rate that messages of megabytes reach. NCCL's and UCX's
-            tests show 46 to 48 GB/s of 50 a port.
-        dispatch_s: the seconds that starting a task costs an actor, in which its devices compute nothing.
-            XLA's launch of a program with hundreds of buffers on eight GPUs from one Python process takes
-            between 0.3 and 1 ms.
+            a node reach. NCCL's tests show 360 GB/s of 450 on eight H100, as NVIDIA expects (nccl-tests, issue
+            326).
+        network: the share of InfiniBand's published rate that messages of megabytes reach; assumed.
+        dispatch_s: the seconds that starting a task costs an actor, in which its devices compute nothing. The
+            paper names this cost without a figure. Assumed is the middle of the range from 0.3 to 1 ms, in
+            which the paper's own configuration comes out best (`choices`).
     """
 
     matmul: float
