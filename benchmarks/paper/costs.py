@@ -41,8 +41,8 @@ class Constants:
             FSDP's row of 1,024 GPUs.
         memory: the share of the published memory rate that streaming kernels reach; assumed.
         node_link: the share of NVLink's published rate that all-gathers and reduce-scatters among the GPUs of
-            a node reach. NCCL's tests show 360 GB/s of 450 on eight H100, as NVIDIA expects (nccl-tests, issue
-            326).
+            a node reach. NCCL's tests show 360 GB/s of 450 on eight H100, as NVIDIA expects (nccl-tests,
+            issue 326).
         network: the share of InfiniBand's published rate that messages of megabytes reach; assumed.
         dispatch_s: the seconds that starting a task costs an actor, in which its devices compute nothing. The
             paper names this cost without a figure. Assumed is the middle of the range from 0.3 to 1 ms, in
