@@ -36,10 +36,10 @@ def exchanged_bytes(text: str) -> Counter[str]:
 @pytest.mark.parametrize("axes", [{}, {"data": 2, "model": 2}], ids=["one device", "four devices"])
 def test_each_task_of_a_language_model_has_the_operations_and_exchanges_that_xla_compiles(axes):
     config, optimizer = (
-        ModelConfig(num_layers=2, dim=64, num_heads=4, seq_len=64, num_stages=2),
+        ModelConfig(num_layers=2, dim=64, num_heads=4, seq_len=64),
         make_optimizer(9),
     )
-    step = make_train_step(config, optimizer, jpp.Std1F1B(2))
+    step = make_train_step(config, optimizer, jpp.Std1F1B(2, stages=["layer 0"]))
     state = jax.eval_shape(make_init(config, optimizer), jax.random.key(0))
     batch = next(train_batches(np.arange(10_000, dtype=np.uint8), (4, 4, 64), 0))
     shardings = (state_specs(state), P(None, "data")) if axes else None
