@@ -209,6 +209,16 @@ async def messages(context: Context) -> Figures:
     return await _module("messages")
 
 
+async def plan(context: Context) -> Figures:
+    """How many instructions a second compiled programs are replayed at in virtual time."""
+    return await _module("plan")
+
+
+async def prediction(context: Context) -> Figures:
+    """Simulated steps of eight schedules against measured ones, on a device of known speed."""
+    return await once(ours("prediction", "ours/part.py", "prediction", ready_s=600))
+
+
 PARTS: Mapping[str, Part] = {
     part.measure.__name__: part
     for part in (
@@ -223,6 +233,8 @@ PARTS: Mapping[str, Part] = {
         Part(controller, "a minute"),
         Part(stamps, "half a minute"),
         Part(messages, "ten seconds"),
+        Part(plan, "half a minute"),
+        Part(prediction, "four minutes"),
     )
 }
 """By the key in the results, in the order in which they are measured."""

@@ -197,6 +197,22 @@ TARGETS = (
     Target(
         "time stamps, share of the tiny step", lambda f: f["stamps"]["percent_of_tiny_step"], 2.0, None, "%"
     ),
+    Target(
+        "replay of compiled programs, thousand instructions a second",
+        lambda f: f["plan"]["replay"]["48x64"]["one_draw_per_s"] / 1e3,
+        300,
+        1000,
+        "",
+        at_least=True,
+    ),
+    Target(
+        "simulated against measured step, worst of eight schedules",
+        lambda f: f["prediction"]["most_percent"],
+        3.0,
+        2.0,
+        "%",
+    ),
+    Target("the same, mean of eight", lambda f: f["prediction"]["mean_percent"], 1.5, 0.8, "%"),
 )
 
 

@@ -57,6 +57,8 @@ _HOMES = {
     "RemoteMesh": "mesh",
     "Checkpoints": "checkpoint.retention",
     "CompiledStep": "session.step",
+    "CostModel": "planning.cost_model",
+    "simulate": "planning.simulation",
     "RemoteArray": "session.remote_array",
     "Event": "base.events",
     "ActorInfo": "protocol.actor_info",
@@ -74,6 +76,7 @@ __all__ = (
     "CompiledStep",
     "Concat",
     "ControllableMemory",
+    "CostModel",
     "DualPipeV",
     "Eager1F1B",
     "Event",
@@ -106,6 +109,7 @@ __all__ = (
     "schedule_from_csv",
     "schedule_to_csv",
     "shard",
+    "simulate",
 )
 __version__ = "0.1.0"
 
@@ -125,8 +129,10 @@ if TYPE_CHECKING:
     from jaxpp_async.markers.reductions import Stack as Stack
     from jaxpp_async.markers.reductions import Sum as Sum
     from jaxpp_async.mesh import RemoteMesh as RemoteMesh
+    from jaxpp_async.planning.cost_model import CostModel as CostModel
     from jaxpp_async.planning.machine import Machine as Machine
     from jaxpp_async.planning.machine import compile_for as compile_for
+    from jaxpp_async.planning.simulation import simulate as simulate
     from jaxpp_async.program.instructions import Task as Task
     from jaxpp_async.protocol.actor_info import ActorInfo as ActorInfo
     from jaxpp_async.schedules import ControllableMemory as ControllableMemory

@@ -45,6 +45,14 @@ class ArrayError(JaxppAsyncError, ValueError):
     """
 
 
+class CostError(JaxppAsyncError, ValueError):
+    """A cost model cannot be made from these timelines, or read from this file."""
+
+
+class MissingCost(CostError):
+    """A cost model has no cost for a task or a transfer of a step; the message names it."""
+
+
 class InstallError(JaxppAsyncError, ImportError):
     """A package that the requested feature needs is missing; the message names the pip extra that installs
     it.

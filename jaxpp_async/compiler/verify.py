@@ -8,11 +8,11 @@ number of instructions.
 Nine tenths of a program are operands of `Run` and `Delete` instructions, which are almost always correct. So
 a check tests a whole set of operands first, and only if this fails looks for the wrong operand.
 
-`simulate` runs all programs of a step together, without data, to find deadlocks. The executor's rules apply:
-each actor issues its instructions in order; `Recv` and `Send` never block; a `Run` blocks until its inputs
-have arrived. The transport is assumed to be the strictest one: a transfer completes only when its receive is
-posted (rendezvous) and every earlier transfer between the same two actors in the same direction has completed
-(as in NCCL). Programs that end under these rules end with any transport.
+`find_blocked_actors` runs all programs of a step together, without data and without times, to find deadlocks.
+The executor's rules apply: each actor issues its instructions in order; `Recv` and `Send` never block; a
+`Run` blocks until its inputs have arrived. The transport is assumed to be the strictest one: a transfer
+completes only when its receive is posted (rendezvous) and every earlier transfer between the same two actors
+in the same direction has completed (as in NCCL). Programs that end under these rules end with any transport.
 """
 
 from __future__ import annotations
@@ -516,7 +516,7 @@ def _shapes_and_dtypes(operands: Sequence[Aval], results: Sequence[Aval]) -> tup
 
 @dataclass(frozen=True, slots=True)
 class BlockedActor:
-    """An actor that cannot continue in a simulated step, and the transfer for which it waits.
+    """An actor that cannot continue in a step without data, and the transfer for which it waits.
 
     Args:
         actor: the actor that waits.
@@ -545,8 +545,8 @@ _Link: TypeAlias = tuple[ActorId, ActorId]
 """The sender and the receiver of transfers that complete in order."""
 
 
-class _DeadlockSimulation:
-    """The state of `simulate`: each actor's program counter, and the transfers that are not complete yet.
+class _RunWithoutData:
+    """The state of `find_blocked_actors`: each actor's program counter, and the transfers under way.
 
     Args:
         programs: one program per actor.
@@ -621,7 +621,7 @@ class _DeadlockSimulation:
         return [found[a] for a in sorted(found)]
 
 
-def simulate(programs: Sequence[ActorProgram]) -> list[BlockedActor]:
+def find_blocked_actors(programs: Sequence[ActorProgram]) -> list[BlockedActor]:
     """Run all programs of a step together, without data, to find out whether they deadlock.
 
     Args:
@@ -630,9 +630,9 @@ def simulate(programs: Sequence[ActorProgram]) -> list[BlockedActor]:
     Returns:
         The actors that cannot continue; empty if all programs end.
     """
-    simulation = _DeadlockSimulation(programs)
-    simulation.run()
-    return simulation.blocked_actors()
+    state = _RunWithoutData(programs)
+    state.run()
+    return state.blocked_actors()
 
 
 def _find_cycle(waits: list[BlockedActor]) -> list[BlockedActor]:
@@ -662,7 +662,7 @@ def check_deadlock(programs: Sequence[ActorProgram]) -> None:
     Raises:
         ScheduleError: the programs deadlock; the message says which actor waits for which.
     """
-    waits = simulate(programs)
+    waits = find_blocked_actors(programs)
     if waits:
         cycle = _find_cycle(waits)
         lines = "".join(f"\n  {w}" for w in cycle)

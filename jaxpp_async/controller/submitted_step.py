@@ -25,6 +25,7 @@ from jaxpp_async.base.printable import first_line
 from jaxpp_async.errors import MeshError, ProtocolError
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, ProcessId
+from jaxpp_async.program.work import TaskWork
 from jaxpp_async.protocol.actor_info import ActorInfo
 from jaxpp_async.protocol.clocks import Clock, Readings
 from jaxpp_async.protocol.messages import RunKind, StepId, StepStats, step_number, step_text
@@ -84,6 +85,7 @@ class SubmittedStep:
         program_id: the program that the step runs.
         name: the name of the step function; empty if no user gets to see it.
         kind: the kind of the step.
+        count_works: a function that returns the work of each executable of the step, for its timeline.
 
     Attributes:
         id: the step's id; not set until the step's turn has come (see `assign`).
@@ -112,8 +114,14 @@ class SubmittedStep:
     _done = False
     _clock_of: Callable[[ProcessId], Clock] | None = None
 
-    def __init__(self, program_id: int, name: str = "", kind: RunKind = "step"):
-        self.program_id, self.name = program_id, name
+    def __init__(
+        self,
+        program_id: int,
+        name: str = "",
+        kind: RunKind = "step",
+        count_works: Callable[[], Sequence[TaskWork]] = tuple,
+    ):
+        self.program_id, self.name, self._count_works = program_id, name, count_works
         self.kind: RunKind = kind
         self.loop = asyncio.get_running_loop()
         self.begun_s = self.loop.time()
@@ -311,7 +319,7 @@ class SubmittedStep:
         """
         self._check_finished("a timeline")
         recorded = {actor: reply.recorded(self._programs[actor]) for actor, reply in self._replies.items()}
-        return make_timeline(step_number(self.id), self.name, self.sent_s, recorded)
+        return make_timeline(step_number(self.id), self.name, self.sent_s, recorded, self._count_works)
 
     def _check_finished(self, wanted: str) -> None:
         if not self._done:

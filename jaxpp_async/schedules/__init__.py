@@ -8,7 +8,7 @@ computation of a task or on its duration.
     VHalf, VMin, ...        built-in schedules with a cap on activations (`controllable_memory`)
     schedule_from_csv, ...  reading and writing a schedule as a file (`torch_csv`)
     resolve, format_grid    checking any schedule, and drawing it as text (`validate`)
-    global_order, simulate  one order of all tasks, simulated times, bubbles and memory (`simulate`)
+    global_order, ...       one order of all tasks, their times, bubbles and memory (`timing`)
 """
 
 import warnings
@@ -28,7 +28,7 @@ from jaxpp_async.schedules.builtin import (
     ZeroBubbleV,
 )
 from jaxpp_async.schedules.controllable_memory import ControllableMemory, VHalf, VMin
-from jaxpp_async.schedules.simulate import (
+from jaxpp_async.schedules.timing import (
     UNIT,
     ScheduleTiming,
     bubble_fraction,
@@ -36,9 +36,9 @@ from jaxpp_async.schedules.simulate import (
     global_order,
     idle_times,
     peak_activations,
-    simulate,
     split_backwards,
     stage_actors,
+    time_schedule,
 )
 from jaxpp_async.schedules.torch_csv import CsvSchedule, schedule_from_csv, schedule_to_csv
 from jaxpp_async.schedules.validate import format_grid, format_task, resolve
@@ -71,12 +71,12 @@ __all__ = [
     "resolve",
     "schedule_from_csv",
     "schedule_to_csv",
-    "simulate",
     "split_backwards",
     "stage_actors",
+    "time_schedule",
 ]
 
-_OLD_NAMES = {"Timeline": "ScheduleTiming"}
+_OLD_NAMES = {"Timeline": "ScheduleTiming", "simulate": "time_schedule"}
 """Names of earlier releases. Each works for one release, with a warning."""
 
 

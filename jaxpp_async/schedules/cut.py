@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.schedules.base import BALANCED, freeze_stages
-from jaxpp_async.schedules.simulate import num_stages_of
+from jaxpp_async.schedules.timing import num_stages_of
 from jaxpp_async.schedules.validate import as_int, describe_schedule, describe_value, plural
 
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task, TaskType
 from jaxpp_async.schedules.base import Schedule, freeze_stages, repr_without
-from jaxpp_async.schedules.simulate import Rows, num_stages_of, simulate
+from jaxpp_async.schedules.timing import Rows, num_stages_of, time_schedule
 from jaxpp_async.schedules.validate import LETTERS, plural, resolve
 
 KINDS: dict[str, TaskType] = {letter: ty for ty, letter in LETTERS.items()}
@@ -165,7 +165,7 @@ def format_csv(rows: Rows) -> str:
     Args:
         rows: one sequence of tasks per actor, which must be a valid schedule.
     """
-    starts = simulate(rows).starts
+    starts = time_schedule(rows).starts
     num_slots = 1 + max(int(row[-1]) for row in starts if row)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

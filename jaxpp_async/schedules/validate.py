@@ -21,15 +21,15 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 from jaxpp_async.base.printable import listed
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import TASK_TYPES, Task, TaskType
-from jaxpp_async.schedules.simulate import (
+from jaxpp_async.schedules.timing import (
     Rows,
     ScheduleTiming,
     dependencies,
     find_deadlock,
     num_stages_of,
-    simulate,
-    simulate_until_deadlock,
     split_backwards,
+    time_schedule,
+    time_until_deadlock,
 )
 
 _T = TypeVar("_T")
@@ -435,7 +435,7 @@ def _check_complete(check: _Check, rows: Rows, places: dict[Task, Place], forwar
 
 def _check_order(check: _Check, rows: Rows, places: dict[Task, Place]) -> None:
     """Raise a `ScheduleError` if the schedule deadlocks when each actor runs its list in order."""
-    timeline = simulate_until_deadlock(rows)
+    timeline = time_until_deadlock(rows)
     if any(len(ends) < len(row) for ends, row in zip(timeline.ends, rows, strict=True)):
         _check_lists(check, rows, places)
         _fail_deadlock(check, rows, timeline)
@@ -501,7 +501,7 @@ def format_grid(tasks: Rows) -> str:
     Raises:
         ScheduleError: the schedule deadlocks.
     """
-    starts = simulate(tasks).starts
+    starts = time_schedule(tasks).starts
     num_slots = 1 + max((int(row[-1]) for row in starts if row), default=-1)
     cells = [["."] * num_slots for _ in tasks]
     for actor, row in enumerate(starts):

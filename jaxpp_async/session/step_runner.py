@@ -288,7 +288,7 @@ class StepRunner:
         ) is None:
             # errors in the arguments are raised immediately, not after the steps under way
             self._check_leaves(leaves, compiled)
-        submitted = SubmittedStep(compiled.program_id, step.__name__, kind)
+        submitted = SubmittedStep(compiled.program_id, step.__name__, kind, lambda: compiled.works)
         self._unfinished_steps.add(submitted)
         try:
             await self._admission.acquire()

@@ -5,6 +5,7 @@ computed afterwards, when a user asks for it. `docs/timeline.md` explains how to
 
     events            turns programs and time stamps into events and transfers
     clock_alignment   finds how far each actor's clock is ahead of the controller's
+    event_graph       computes when events happen that wait for each other
     breakdown         finds where each actor's time went, and what the whole step was spent on
     timeline          combines all this for one step: `Timeline`, as tables and as a trace for Perfetto
 """

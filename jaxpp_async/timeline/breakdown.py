@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
-from typing import TypeAlias
+
+import numpy as np
 
 from jaxpp_async.program.instructions import ActorId
+from jaxpp_async.timeline.event_graph import EventGraph
 from jaxpp_async.timeline.events import ActorTimeline, TimelineEvent, TimelineTransfer
-
-_Key: TypeAlias = tuple[ActorId, int]
-"""The key of one instruction: the actor and the index of the instruction in its program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,21 +215,33 @@ class StepReplay:
     """
 
     def __init__(self, actors: Sequence[ActorTimeline], transfers: Sequence[TimelineTransfer]):
-        self._first_s = min((a.begin_s for a in actors), default=0.0)
-        self._begins = {a.actor: a.begin_s - self._first_s for a in actors}
-        self._events = {(a.actor, e.instruction): e for a in actors for e in a.events}
-        self._transfers = {(t.receive.actor, t.receive.instruction): t for t in transfers}
-        self._needs: dict[_Key, list[_Key]] = {
-            key: [(t.send.actor, i) for i in t.send.needs] for key, t in self._transfers.items()
-        }
+        first_s = min((a.begin_s for a in actors), default=0.0)
+        events = [e for a in actors for e in a.events]
+        numbers = {(e.actor, e.instruction): number for number, e in enumerate(events)}
+        begins = {a.actor: len(events) + k for k, a in enumerate(actors)}  # events of their own
+        needs: list[list[int]] = [[] for _ in (*events, *actors)]
+        delays = np.zeros((3, len(needs)))
+        self._runs_s, self._moves_s, self._starts_s = delays
+
+        def number_needs(actor: ActorId, instructions: Sequence[int]) -> list[int]:
+            return [numbers[actor, i] for i in instructions if (actor, i) in numbers]
+
+        for t in transfers:
+            number = numbers[t.receive.actor, t.receive.instruction]
+            needs[number] = number_needs(t.send.actor, t.send.needs)
+            self._moves_s[number] = max(0.0, t.duration_s)
         for a in actors:
-            for previous, run in zip((None, *a.runs), a.runs, strict=False):
-                after = [] if previous is None else [(a.actor, previous.instruction)]
-                self._needs[a.actor, run.instruction] = [*after, *((a.actor, i) for i in run.needs)]
-        try:
-            self._order = tuple(TopologicalSorter(self._needs).static_order())
-        except CycleError:
-            raise ValueError("tasks wait for each other in a circle") from None
+            previous = begins[a.actor]
+            self._starts_s[previous] = a.begin_s - first_s
+            for run in a.runs:
+                number = numbers[a.actor, run.instruction]
+                needs[number] = [previous, *number_needs(a.actor, run.needs)]
+                self._runs_s[number] = run.duration_s
+                previous = number
+            for e in a.events:
+                if e.kind == "input":
+                    self._starts_s[numbers[a.actor, e.instruction]] = e.end_s - first_s
+        self._graph = EventGraph(needs)
 
     def length_s(self, *, moves: bool = False, starts: bool = False) -> float:
         """Return the length of the simulated step in seconds.
@@ -241,16 +251,5 @@ class StepReplay:
             starts: whether each actor begins, and gets its arguments, at the measured times; otherwise all
                 actors begin together and have their arguments from the beginning.
         """
-        ready_s: dict[_Key, float] = {}
-        for key in self._order:
-            needed_s = max((ready_s[need] for need in self._needs.get(key, ())), default=0.0)
-            event, transfer = self._events.get(key), self._transfers.get(key)
-            if event is not None and event.kind == "run":
-                begin_s = self._begins[event.actor] if starts else 0.0
-                ready_s[key] = max(needed_s, begin_s) + event.duration_s
-            elif event is not None and event.kind == "input" and starts:
-                ready_s[key] = event.end_s - self._first_s
-            else:
-                took_s = max(0.0, transfer.duration_s) if moves and transfer is not None else 0.0
-                ready_s[key] = needed_s + took_s
-        return max([0.0, *ready_s.values(), *(self._begins.values() if starts else ())])
+        delays = self._runs_s + moves * self._moves_s + starts * self._starts_s
+        return max(self._graph.times(delays.tolist()), default=0.0)

@@ -17,6 +17,7 @@ from jaxpp_async.program.instructions import (
     ActorId,
     BufferId,
     Delete,
+    ExecutableId,
     Input,
     Instruction,
     Output,
@@ -56,6 +57,7 @@ class TimelineEvent:
         peer: the other actor of a transfer; None for other kinds.
         tag: the tag of a transfer, which identifies it together with the two actors; None for other kinds.
         needs: the indices of the actor's instructions whose results this instruction reads.
+        executable: the index of the executable that a run calls; None for other kinds.
         text: the instruction's line in the compiled step's `as_text()`.
     """
 
@@ -69,6 +71,7 @@ class TimelineEvent:
     peer: ActorId | None = None
     tag: Tag | None = None
     needs: tuple[int, ...] = ()
+    executable: ExecutableId | None = None
     text: str = field(default="", repr=False)
 
     @property
@@ -211,6 +214,7 @@ def read_events(
                 peer=peer,
                 tag=tag,
                 needs=needs,
+                executable=instruction.executable if isinstance(instruction, Run) else None,
                 text=texts[index],
             )
         )

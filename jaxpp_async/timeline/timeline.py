@@ -15,7 +15,7 @@ import io
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from statistics import median
@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpp_async.program.instructions import ActorId, task_kind
+from jaxpp_async.program.work import TaskWork
 from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares, break_down_step, divide_time
 from jaxpp_async.timeline.clock_alignment import align_step
 from jaxpp_async.timeline.events import (
@@ -55,6 +56,7 @@ class Timeline:
         transfers: each send with its receive, in the order in which the sends were started.
         clock_error_s: the largest possible error between times of two different actors; 0: all actors are on
             the controller's host.
+        count_works: a function that returns `works`.
     """
 
     step: int
@@ -64,6 +66,17 @@ class Timeline:
     actors: tuple[ActorTimeline, ...]
     transfers: tuple[TimelineTransfer, ...]
     clock_error_s: float = 0.0
+    count_works: Callable[[], Sequence[TaskWork]] = field(default=tuple, repr=False, compare=False)
+
+    @cached_property
+    def works(self) -> tuple[TaskWork, ...]:
+        """The work of each executable of the step, by its index, from which a cost model learns; empty if
+        nobody knows. The work is counted when this is first read, which may take a second for a large step.
+        """
+        return tuple(self.count_works())
+
+    def __getstate__(self) -> dict[str, Any]:  # a function cannot be pickled
+        return {**self.__dict__, "works": self.works, "count_works": tuple}
 
     @property
     def events(self) -> tuple[TimelineEvent, ...]:
@@ -109,6 +122,17 @@ class Timeline:
                 times[task_kind(run.label)].append(run.duration_s)
         return {kind: tuple(all_s) for kind, all_s in times.items()}
 
+    def works_of(self, event: TimelineEvent) -> TaskWork | None:
+        """Return the work of the task that an event shows.
+
+        Args:
+            event: an event of this step.
+
+        Returns:
+            The work. None if the event is not a run, or if this timeline has no works.
+        """
+        return None if event.executable is None or not self.works else self.works[event.executable]
+
     def median_s(self, kind: str) -> float:
         """Return the median time of one kind of task in seconds.
 
@@ -146,7 +170,13 @@ class Timeline:
         write_trace(path, [self])
 
 
-def make_timeline(step: int, name: str, origin_s: float, recorded: Mapping[ActorId, Recorded]) -> Timeline:
+def make_timeline(
+    step: int,
+    name: str,
+    origin_s: float,
+    recorded: Mapping[ActorId, Recorded],
+    count_works: Callable[[], Sequence[TaskWork]] = tuple,
+) -> Timeline:
     """Return the timeline of a finished step.
 
     Args:
@@ -154,6 +184,7 @@ def make_timeline(step: int, name: str, origin_s: float, recorded: Mapping[Actor
         name: the name of the step function.
         origin_s: when the controller sent the step, in seconds of the controller's clock.
         recorded: what the controller recorded of each actor's part.
+        count_works: a function that returns the work of each executable of the step, by its index.
 
     Raises:
         ValueError: the number of an actor's time stamps does not fit its program.
@@ -169,7 +200,14 @@ def make_timeline(step: int, name: str, origin_s: float, recorded: Mapping[Actor
         actors.append(ActorTimeline(actor, events, aligned.error_s[actor], r.host, r.pid))
     end_s = max((r.heard_s for r in recorded.values()), default=origin_s)
     return Timeline(
-        step, name, origin_s, end_s - origin_s, tuple(actors), pair_transfers(actors), aligned.pair_error_s
+        step=step,
+        name=name,
+        origin_s=origin_s,
+        duration_s=end_s - origin_s,
+        actors=tuple(actors),
+        transfers=pair_transfers(actors),
+        clock_error_s=aligned.pair_error_s,
+        count_works=count_works,
     )
 
 

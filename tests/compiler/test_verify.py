@@ -1,4 +1,4 @@
-"""verify and simulate: valid programs pass, every way to break one is caught, deadlocks are explained."""
+"""The checks of programs: valid ones pass, every way to break one is caught, deadlocks are explained."""
 
 import time
 
@@ -12,7 +12,7 @@ from jaxpp_async.compiler.lowering import lower
 from jaxpp_async.compiler.verify import (
     InternalError,
     check_deadlock,
-    simulate,
+    find_blocked_actors,
     verify_graph,
     verify_programs,
     verify_transfers,
@@ -310,19 +310,19 @@ def test_receives_in_another_order_stall():
     streams = valid()
     swap(1, 0, 1)(streams)
     programs = programs_of(streams)
-    assert [w.actor for w in simulate(programs)] == [0, 1]
+    assert [w.actor for w in find_blocked_actors(programs)] == [0, 1]
 
 
 def test_a_send_without_receive_never_completes():
     sender = ActorProgram(0, (Run("f", 0, (), (0,)), Send(0, 1, 5), Delete(0)), (F4,))
     programs = [sender, ActorProgram(1, (), ())]
-    (wait,) = simulate(programs)
+    (wait,) = find_blocked_actors(programs)
     assert str(wait) == "actor 0 waits at the end of the step for actor 1 to receive tag 5"
 
 
 def test_a_receive_nobody_reads_is_waited_for():
     programs = [ActorProgram(0, (Recv(0, 1, 5), Output(0, 0)), (F4,)), ActorProgram(1, (), ())]
-    (wait,) = simulate(programs)
+    (wait,) = find_blocked_actors(programs)
     assert str(wait) == "actor 0 waits at the end of the step for tag 5 from actor 1"
 
 
@@ -341,7 +341,7 @@ def scrambled(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(scrambled(), st.integers(0, 99))
-def test_the_simulation_finds_what_an_interpreter_runs_into(programs, seed):
+def test_the_run_without_data_finds_what_an_interpreter_runs_into(programs, seed):
     try:
         interpret(programs, seed)
         stuck = False
@@ -353,7 +353,7 @@ def test_the_simulation_finds_what_an_interpreter_runs_into(programs, seed):
         in_order = True
     except InternalError:  # the receives of a link are in another order, which stalls it in any case
         in_order = False
-    assert bool(simulate(programs)) == (stuck or not in_order)
+    assert bool(find_blocked_actors(programs)) == (stuck or not in_order)
     if stuck:
         with pytest.raises(ScheduleError, match="Who waits for whom"):
             check_deadlock(programs)
@@ -407,4 +407,4 @@ def test_verification_is_fast_enough_for_large_steps():
 
 
 def test_pipelines_pass():
-    assert simulate(lower(pipeline_graph(3, 6))) == []
+    assert find_blocked_actors(lower(pipeline_graph(3, 6))) == []

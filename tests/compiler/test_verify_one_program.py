@@ -9,7 +9,7 @@ from jaxpp_async.compiler.verify import (
     BlockedActor,
     InternalError,
     check_deadlock,
-    simulate,
+    find_blocked_actors,
     verify_program,
 )
 from jaxpp_async.errors import ScheduleError
@@ -164,12 +164,12 @@ CROSSED = actors([Send(0, 1, 0), Send(1, 1, 1)], [recv(1, 0, 1), recv(0, 0, 0), 
     ],
 )
 def test_programs_that_end_are_waited_for_by_nobody(programs):
-    assert simulate(programs) == []
+    assert find_blocked_actors(programs) == []
     check_deadlock(programs)
 
 
 def test_actors_that_need_each_other_first_wait():
-    waits = simulate(RING)
+    waits = find_blocked_actors(RING)
     at = waits[0].at
     assert at == format_instruction(RING[0], 1)
     assert waits == [BlockedActor(0, at, 1, 1), BlockedActor(1, at, 0, 0)]
@@ -177,18 +177,21 @@ def test_actors_that_need_each_other_first_wait():
 
 
 def test_transfers_of_one_link_complete_in_order():
-    at = simulate(CROSSED)[-1].at
-    assert simulate(CROSSED) == [
+    at = find_blocked_actors(CROSSED)[-1].at
+    assert find_blocked_actors(CROSSED) == [
         BlockedActor(0, "the end of the step", 0, 1, sends=True),
         BlockedActor(1, at, 1, 0),
     ]
-    assert str(simulate(CROSSED)[0]) == "actor 0 waits at the end of the step for actor 1 to receive tag 0"
+    assert (
+        str(find_blocked_actors(CROSSED)[0])
+        == "actor 0 waits at the end of the step for actor 1 to receive tag 0"
+    )
 
 
 def test_what_nobody_receives_or_sends_is_waited_for_at_the_end():
     end = "the end of the step"
-    assert simulate(actors([Send(0, 1, 5)], [])) == [BlockedActor(0, end, 5, 1, sends=True)]
-    assert simulate(actors([recv(0, 1, 5)], [])) == [BlockedActor(0, end, 5, 1)]
+    assert find_blocked_actors(actors([Send(0, 1, 5)], [])) == [BlockedActor(0, end, 5, 1, sends=True)]
+    assert find_blocked_actors(actors([recv(0, 1, 5)], [])) == [BlockedActor(0, end, 5, 1)]
 
 
 def test_a_deadlock_names_the_circle_and_not_those_who_wait_for_it():

@@ -15,7 +15,7 @@ from jaxpp_async.schedules.builtin import (
     ZeroBubbleH2,
     ZeroBubbleV,
 )
-from jaxpp_async.schedules.simulate import bubble_fraction, idle_times, peak_activations, simulate
+from jaxpp_async.schedules.timing import bubble_fraction, idle_times, peak_activations, time_schedule
 from jaxpp_async.schedules.validate import LETTERS
 
 HALVES = {"fwd": 1, "bwd": 2, "bwd_input": 1, "bwd_weight": 1}
@@ -74,7 +74,7 @@ def test_warm_up_and_delay_grow_with_the_distance_from_the_ends():
 def test_the_first_actor_has_the_first_and_the_last_stage(cls):
     tasks = cls(4).tasks(4, 2)
     assert [{task.stage for task in row} for row in tasks] == [{0, 3}, {1, 2}]
-    assert simulate(tasks).makespan > 0  # it does not deadlock
+    assert time_schedule(tasks).makespan > 0  # it does not deadlock
 
 
 def test_zero_bubble_v_idles_on_no_actor_between_its_first_and_its_last_task():

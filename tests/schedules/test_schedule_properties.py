@@ -31,9 +31,9 @@ from jaxpp_async.schedules import (
     format_grid,
     global_order,
     resolve,
-    simulate,
     split_backwards,
     stage_actors,
+    time_schedule,
 )
 
 QUICK = settings(max_examples=80, deadline=None)
@@ -79,7 +79,7 @@ def test_valid_schedules_run_under_any_durations(drawn, data):
 
     random = data.draw(st.randoms(use_true_random=False))
     durations = {task: random.choice([0.0, 0.1, 1.0, 7.0]) for row in rows for task in row}
-    timeline = simulate(resolved, durations.__getitem__)
+    timeline = time_schedule(resolved, durations.__getitem__)
     starts = {
         task: t
         for row, times in zip(rows, timeline.starts, strict=True)
@@ -127,7 +127,7 @@ def test_built_ins_are_valid_at_any_size(cls, stages, microbatches, actors):
     rows = cls(stages).tasks(microbatches, actors)
     resolve(cls(stages), num_stages=stages, num_microbatches=microbatches, num_actors=actors)
     # No schedule is faster than its busiest actor, or than one microbatch through all stages.
-    makespan = simulate(rows).makespan
+    makespan = time_schedule(rows).makespan
     assert makespan >= max(*map(len, rows), 2 * stages)
 
 
@@ -221,7 +221,7 @@ def test_cycles_across_actors_raise_with_the_cycle(drawn, random):
         resolve(rows, **sizes)
     assert "deadlocks" in str(caught.value) or "runs before" in str(caught.value)
     with pytest.raises(ScheduleError, match=r"waits for"):
-        simulate(rows)
+        time_schedule(rows)
 
 
 def _put_ahead(row, moved, anchor):

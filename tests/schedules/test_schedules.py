@@ -36,9 +36,9 @@ from jaxpp_async.schedules import (
     idle_times,
     peak_activations,
     resolve,
-    simulate,
     split_backwards,
     stage_actors,
+    time_schedule,
 )
 
 NEIGHBOURING = (GPipe, Std1F1B, Eager1F1B)
@@ -146,7 +146,7 @@ def test_few_microbatches(a):
     """Where the published schedules are not defined, ours stay sensible."""
     for m in range(1, 2 * a):
         times = {
-            cls: simulate(_resolved(cls(2 * a), m, a), HALVES).makespan
+            cls: time_schedule(_resolved(cls(2 * a), m, a), HALVES).makespan
             for cls in (*IN_LINE, *FOLDED, Std1F1B)
         }
         assert times[ZeroBubbleV] <= times[ZeroBubbleH1] <= times[Std1F1B]
@@ -248,7 +248,7 @@ def test_the_table_in_the_docs(cls):
         return ", ".join(f"{value * size:g}" for value in values)
 
     line = (
-        f"| `{cls.__name__}({stages})` | {simulate(rows, HALVES).makespan * size:g} | "
+        f"| `{cls.__name__}({stages})` | {time_schedule(rows, HALVES).makespan * size:g} | "
         f"{bubble_fraction(rows, HALVES):.3f} | {listed(idle_times(rows, HALVES))} | "
         f"{listed(peak_activations(rows))} |"
     )
@@ -322,12 +322,12 @@ def test_dependencies():
         assert dependencies(_parse(task)[0][0], 3, split) == tuple(_parse(needs)[0]), task
 
 
-def test_simulate_gives_times():
-    timeline = simulate(_parse("0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"), {"fwd": 1, "bwd": 2})
+def test_time_schedule_gives_times():
+    timeline = time_schedule(_parse("0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"), {"fwd": 1, "bwd": 2})
     assert timeline.starts == ((0, 1, 4, 7), (1, 2, 4, 5))
     assert timeline.ends == ((1, 2, 6, 9), (2, 4, 5, 7))
     assert timeline.makespan == 9
-    by_task = simulate(_parse("0F0 0B0 | 1F0 1B0"), lambda task: 10 * task.stage + 1)
+    by_task = time_schedule(_parse("0F0 0B0 | 1F0 1B0"), lambda task: 10 * task.stage + 1)
     assert by_task.makespan == 1 + 11 + 11 + 1
 
 
@@ -364,9 +364,9 @@ def test_grid():
     assert format_task(Task(3, "bwd_weight", 1)) == "bwd_weight(stage 1, mb 3)"
 
 
-def test_simulate_names_the_cycle():
+def test_time_schedule_names_the_cycle():
     with pytest.raises(ScheduleError, match="deadlocks:\n  actor 0, step 0"):
-        simulate(_parse("2F0 0F0 | 1F0"))
+        time_schedule(_parse("2F0 0F0 | 1F0"))
 
 
 # ---------------------------------------------------------------- what resolve takes

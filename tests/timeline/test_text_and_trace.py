@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 
+from jaxpp_async.program.work import TaskWork
 from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares
 from jaxpp_async.timeline.events import ActorTimeline, Recorded, TimelineEvent, TimelineTransfer
 from jaxpp_async.timeline.timeline import (
@@ -154,3 +156,20 @@ def test_the_median_of_an_unknown_task_names_those_that_there_are():
 def test_what_is_recorded_of_an_actor_is_by_default_of_our_own_clock():
     recorded = Recorded(program=None, stamps=b"", heard_s=1.0)
     assert (recorded.offset_s, recorded.error_s, recorded.host, recorded.pid) == (0.0, 0.0, "", 0)
+
+
+def test_works_are_counted_when_they_are_read_and_travel_with_the_timeline():
+    counted = []
+
+    def count():
+        counted.append(1)
+        return [TaskWork("key", 1.0, 2.0)]
+
+    run = TimelineEvent(0, 0, "run", "fwd", 0.0, 1.0, executable=0)
+    delete = TimelineEvent(0, 1, "output", "result 0", 1.0, 1.0)
+    step = Timeline(0, "step", 0.0, 1.0, (ActorTimeline(0, (run, delete)),), (), count_works=count)
+    assert counted == []
+    assert step.works_of(run) == TaskWork("key", 1.0, 2.0) and step.works_of(delete) is None
+    assert counted == [1]
+    copy = pickle.loads(pickle.dumps(step))
+    assert (copy, copy.works) == (step, step.works)

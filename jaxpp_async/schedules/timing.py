@@ -1,7 +1,8 @@
-"""Simulate schedules to find task times, idle times, deadlocks and one order of all tasks.
+"""Time a schedule's lists of tasks, to find task times, idle times, deadlocks and one order of all tasks.
 
-The type `Rows` below is one sequence of tasks per actor, as `resolve` returns it. Transfers take no time in
-the simulation.
+The type `Rows` below is one sequence of tasks per actor, as `resolve` returns it. Transfers take no time
+here, and no step is compiled: `planning/simulation.py` simulates the compiled programs of a step, with
+transfers and measured times.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Rows: TypeAlias = Sequence[Sequence[Task]]
 Durations: TypeAlias = Mapping[TaskType, float] | Callable[[Task], float]
 
 UNIT: Mapping[TaskType, float] = MappingProxyType({"fwd": 1, "bwd": 1, "bwd_input": 1, "bwd_weight": 1})
-"""Durations for a simulation in which every task takes one unit of time."""
+"""Durations with which every task takes one unit of time."""
 
 
 # ---------------------------------------------------------------- dependencies
@@ -60,16 +61,16 @@ def num_stages_of(tasks: Rows) -> int:
     return 1 + max((task.stage for row in tasks for task in row), default=-1)
 
 
-# ---------------------------------------------------------------- simulation
+# ---------------------------------------------------------------- times
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleTiming:
-    """The simulated start and end of each task of a schedule.
+    """The start and end of each task of a schedule, as `time_schedule` computes them.
 
     Attributes:
         starts: `starts[actor][step]` is the start of the task at position `step` of the actor's list, in the
-            unit of the durations that `simulate` was given.
+            unit of the durations that `time_schedule` was given.
         ends: the ends of the tasks, with the same indices.
     """
 
@@ -78,12 +79,12 @@ class ScheduleTiming:
 
     @property
     def makespan(self) -> float:
-        """The simulated time at which the last task ends; 0 if there are no tasks."""
+        """The time at which the last task ends; 0 if there are no tasks."""
         return max((row[-1] for row in self.ends if row), default=0)
 
 
-def simulate(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
-    """Simulate a schedule and return the start and end of each task.
+def time_schedule(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
+    """Return the start and end of each task of a schedule.
 
     Every actor runs its list in order, each task as soon as the actor is free and the task's dependencies
     have ended.
@@ -96,15 +97,15 @@ def simulate(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
     Raises:
         ScheduleError: the schedule deadlocks.
     """
-    timeline = simulate_until_deadlock(tasks, durations)
+    timeline = time_until_deadlock(tasks, durations)
     waits = find_deadlock(tasks, timeline)
     if waits:
         raise ScheduleError("the schedule deadlocks:\n" + "\n".join(f"  {wait}" for wait in waits))
     return timeline
 
 
-def simulate_until_deadlock(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
-    """Simulate a schedule as `simulate` does, but do not raise an error if it deadlocks.
+def time_until_deadlock(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
+    """Return the times of a schedule's tasks as `time_schedule` does, but raise no error if it deadlocks.
 
     Returns:
         The times of the tasks that run before the deadlock, or of all tasks if there is no deadlock.
@@ -146,7 +147,7 @@ _CODES: Mapping[TaskType, int] = MappingProxyType({ty: code for code, ty in enum
 def _number_tasks(tasks: Rows) -> list[list[tuple[int, tuple[int, ...]]]]:
     """Number all tasks, and return for each task its number and the numbers of the tasks that it depends on.
 
-    Numbers make the simulation fast: large schedules have ten thousand tasks, and looking up a number in a
+    Numbers make this fast: large schedules have ten thousand tasks, and looking up a number in a
     dict takes a tenth of the time that looking up a `Task` takes.
     """
     num_stages = num_stages_of(tasks)
@@ -205,7 +206,7 @@ def find_deadlock(tasks: Rows, timeline: ScheduleTiming) -> tuple[ScheduleWait, 
 
     Args:
         tasks: one sequence of tasks per actor.
-        timeline: the result of `simulate_until_deadlock` for `tasks`.
+        timeline: the result of `time_until_deadlock` for `tasks`.
 
     Returns:
         One entry per actor of the cycle. If a task waits for a task that no list contains, the result has one
@@ -237,13 +238,13 @@ def find_deadlock(tasks: Rows, timeline: ScheduleTiming) -> tuple[ScheduleWait, 
 def global_order(tasks: Rows) -> list[tuple[ActorId, Task]]:
     """Return all tasks with their actors in one topological order.
 
-    The order is by simulated start, with one unit of time per task, then by actor. The tasks of one actor are
+    The order is by start, with one unit of time per task, then by actor. The tasks of one actor are
     in the order of its list.
 
     Raises:
         ScheduleError: the schedule deadlocks.
     """
-    starts = simulate(tasks).starts
+    starts = time_schedule(tasks).starts
     slots = [(start, actor, step) for actor, row in enumerate(starts) for step, start in enumerate(row)]
     return [(actor, tasks[actor][step]) for _, actor, step in sorted(slots)]
 
@@ -260,7 +261,7 @@ def bubble_fraction(tasks: Rows, durations: Durations = UNIT) -> float:
         tasks: one sequence of tasks per actor.
         durations: the time of each type of task, or a function from a task to its time.
     """
-    timeline = simulate(tasks, durations)
+    timeline = time_schedule(tasks, durations)
     busy = sum(
         end - start
         for row in zip(timeline.starts, timeline.ends, strict=True)
@@ -280,7 +281,7 @@ def idle_times(tasks: Rows, durations: Durations = UNIT) -> tuple[float, ...]:
         tasks: one sequence of tasks per actor.
         durations: the time of each type of task, or a function from a task to its time.
     """
-    timeline = simulate(tasks, durations)
+    timeline = time_schedule(tasks, durations)
     return tuple(
         sum(start - end for start, end in zip(starts[1:], ends[:-1], strict=True))
         for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
