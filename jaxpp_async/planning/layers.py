@@ -1,7 +1,7 @@
 """Find the costs of each layer of a real step: the `PipelineProblem` of a step with marks at every layer.
 
-The step is planned once by the compiler under the finest cut, in which every mark is a boundary and each stage
-has an actor of its own. Tasks, transfers and buffers of an actor are then those of one layer. This is exact
+The step is planned once by the compiler under the finest cut: every mark is a boundary, and each stage has an
+actor of its own. Tasks, transfers and buffers of an actor are then those of one layer. This is exact
 for the finest cut. For stages of several layers the sums are estimates: values that neighbouring layers share
 count twice, and the compiler may keep other values. `planning.plan` therefore compiles the best candidates.
 """
@@ -104,7 +104,7 @@ def find_marks(step: PlannedStep) -> tuple[Mark, ...]:
 
 
 def profile_layers(
-    compile_step: Callable[[Machine, Any, int], PlannedStep],
+    compile_step: Callable[[Machine, Any], PlannedStep],
     machine: Machine,
     costs: CostModel,
     num_microbatches: int,
@@ -113,8 +113,7 @@ def profile_layers(
     """Return the costs of each layer of a step.
 
     Args:
-        compile_step: a function that compiles the step for a machine, a schedule, and as many microbatches of
-            the size that is asked about.
+        compile_step: a function that compiles the step, with few microbatches, for a machine and a schedule.
         machine: the machine; its number of actors says which links there are.
         costs: the costs of tasks and transfers.
         num_microbatches: the number of microbatches with which `compile_step` traces.
@@ -125,15 +124,17 @@ def profile_layers(
         PlanError: the step has no marks.
         MissingCost: the cost model has no cost for a task or a link.
     """
-    alone = compile_step(replace(machine, actors=1), GPipe(1, stages=()), num_microbatches)
+    alone = compile_step(replace(machine, actors=1), GPipe(1, stages=()))
     marks = find_marks(alone)
     count = len(marks) + 1
     order = tuple(
-        tuple(Task(i, ty, stage) for ty in ("fwd", "bwd_input", "bwd_weight") for i in range(num_microbatches))
+        tuple(
+            Task(i, ty, stage) for ty in ("fwd", "bwd_input", "bwd_weight") for i in range(num_microbatches)
+        )
         for stage in range(count)
     )
     finest = PlannedSchedule(order, tuple(range(len(marks))), "every mark")
-    step = compile_step(replace(machine, actors=count), finest, num_microbatches)
+    step = compile_step(replace(machine, actors=count), finest)
     overhead_s = costs.formula.overhead_s if costs.formula is not None else 0.0
     profiles = [_Profile(step, program, costs, overhead_s) for program in step.compiled.programs]
     needs = memory_needs(step)
@@ -153,7 +154,7 @@ def profile_layers(
                 static_bytes=held + profile.sums + needs[stage].row(RESULTS).size_bytes,
             )
         )
-    latency_s, bytes_per_s = _link(costs, machine.num_actors)
+    latency_s, bytes_per_s = slowest_link(costs, machine.num_actors)
     reserve = max(
         sum(each.row(what).size_bytes for what in (TEMPORARIES, SENDS, RECEIVE_BUFFERS)) for each in needs
     )
@@ -175,7 +176,7 @@ def profile_layers(
     )
 
 
-def _link(costs: CostModel, num_actors: int) -> tuple[float, float]:
+def slowest_link(costs: CostModel, num_actors: int) -> tuple[float, float]:
     """Return the latency and the rate of the slowest link between neighbouring actors."""
     if num_actors < 2:
         return 0.0, math.inf
@@ -337,4 +338,3 @@ def shortened(args: Sequence[Any], batch: Sequence[int], num_microbatches: int) 
         return jax.ShapeDtypeStruct((num_microbatches, *x.shape[1:]), x.dtype) if x.shape else x
 
     return [jax.tree.map(leaf, arg) if n in batch else arg for n, arg in enumerate(args)]
-

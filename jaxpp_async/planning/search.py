@@ -77,7 +77,10 @@ def search(problem: PipelineProblem, *, iterations: int = DEFAULT_ITERATIONS, se
     """
     named = on_best_cut(problem)
     annealing = _Annealing(problem, random.Random(seed), iterations)
-    found = annealing.run(_starts(problem, named)) + [annealing.polished(timed) for timed in named[:1]]
+    starts = _starts(problem, named)
+    if not starts:
+        raise ValueError(_nothing_fits(problem))
+    found = annealing.run(starts) + [annealing.polished(timed) for timed in named[:1]]
     best = min([*named[:1], *found], key=lambda timed: timed.step_s, default=None)
     if best is None:
         raise ValueError(_nothing_fits(problem))
@@ -146,7 +149,7 @@ def _starts(problem: PipelineProblem, named: Sequence[Timed]) -> list[SearchPoin
             cut = best_cut(problem, actors, moments, max_states=QUICK_STATES)
             if cut is not None:
                 found.append(_plain(problem, cut, actors))
-    if not found:  # fewer layers than actors
+    if not found and len(problem.layers) < problem.num_actors:
         num_layers = len(problem.layers)
         found.append(_plain(problem, tuple(range(1, num_layers)), tuple(range(num_layers))))
     return found
