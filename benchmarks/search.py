@@ -27,7 +27,7 @@ from jaxpp_async.planning.cut import equal_cut
 from jaxpp_async.planning.evaluation import TaskTable
 from jaxpp_async.planning.named import FOLDS, named_order, on_equal_cut
 from jaxpp_async.planning.problem import Layer, PipelineProblem
-from jaxpp_async.planning.search import DEFAULT_ITERATIONS, search
+from jaxpp_async.planning.search import search
 from jaxpp_async.schedules import Interleaved1F1B, Std1F1B, ZeroBubbleV
 
 CAPS = (1.0, 1.5, 2.0)
@@ -62,7 +62,9 @@ def models(num_actors: int) -> Iterator[tuple[str, list[float]]]:
         yield f"random {seed}", [rng.uniform(1.0, 3.0) for _ in range(count)]
 
 
-def row(name: str, cap: float, given: PipelineProblem, iterations: int, seed: int = 0) -> dict[str, Any]:
+def row(
+    name: str, cap: float, given: PipelineProblem, iterations: int | None, seed: int = 0
+) -> dict[str, Any]:
     """Figures of one problem: steps above perfect balance, as shares, and the gap to the bounds."""
     equal = on_equal_cut(given)
     fitting = [timed for timed in equal if timed.fits]
@@ -91,7 +93,7 @@ def row(name: str, cap: float, given: PipelineProblem, iterations: int, seed: in
     }
 
 
-def study(iterations: int, console: Console) -> list[dict[str, Any]]:
+def study(iterations: int | None, console: Console) -> list[dict[str, Any]]:
     """The study's table: 4 actors, 12 microbatches."""
     found = []
     for name, works in models(4):
@@ -101,7 +103,7 @@ def study(iterations: int, console: Console) -> list[dict[str, Any]]:
     return found
 
 
-def large(iterations: int, console: Console) -> list[dict[str, Any]]:
+def large(iterations: int | None, console: Console) -> list[dict[str, Any]]:
     """8 actors and 64 microbatches, where the gap to the bound counts."""
     found = []
     for name, works in models(8):
@@ -160,19 +162,18 @@ def table(title: str, rows: list[dict[str, Any]]) -> Table:
     return shown
 
 
-def measure(iterations: int, console: Console) -> dict[str, Any]:
+def measure(iterations: int | None, console: Console) -> dict[str, Any]:
     """All figures of this benchmark."""
     return {
         "study": study(iterations, console),
-        # An evaluation of 8 actors and 64 microbatches takes ten times as long.
-        "large": large(iterations // 3, console),
+        "large": large(iterations, console),
         "speed": speeds(),
     }
 
 
 def run() -> dict[str, Any]:
     """The figures that a part of `bench.py` keeps: those by which the search is judged, and both tables."""
-    figures = measure(DEFAULT_ITERATIONS, Console(quiet=True))
+    figures = measure(None, Console(quiet=True))
     uneven = next(f for f in figures["study"] if f["model"].startswith("head") and f["cap"] == 1)
     return {
         "shorter_than_equal_cut": uneven["shorter_than_equal_cut"],
@@ -187,7 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--iterations", type=int, default=DEFAULT_ITERATIONS, help="candidates a search")
+    parser.add_argument("--iterations", type=int, help="candidates a search looks at")
     args = parser.parse_args()
     console = Console(highlight=False)
     figures = measure(args.iterations, console)

@@ -15,7 +15,7 @@ PACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
 def test_a_module_is_one_idea_of_a_size_that_can_be_read():
     sizes = {module.name: module.num_code_lines for module in layout.modules()}
-    assert len(sizes) <= 185  # 170 and those of planning/
+    assert len(sizes) <= 200  # 170 and those of planning/
     assert {name: size for name, size in sizes.items() if size > 500} == {}
     assert sum(size < 50 for size in sizes.values()) <= 40
 

@@ -2,7 +2,21 @@
 
 Everything in this package is computed from compiled programs and numbers, and waits for nothing.
 
-The search, on numbers alone, in reading order:
+Costs and machines:
+
+    devices           a table of devices and links, with their vendors' figures
+    machine           a machine that need not exist, and steps that are compiled for it
+    samples           measured times as distributions, and the cost of a link
+    measurements      what the timelines of measured steps say about tasks and transfers
+    cost_model        `CostModel`: how long each task and transfer takes, measured or assumed
+    memory            what each device needs for a step, by rows that are exact, measured or assumed
+
+Simulation:
+
+    replay            compiled programs in virtual time
+    simulation        `simulate`: a step's time, timeline and peak bytes
+
+The search, on numbers alone:
 
     problem           layers, a machine, a memory cap; a cut and task lists that run on it
     evaluation        times task lists with transfers and memory

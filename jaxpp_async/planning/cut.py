@@ -1,7 +1,7 @@
 """Cut layers into stages so that no actor has more work than it must, under the actors' memory.
 
-The compiler's own balanced cut minimises the largest stage. The functions here also know which stages share
-an actor, and how much memory an order of tasks takes.
+`schedules.cut.balanced_cut` minimises the largest stage, for the compiler. The functions here also know which
+stages share an actor, and how much memory an order of tasks takes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import accumulate, combinations, pairwise
 
 from jaxpp_async.planning.problem import Boundaries, PipelineProblem
 from jaxpp_async.program.instructions import ActorId, Task
+from jaxpp_async.schedules.cut import balanced_cut
 
 MAX_STATES, MAX_UNANSWERED = 20_000, 2
 """The number of states after which the question whether a cut with so much work exists is left unanswered,
@@ -103,6 +104,9 @@ def best_cut(
     Returns:
         The boundaries; None if no cut was found that fits into the memory.
     """
+    if not moments and len(set(actors)) == len(actors) <= len(problem.layers):
+        marks = balanced_cut([layer.work_s for layer in problem.layers], len(actors))
+        return tuple(mark + 1 for mark in marks)
     fold = _Fold(problem, actors, moments, max_states)
     most, least = fold.total, max(fold.total / len(set(actors)), fold.largest_layer)
     best = fold.cut_within(most)
@@ -137,6 +141,7 @@ class _Fold:
         self.work = list(accumulate((layer.work_s for layer in layers), initial=0.0))
         self.per_stage = per_stage
         self.total = self.work[-1] + per_stage * self.num_stages
+        self.scale = 1e12 / (self.total or 1.0)  # works that differ in the last digits count as the same
         self.largest_layer = max(layer.work_s for layer in layers) + per_stage
         self.caps = [cap * (1 + 1e-9) for cap in problem.caps]
         kept = list(accumulate((layer.kept_bytes for layer in layers), initial=0.0))
@@ -246,7 +251,7 @@ class _Fold:
         if self.num_states > self.max_states:
             return False
         actor, left, open_ = self.actors[stage], self.num_stages - stage - 1, self.open[stage]
-        state = (stage, first, *[round(loads[a], 9) for a in open_], *[bytes_[a] for a in open_])
+        state = (stage, first, *[round(loads[a] * self.scale) for a in open_], *[bytes_[a] for a in open_])
         if state in self.failed:
             return False
         had, had_bytes, cap = loads[actor], bytes_[actor], self.caps[actor]

@@ -22,8 +22,9 @@ from jaxpp_async.planning.problem import Assignment, Boundaries, Layer, Pipeline
 from jaxpp_async.planning.search_moves import SearchMoves, SearchPoint
 from jaxpp_async.program.instructions import ActorId
 
-DEFAULT_ITERATIONS = 6_000
-"""How many candidates a search looks at unless it is told otherwise."""
+MAX_ITERATIONS, MAX_TASKS = 6_000, 2_300_000
+"""The number of candidates that a search looks at unless it is told otherwise, and the number of tasks that
+it orders for that: less than ten seconds of one core."""
 
 WORTHWHILE = 0.01
 """The least share of the best named schedule's step by which a searched one must be shorter."""
@@ -61,7 +62,14 @@ class SearchResult:
         )
 
 
-def search(problem: PipelineProblem, *, iterations: int = DEFAULT_ITERATIONS, seed: int = 0) -> SearchResult:
+def usual_iterations(problem: PipelineProblem) -> int:
+    """Return how many candidates a search looks at unless it is told otherwise: fewer for large problems."""
+    few = min(problem.num_microbatches, 3 * problem.num_actors)
+    num_stages = min(len(problem.layers), 2 * problem.num_actors)
+    return min(MAX_ITERATIONS, max(300, MAX_TASKS // (3 * num_stages * few)))
+
+
+def search(problem: PipelineProblem, *, iterations: int | None = None, seed: int = 0) -> SearchResult:
     """Search for the assignment with the shortest step that fits into the memory.
 
     The result is never slower than the best named schedule on its best cut. The same arguments give the same
@@ -69,12 +77,13 @@ def search(problem: PipelineProblem, *, iterations: int = DEFAULT_ITERATIONS, se
 
     Args:
         problem: the layers and the machine.
-        iterations: how many candidates to look at.
+        iterations: how many candidates to look at; `usual_iterations` unless given.
         seed: of the random numbers.
 
     Raises:
         ValueError: nothing fits into the memory.
     """
+    iterations = usual_iterations(problem) if iterations is None else iterations
     named = on_best_cut(problem)
     annealing = _Annealing(problem, random.Random(seed), iterations)
     starts = _starts(problem, named)

@@ -884,6 +884,9 @@ async def test_init_says_what_is_wrong(meshes):
 class Seconds:
     """A device model of one second a task."""
 
+    def __repr__(self) -> str:
+        return "Seconds()"  # names a test, in each process alike
+
     def task_s(self, work) -> float:
         return 1.0
 

@@ -63,6 +63,18 @@ def test_under_a_cap_too(schedule):
     assert fitting
 
 
+def test_units_do_not_matter():
+    rng = random.Random(5)
+    problem = drawn_problem(rng, num_layers=9, num_actors=2, num_microbatches=4)
+    small = [
+        Layer(1e-7 * layer.forward_s, 1e-7 * layer.input_gradient_s, 1e-7 * layer.weight_gradient_s)
+        for layer in problem.layers
+    ]
+    actors = (0, 1, 1, 0)
+    cut = best_cut(PipelineProblem(problem.layers, 2, 4), actors)
+    assert best_cut(PipelineProblem(tuple(small), 2, 4), actors) == cut
+
+
 def test_large_problems_end_with_a_good_cut():
     layers = tuple(Layer(1 + k % 3, 1, 1) for k in range(60))
     problem = PipelineProblem(layers, 6, 8)

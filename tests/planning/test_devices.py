@@ -8,7 +8,7 @@ from jaxpp_async.errors import MeshError
 from jaxpp_async.planning.devices import DEVICES, LINKS, Device, Link, find_device, find_link
 
 
-@pytest.mark.parametrize("name", set(DEVICES) - {"cpu"})
+@pytest.mark.parametrize("name", sorted(set(DEVICES) - {"cpu"}))
 def test_an_accelerator_has_all_figures_that_its_vendor_publishes(name):
     row = DEVICES[name]
     assert row.name == name and row.platform == ("tpu" if name.startswith("tpu") else "cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import jax
@@ -105,6 +106,7 @@ async def test_a_mesh_compiles_the_same_programs_and_counts_the_same_work():
 
 
 def test_compiling_for_gpus_needs_none_and_takes_no_memory():
+    gc.collect()  # arrays and idle threads of earlier tests may go meanwhile, but none may come
     before, threads = len(jax.live_arrays()), threading.active_count()
     machine = Machine(2, {"data": 2, "model": 2}, "b200")
     shardings = ([P(None, "model"), P("model")], P(None, "data"))
@@ -112,7 +114,7 @@ def test_compiling_for_gpus_needs_none_and_takes_no_memory():
     assert planned.compiled.target.platform == "cuda" and len(planned.works) == len(
         planned.compiled.executables
     )
-    assert len(jax.live_arrays()) == before and threading.active_count() == threads
+    assert len(jax.live_arrays()) <= before and threading.active_count() <= threads
 
 
 def test_many_actors_of_many_devices():

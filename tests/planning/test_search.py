@@ -12,7 +12,7 @@ from jaxpp_async.planning.bound import bound_of_cut
 from jaxpp_async.planning.evaluation import evaluate
 from jaxpp_async.planning.named import on_equal_cut
 from jaxpp_async.planning.problem import Layer, PipelineProblem
-from jaxpp_async.planning.search import search
+from jaxpp_async.planning.search import search, usual_iterations
 from jaxpp_async.schedules import resolve
 
 
@@ -94,6 +94,12 @@ def test_many_microbatches_are_judged_by_the_first_few_and_end_near_the_bound():
     problem = heavy_head(3, 40, cap=1.5)
     result = search(problem, iterations=300)
     assert result.best.step_s <= 1.05 * bound_of_cut(problem, result.best.assignment.cut)
+
+
+def test_large_problems_get_fewer_iterations():
+    assert usual_iterations(heavy_head()) == 6000
+    assert usual_iterations(heavy_head(8, 64)) == 1996
+    assert usual_iterations(heavy_head(64, 512)) == 300
 
 
 def test_fewer_layers_than_actors():
