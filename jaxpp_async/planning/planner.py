@@ -35,7 +35,7 @@ from jaxpp_async.planning.named import Timed, on_best_cut, on_equal_cut
 from jaxpp_async.planning.plan import Candidate, Plan, describe_arguments
 from jaxpp_async.planning.planned_schedule import PlannedSchedule, format_row
 from jaxpp_async.planning.problem import PipelineProblem
-from jaxpp_async.planning.search import DEFAULT_ITERATIONS, WORTHWHILE, search
+from jaxpp_async.planning.search import WORTHWHILE, search
 from jaxpp_async.planning.simulation import Simulation, simulate
 from jaxpp_async.session.argument_binding import shape_struct
 
@@ -60,7 +60,7 @@ def plan(
     out_shardings: Any = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
-    iterations: int = DEFAULT_ITERATIONS,
+    iterations: int | None = None,
     seed: int = 0,
 ) -> Plan:
     """Plan a step: choose where it is cut, how many stages and microbatches it has, and the order of tasks.
@@ -82,7 +82,7 @@ def plan(
         batch_argnums: the positions of the batches in `args`; None for those that `global_batch` shows, or
             the last argument.
         in_shardings, out_shardings, donate_argnums, static_argnums: as for `RemoteMesh.distributed`.
-        iterations: how many candidates the search looks at.
+        iterations: how many candidates the search looks at; None: as many as suit the problem.
         seed: the seed of the search and of the simulations.
 
     Returns:
@@ -264,13 +264,13 @@ class _Planner:
     Args:
         compile_step: a function that compiles the step for a machine, arguments and a schedule.
         batch: the positions of the batches in the arguments.
-        iterations: how many candidates the search looks at.
+        iterations: how many candidates the search looks at; None: as many as suit the problem.
         seed: the seed of the search and of the simulations.
     """
 
     compile_step: Callable[[Machine, Sequence[Any], Any], PlannedStep]
     batch: tuple[int, ...]
-    iterations: int
+    iterations: int | None
     seed: int
     cases: list[_Case] = field(default_factory=list)
     compiled: dict[Any, _Option] = field(default_factory=dict)
@@ -304,12 +304,12 @@ class _Planner:
         """
         bounded = any(case.cap < math.inf for case in self.cases)
         if bounded:  # correct the estimate of memory before the search relies on it
-            self._correct(self._try(self._named()[:1]))
+            self._correct(self._try(self._named()[:1], 1))
         for _ in range(MAX_ROUNDS):
-            options = self._named()
-            options = sorted(options + self._searched(options), key=lambda option: option.step_s)
-            tried = self._try(_few(options))
-            if any(option.fits for option in tried):
+            named = self._named()
+            tried = self._try(named, NUM_COMPILED)
+            options = sorted(named + self._searched(named), key=lambda option: option.step_s)
+            if any(option.fits for option in self.compiled.values()):
                 return self._plan(name, options)
             self._correct(tried)
         smallest = self._smallest()
@@ -327,23 +327,31 @@ class _Planner:
         return sorted(found, key=lambda option: option.timed.step_s)
 
     def _searched(self, named: Sequence[_Option]) -> list[_Option]:
-        """Return what a search finds for the case of the best named schedule."""
-        cases = [option.case for option in named[:1]] or self.cases[:1]
-        found = []
-        for case in cases:
+        """Return what a search finds for the case of the best named schedule, compiled.
+
+        If the compiled form of what was found does not fit, another search has so much less memory.
+        """
+        case = named[0].case if named else self.cases[0]
+        problem, found = case.problem, list[_Option]()
+        for _ in range(MAX_ROUNDS):
             try:
-                result = search(case.problem, iterations=self.iterations, seed=self.seed)
+                result = search(problem, iterations=self.iterations, seed=self.seed)
             except ValueError:  # nothing fits by estimate
-                continue
-            if result.gain >= WORTHWHILE:
-                found.append(_Option(case, result.best))
+                break
+            if result.gain < WORTHWHILE:
+                break
+            found += self._try([_Option(case, result.best)], 1)
+            if found[-1].fits:
+                break
+            over = 1.02 * (found[-1].peak_bytes - case.cap)
+            problem = replace(problem, cap_bytes=max(0.0, max(problem.caps) - over))
         return found
 
-    def _try(self, options: Sequence[_Option]) -> list[_Option]:
-        """Compile options and simulate them, the first ones first, until enough of them fit."""
+    def _try(self, options: Sequence[_Option], wanted: int) -> list[_Option]:
+        """Compile options and simulate them, the first ones first, until so many of them fit as are wanted."""
         tried: list[_Option] = []
         for option in options:
-            if sum(each.fits for each in tried) >= NUM_COMPILED or len(tried) >= 2 * NUM_COMPILED:
+            if sum(each.fits for each in tried) >= wanted or len(tried) >= 2 * wanted:
                 break
             known = self.compiled.get(option.identity)
             if known is None:
@@ -372,7 +380,7 @@ class _Planner:
             timed = min(on_best_cut(free) + on_equal_cut(free), key=lambda timed: max(timed.peak_bytes))
             found.append(_Option(case, timed))
         least = sorted(found, key=lambda option: option.peak_bytes)[:NUM_COMPILED]
-        tried = [*self._try(least), *self.compiled.values()]
+        tried = [*self._try(least, NUM_COMPILED), *self.compiled.values()]
         return min(tried, key=lambda option: (not option.fits, option.peak_bytes))
 
     # ------------------------------------------------------------ the result
@@ -433,13 +441,6 @@ class _Planner:
 
 def _rank(option: _Option) -> tuple[float, str]:
     return option.timed.step_s, option.timed.assignment.name
-
-
-def _few(options: Sequence[_Option]) -> list[_Option]:
-    """Return the options to compile: the fastest first, and one named schedule early."""
-    searched = [option for option in options if option.timed.assignment.name == "searched"]
-    named = [option for option in options if option.timed.assignment.name != "searched"]
-    return [*searched[:1], *named]
 
 
 def _candidate(option: _Option, verdict: str) -> Candidate:
