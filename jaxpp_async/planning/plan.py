@@ -46,7 +46,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         peak_bytes: the largest need of a device; exact but for what `assumed` of the plan names if
             `is_compiled`, else estimated.
         cap_bytes: the memory of each device; None if nothing limits it.
-        bubble: the share of the loop by which it is longer than the work divided evenly among the actors.
+        bubble: the share of the loop in which actors idle, on average.
         is_compiled: whether the figures are those of the compiled step.
         verdict: a phrase that says why the candidate was chosen or why it lost.
     """
@@ -248,6 +248,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             f"takes {1e3 * self.loop_s:.4g} ms, {self.gap:.1%} more",
             "",
             _table(self.candidates),
+            "mbs: microbatches; ~: estimated, not compiled",
             "",
             _grid(self.schedule),
         ]
@@ -305,7 +306,7 @@ def _table(candidates: Sequence[Candidate]) -> str:
     table.add_column("schedule", no_wrap=True)
     if len(meshes) > 1:
         table.add_column("actors", no_wrap=True)
-    for name in ("microbatches", "ms", "memory", "bubble"):
+    for name in ("mbs", "ms", "memory", "bubble"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why")
     for c in candidates[:SHOWN_CANDIDATES]:

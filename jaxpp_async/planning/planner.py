@@ -29,7 +29,7 @@ from jaxpp_async.planning.layers import (
     shortened,
     slowest_link,
 )
-from jaxpp_async.planning.machine import BETWEEN_HOSTS, Machine, PlannedStep, compile_for
+from jaxpp_async.planning.machine import BETWEEN_HOSTS, Machine, PlannedStep, argument_types, compile_for
 from jaxpp_async.planning.memory import ActorMemory, memory_needs
 from jaxpp_async.planning.named import Timed, on_best_cut, on_equal_cut
 from jaxpp_async.planning.plan import Candidate, Plan, describe_arguments
@@ -37,13 +37,19 @@ from jaxpp_async.planning.planned_schedule import PlannedSchedule, format_row
 from jaxpp_async.planning.problem import PipelineProblem
 from jaxpp_async.planning.search import WORTHWHILE, search
 from jaxpp_async.planning.simulation import Simulation, simulate
-from jaxpp_async.session.argument_binding import shape_struct
+from jaxpp_async.schedules.validate import plural
+from jaxpp_async.timeline import Timeline
 
 NUM_COMPILED = 3
 """The number of candidates that are compiled in a round, beside those that turn out not to fit."""
 
 MAX_ROUNDS = 4
 """The number of times that the estimate of memory is corrected by compiled candidates."""
+
+
+FIRST_STEPS, KEPT_TIMELINES = 2, 6
+"""The number of a mesh's first steps in which much is done for the first time, and the number of last steps
+by which a mesh plans."""
 
 
 def plan(
@@ -53,7 +59,7 @@ def plan(
     machine: Machine | Sequence[Machine],
     global_batch: int | None = None,
     memory: int | str | None = None,
-    costs: CostModel | None = None,
+    costs: CostModel | Callable[[], CostModel] | None = None,
     microbatches: Sequence[int] | None = None,
     batch_argnums: int | Sequence[int] | None = None,
     in_shardings: Any = None,
@@ -76,8 +82,8 @@ def plan(
             arrays have this many in their first two dimensions is a batch.
         memory: the memory of each device that the step may use, in bytes or as text such as `"70GB"` or
             `"64GiB"`; None for all that the machine's devices have.
-        costs: the costs of tasks and transfers; None for those of the machine's device, from its published
-            figures.
+        costs: the costs of tasks and transfers, or a function that returns them; None for those of the
+            machine's device, from its published figures.
         microbatches: the numbers of microbatches to choose from; None for that of `args`.
         batch_argnums: the positions of the batches in `args`; None for those that `global_batch` shows, or
             the last argument.
@@ -98,7 +104,7 @@ def plan(
     if not machines:
         raise PlanError("machine: expected a machine or several, got none")
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    types = [a if n in static else jax.tree.map(shape_struct, a) for n, a in enumerate(args)]
+    types = argument_types(args, static)
     batch = _batches(types, static, batch_argnums, global_batch)
     first = jax.tree.leaves([types[n] for n in batch])
     if not first or not first[0].shape:
@@ -124,9 +130,10 @@ def plan(
         )
 
     cap = parse_bytes(memory) if memory is not None else None
+    known = costs() if callable(costs) else costs
     planner = _Planner(compile_step, batch, iterations, seed)
     for each in machines:
-        used = costs if costs is not None else _published(each)
+        used = known if known is not None else _published(each)
         limit = cap if cap is not None else each.memory
         for count in dict.fromkeys(microbatches or [given]):
             planner.add(each, used, resized(types, batch, count), count, limit)
@@ -151,6 +158,27 @@ def parse_bytes(memory: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def costs_of(model: Any, timelines: Sequence[Timeline]) -> CostModel:
+    """Return the costs by which a mesh plans: those of a cost model with links, else the measured ones.
+
+    Args:
+        model: the mesh's device model or the user's costs; None if there is none.
+        timelines: the timelines of the mesh's last steps, the latest one at the end.
+
+    Raises:
+        PlanError: there is no cost model, and too few steps were measured.
+    """
+    if isinstance(model, CostModel) and (model.links or not timelines):
+        return model
+    measured = timelines[-KEPT_TIMELINES:] if len(timelines) > KEPT_TIMELINES else timelines[FIRST_STEPS:]
+    if len(measured) < 2:
+        raise PlanError(
+            f"there are no costs to plan by: {plural(len(timelines), 'step')} finished on this mesh, and the "
+            f"first {FIRST_STEPS} do not count; run a few more steps first, or pass costs="
+        )
+    return CostModel.from_timelines(measured)
+
+
 def _published(machine: Machine) -> CostModel:
     device = find_device(machine.device)
     if device.bf16_flops_per_s is None or device.memory_bytes_per_s is None:
@@ -158,9 +186,10 @@ def _published(machine: Machine) -> CostModel:
             f"there are no costs: of device {device.name!r} no figures are published; pass costs=, such as "
             "CostModel.from_timelines([...]) of a few measured steps"
         )
-    network = machine.links.get(BETWEEN_HOSTS)
-    more = {} if network is None else {"network": network}
-    return CostModel.from_device(device, devices_per_actor=machine.devices_per_actor, **more)
+    each = machine.devices_per_actor
+    if (network := machine.links.get(BETWEEN_HOSTS)) is None:
+        return CostModel.from_device(device, devices_per_actor=each)
+    return CostModel.from_device(device, devices_per_actor=each, network=network)
 
 
 def _batches(
@@ -235,9 +264,9 @@ class _Option:
     def fits(self) -> bool:
         return self.peak_bytes <= self.case.cap
 
-    @property
-    def bubble(self) -> float:
-        return max(0.0, 1 - self.case.problem.balanced_s / self.timed.step_s)
+    def busy_s(self) -> tuple[float, ...]:
+        """Return the time that each actor spends in tasks of the loop."""
+        return evaluate(self.case.problem, self.timed.assignment).busy_s
 
     @property
     def schedule(self) -> PlannedSchedule:
@@ -348,7 +377,7 @@ class _Planner:
         return found
 
     def _try(self, options: Sequence[_Option], wanted: int) -> list[_Option]:
-        """Compile options and simulate them, the first ones first, until so many of them fit as are wanted."""
+        """Compile options and simulate them, the first ones first, until enough of them fit."""
         tried: list[_Option] = []
         for option in options:
             if sum(each.fits for each in tried) >= wanted or len(tried) >= 2 * wanted:
@@ -444,7 +473,7 @@ def _rank(option: _Option) -> tuple[float, str]:
 
 
 def _candidate(option: _Option, verdict: str) -> Candidate:
-    case = option.case
+    case, busy = option.case, option.busy_s()
     return Candidate(
         name=option.timed.assignment.name,
         num_actors=case.machine.actors,
@@ -454,7 +483,7 @@ def _candidate(option: _Option, verdict: str) -> Candidate:
         step_s=option.step_s,
         peak_bytes=option.peak_bytes,
         cap_bytes=None if case.cap == math.inf else case.cap,
-        bubble=option.bubble,
+        bubble=1 - sum(busy) / len(busy) / option.timed.step_s,
         is_compiled=option.simulation is not None,
         verdict=verdict,
     )
@@ -482,9 +511,8 @@ def _why_slower(option: _Option, best: _Option) -> str:
     """Return why an option that fits is not the chosen one."""
     compared = option.simulation is not None
     mine, others = (option.step_s, best.step_s) if compared else (option.timed.step_s, best.timed.step_s)
-    problem = option.case.problem
-    busiest = max(evaluate(problem, option.timed.assignment).busy_s)
-    excess, idle = busiest / problem.balanced_s - 1, 1 - busiest / option.timed.step_s
+    busy = option.busy_s()
+    excess, idle = max(busy) / (sum(busy) / len(busy)) - 1, 1 - max(busy) / option.timed.step_s
     if option.case is not best.case:
         return f"{mine / others - 1:+.1%}: another number of microbatches or machine"
     return f"{mine / others - 1:+.1%}: busiest actor has {excess:.0%} too much work, idles {idle:.0%}"

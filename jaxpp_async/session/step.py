@@ -57,9 +57,13 @@ class StepForm:
             ".as_text(), .passes>"
         )
 
-    @functools.cached_property
+    @property
     def works(self) -> tuple[TaskWork, ...]:
         """The work of each executable of the step, for each device of an actor; counted when first read."""
+        return self._works
+
+    @functools.cached_property
+    def _works(self) -> tuple[TaskWork, ...]:
         return works(self.compiled)
 
     @property

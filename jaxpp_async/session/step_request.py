@@ -150,6 +150,11 @@ class StepDefinition:
         inner = getattr(fn, "__wrapped__", None)
         self._parameters = None if hasattr(inner, "__wrapped__") else _signature(fn, follow_wrapped=False)
 
+    @property
+    def options(self) -> StepOptions:
+        """The options of the step."""
+        return self._options
+
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Return those entries of `args` that belong to the traced (not static) arguments.
 
