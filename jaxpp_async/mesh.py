@@ -428,7 +428,11 @@ class RemoteMesh:
         """
         with HiddenFrames():
             options = self._checked(step).options
-            timelines = () if costs is not None else [done.timeline() for done in self._runner.recent]
+            timelines = (
+                ()
+                if costs is not None
+                else [done.timeline() for done in self._runner.recent if done.kind == "step"]
+            )
             machine = Machine(
                 self.num_actors,
                 spmd_mesh=self.spmd_mesh,
@@ -442,7 +446,7 @@ class RemoteMesh:
                 step.fn,
                 argument_types(args, options.static_argnums),
                 machine=machine,
-                costs=partial(costs_of, known, timelines),
+                costs=partial(costs_of, known, [s.timeline() for s in recent]),
                 memory=memory,
                 microbatches=microbatches,
                 batch_argnums=batch_argnums,

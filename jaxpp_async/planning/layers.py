@@ -32,7 +32,7 @@ from jaxpp_async.planning.memory import (
 from jaxpp_async.planning.planned_schedule import PlannedSchedule
 from jaxpp_async.planning.problem import Layer, PipelineProblem
 from jaxpp_async.program.actor_program import ActorProgram
-from jaxpp_async.program.instructions import BufferId, Input, Recv, Run, Send, Task
+from jaxpp_async.program.instructions import BufferId, Input, Recv, Run, Send, Task, runs
 from jaxpp_async.schedules import GPipe
 from jaxpp_async.schedules.cut import Mark
 
@@ -275,24 +275,38 @@ class _Profile:
 def _sent_bytes(programs: Sequence[ActorProgram], num_microbatches: int) -> list[float]:
     """Return the bytes that cross the mark behind each layer for one microbatch, in the larger direction.
 
-    Only results of forwards and backwards count. A value that a later layer needs crosses all marks between.
+    Only results of forwards and backwards count, and no sums over microbatches. A value that a later layer
+    needs crosses all marks between.
     """
     count = len(programs)
     ahead, back = [0.0] * count, [0.0] * count
     for program in programs:
-        made: dict[BufferId, str] = {}
+        sums = _sums(program)
+        made: dict[BufferId, bool] = {}  # whether a buffer is sent for each microbatch
         for i in program.instructions:
             if isinstance(i, Run):
                 match = _KIND.match(i.label)
-                made.update(dict.fromkeys(i.outputs, match[1] if match else "outer"))
+                for k, b in enumerate(i.outputs):
+                    made[b] = match is not None and match[1] != "start" and (i.executable, k) not in sums
             elif isinstance(i, Recv):
-                made[i.buffer] = "fwd"
-            elif isinstance(i, Send) and "wd" in made.get(i.buffer, ""):
+                made[i.buffer] = True
+            elif isinstance(i, Send) and made.get(i.buffer, False):
                 low, high = sorted((program.actor, i.to_actor))
                 direction = ahead if program.actor == low else back
                 for mark in range(low, high):
                     direction[mark] += program.avals[i.buffer].size_bytes / num_microbatches
     return [max(pair) for pair in zip(ahead, back, strict=True)]
+
+
+def _sums(program: ActorProgram) -> set[tuple[int, int]]:
+    """Return the executables and positions of results that the same executable is given again, to add to."""
+    made: dict[BufferId, tuple[int, int]] = {}
+    found: set[tuple[int, int]] = set()
+    for run in runs(program.instructions):
+        donated = [made[b] for b in (run.inputs[p] for p in run.donated) if b in made]
+        found.update(place for place in donated if place[0] == run.executable)
+        made.update({b: (run.executable, k) for k, b in enumerate(run.outputs)})
+    return found
 
 
 def resized(args: Sequence[Any], batch: Sequence[int], num_microbatches: int) -> list[Any]:

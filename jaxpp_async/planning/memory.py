@@ -184,16 +184,15 @@ def _without_updates(program: ActorProgram) -> ActorProgram:
     A result takes the memory of an argument of the same type that the same task donates. The argument's bytes
     are those of the step's arguments already.
     """
+    arguments = {i.buffer for i in program.instructions if isinstance(i, Input)}
     updates: set[BufferId] = set()
     for run in runs(program.instructions):
-        free = Counter(
-            program.avals[b] for b in (run.inputs[p] for p in run.donated) if b in program.uncounted
-        )
+        free = Counter(program.avals[b] for b in (run.inputs[p] for p in run.donated) if b in arguments)
         for b in run.outputs:
             if b not in program.uncounted and free[program.avals[b]]:
                 free[program.avals[b]] -= 1
                 updates.add(b)
-    return structs.replace(program, uncounted=type(program.uncounted)((*program.uncounted, *sorted(updates))))
+    return structs.replace(program, uncounted=program.uncounted | updates)
 
 
 _TOP = re.compile(r"[\[.]")

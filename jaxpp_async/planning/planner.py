@@ -114,7 +114,8 @@ def plan(
     given = first[0].shape[0]
     if global_batch is not None and math.prod(first[0].shape[:2]) != global_batch:
         raise PlanError(
-            f"global_batch is {global_batch}, and the batch has {given} microbatches of {first[0].shape[1:2]}"
+            f"global_batch is {global_batch}, and the batch has {given} microbatches of "
+            f"{math.prod(first[0].shape[1:2])}"
         )
 
     def compile_step(machine: Machine, args: Sequence[Any], schedule: Any) -> PlannedStep:
