@@ -428,11 +428,7 @@ class RemoteMesh:
         """
         with HiddenFrames():
             options = self._checked(step).options
-            timelines = (
-                ()
-                if costs is not None
-                else [done.timeline() for done in self._runner.recent if done.kind == "step"]
-            )
+            recent = [] if costs is not None else [s for s in self._runner.recent if s.kind == "step"]
             machine = Machine(
                 self.num_actors,
                 spmd_mesh=self.spmd_mesh,

@@ -29,7 +29,7 @@ from jaxpp_async.planning.memory import (
     device_aval,
     memory_needs,
 )
-from jaxpp_async.planning.planned_schedule import PlannedSchedule
+from jaxpp_async.planning.plan import PlannedSchedule
 from jaxpp_async.planning.problem import Layer, PipelineProblem
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import BufferId, Input, Recv, Run, Send, Task, runs

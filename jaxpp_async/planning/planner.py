@@ -32,8 +32,7 @@ from jaxpp_async.planning.layers import (
 from jaxpp_async.planning.machine import BETWEEN_HOSTS, Machine, PlannedStep, argument_types, compile_for
 from jaxpp_async.planning.memory import ActorMemory, memory_needs
 from jaxpp_async.planning.named import Timed, on_best_cut, on_equal_cut
-from jaxpp_async.planning.plan import Candidate, Plan, describe_arguments
-from jaxpp_async.planning.planned_schedule import PlannedSchedule, format_row
+from jaxpp_async.planning.plan import Candidate, Plan, PlannedSchedule, describe_arguments, format_row
 from jaxpp_async.planning.problem import PipelineProblem
 from jaxpp_async.planning.search import WORTHWHILE, search
 from jaxpp_async.planning.simulation import Simulation, simulate

@@ -2,7 +2,7 @@ import pytest
 
 from jaxpp_async import Std1F1B
 from jaxpp_async.errors import PlanError, ScheduleError
-from jaxpp_async.planning.planned_schedule import PlannedSchedule, format_row, parse_row
+from jaxpp_async.planning.plan import PlannedSchedule, format_row, parse_row
 from jaxpp_async.program.instructions import Task
 
 
