@@ -333,7 +333,7 @@ class _Planner:
         """
         bounded = any(case.cap < math.inf for case in self.cases)
         if bounded:  # correct the estimate of memory before the search relies on it
-            self._correct(self._try(self._named()[:1], 1))
+            self._correct(self._try(self._named(rounds=0)[:1], 1))
         for _ in range(MAX_ROUNDS):
             named = self._named()
             tried = self._try(named, NUM_COMPILED)
@@ -346,13 +346,17 @@ class _Planner:
             return self._plan(name, [smallest])
         raise PlanError(_nothing_fits(name, smallest))
 
-    def _named(self) -> list[_Option]:
-        """Return the named schedules of all cases that fit by estimate, the fastest first."""
+    def _named(self, rounds: int = 8) -> list[_Option]:
+        """Return the named schedules of all cases that fit by estimate, the fastest first.
+
+        Args:
+            rounds: how often the boundaries of a cut are moved by one layer; see `on_best_cut`.
+        """
         found: list[_Option] = []
         bounds = {id(case): bound_of_all(case.problem) for case in self.cases}
         for case in sorted(self.cases, key=lambda case: bounds[id(case)]):
             if not found or bounds[id(case)] < min(option.step_s for option in found):
-                found += [_Option(case, timed) for timed in on_best_cut(case.problem)]
+                found += [_Option(case, timed) for timed in on_best_cut(case.problem, rounds=rounds)]
         return sorted(found, key=lambda option: option.timed.step_s)
 
     def _searched(self, named: Sequence[_Option]) -> list[_Option]:
@@ -362,9 +366,10 @@ class _Planner:
         """
         case = named[0].case if named else self.cases[0]
         problem, found = case.problem, list[_Option]()
+        known = [option.timed for option in named if option.case is case] or None
         for _ in range(MAX_ROUNDS):
             try:
-                result = search(problem, iterations=self.iterations, seed=self.seed)
+                result = search(problem, iterations=self.iterations, seed=self.seed, named=known)
             except ValueError:  # nothing fits by estimate
                 break
             if result.gain < WORTHWHILE:
@@ -374,6 +379,7 @@ class _Planner:
                 break
             over = 1.02 * (found[-1].peak_bytes - case.cap)
             problem = replace(problem, cap_bytes=max(0.0, max(problem.caps) - over))
+            known = None
         return found
 
     def _try(self, options: Sequence[_Option], wanted: int) -> list[_Option]:
@@ -537,7 +543,7 @@ def _advice(best: _Option) -> tuple[str, ...]:
         (gain(replace(problem, dispatch_s=0.0)), "tasks without overhead (larger microbatches help)")
     )
     if problem.cap_bytes != math.inf:
-        free = on_best_cut(replace(problem, cap_bytes=math.inf))[:1]
+        free = on_best_cut(replace(problem, cap_bytes=math.inf), rounds=0)[:1]
         if free:
             found.append(
                 (1 - free[0].step_s / step_s, f"more memory, with which {free[0].assignment.name} would fit")
@@ -548,9 +554,8 @@ def _advice(best: _Option) -> tuple[str, ...]:
         share = works[heaviest] / sum(works)
         part = 1 - max(problem.balanced_s, 1e-300) / step_s
         found.append((part, f"a mark inside layer {heaviest}, which is {share:.0%} of the work, at most"))
-    twice = replace(problem, num_microbatches=2 * problem.num_microbatches)
-    more = min((timed.step_s for timed in on_best_cut(twice)[:1]), default=math.inf)
-    found.append((1 - more / 2 / step_s, "twice as many microbatches of this size, by example"))
+    more_s = (step_s + max(best.busy_s())) / 2  # the actors' other microbatches follow without idle time
+    found.append((1 - more_s / step_s, "twice as many microbatches of this size, by example at most"))
     found.sort(key=lambda pair: -pair[0])
     return tuple(f"{text}: {share:.1%} less" for share, text in found if share >= WORTHWHILE) or (
         "nothing of memory, links, overhead or more microbatches makes this step shorter by 1 %",

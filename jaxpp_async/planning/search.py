@@ -69,7 +69,13 @@ def usual_iterations(problem: PipelineProblem) -> int:
     return min(MAX_ITERATIONS, max(300, MAX_TASKS // (3 * num_stages * few)))
 
 
-def search(problem: PipelineProblem, *, iterations: int | None = None, seed: int = 0) -> SearchResult:
+def search(
+    problem: PipelineProblem,
+    *,
+    iterations: int | None = None,
+    seed: int = 0,
+    named: Sequence[Timed] | None = None,
+) -> SearchResult:
     """Search for the assignment with the shortest step that fits into the memory.
 
     The result is never slower than the best named schedule on its best cut. The same arguments give the same
@@ -79,12 +85,13 @@ def search(problem: PipelineProblem, *, iterations: int | None = None, seed: int
         problem: the layers and the machine.
         iterations: how many candidates to look at; `usual_iterations` unless given.
         seed: of the random numbers.
+        named: what `on_best_cut` returns for the problem, if it is known already.
 
     Raises:
         ValueError: nothing fits into the memory.
     """
     iterations = usual_iterations(problem) if iterations is None else iterations
-    named = on_best_cut(problem)
+    named = on_best_cut(problem) if named is None else named
     annealing = _Annealing(problem, random.Random(seed), iterations)
     starts = _starts(problem, named)
     if not starts:
