@@ -8,6 +8,7 @@ import functools
 import jax
 import msgspec
 import pytest
+from docs_code import doc_code
 from uneven_model import WIDTH, arguments, uneven_step
 
 import jaxpp_async as jpp
@@ -189,6 +190,20 @@ async def test_a_planned_step_equals_jit(remote_mesh):
         await mesh.run(fast, params, arguments(num_microbatches=4)[1])
     with pytest.raises(PlanError, match="made for 3 actors"):
         mesh.distributed(fn, plan=msgspec.structs.replace(plan, num_actors=3))
+
+
+async def test_the_page_of_plans(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    fn = uneven_step(num_layers=1, schedule=jpp.Std1F1B(2))
+    args = arguments(num_layers=1)
+    found = await doc_code("planning.md")["train_as_planned"](fn, *args)
+    assert found is not None and Plan.load("plan.json").step == "train_step"
+    assert "plan of step 'train_step'" in capsys.readouterr().out
+
+
+def test_more_actors_than_layers():
+    plan = planned(jpp.Machine(6))
+    assert plan.num_actors == 6 and len(plan.schedule.rows) == 6
 
 
 async def test_a_mesh_plans_by_its_last_steps_and_goes_on_meanwhile():
