@@ -412,8 +412,9 @@ class _Planner:
         found = []
         for case in self.cases:
             free = replace(case.problem, cap_bytes=math.inf)
-            timed = min(on_best_cut(free) + on_equal_cut(free), key=lambda timed: max(timed.peak_bytes))
-            found.append(_Option(case, timed))
+            every = on_best_cut(free, rounds=0) + on_equal_cut(free)
+            every = every or [search(free, iterations=100, seed=self.seed).best]  # more actors than layers
+            found.append(_Option(case, min(every, key=lambda timed: max(timed.peak_bytes))))
         least = sorted(found, key=lambda option: option.peak_bytes)[:NUM_COMPILED]
         tried = [*self._try(least, NUM_COMPILED), *self.compiled.values()]
         return min(tried, key=lambda option: (not option.fits, option.peak_bytes))
@@ -520,7 +521,7 @@ def _why_slower(option: _Option, best: _Option) -> str:
     busy = option.busy_s()
     excess, idle = max(busy) / (sum(busy) / len(busy)) - 1, 1 - max(busy) / option.timed.step_s
     if option.case is not best.case:
-        return f"{mine / others - 1:+.1%}: another number of microbatches or machine"
+        return f"{mine / others - 1:+.1%}: other microbatches or another machine"
     return f"{mine / others - 1:+.1%}: busiest actor has {excess:.0%} too much work, idles {idle:.0%}"
 
 

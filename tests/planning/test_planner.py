@@ -14,6 +14,7 @@ from uneven_model import WIDTH, arguments, uneven_step
 import jaxpp_async as jpp
 from jaxpp_async.errors import MissingCost, PlanError
 from jaxpp_async.planning.cost_model import CostModel, TaskFormula
+from jaxpp_async.planning.memory import memory_needs
 from jaxpp_async.planning.plan import Plan, describe_arguments
 from jaxpp_async.planning.planner import parse_bytes
 from jaxpp_async.planning.samples import LinkCost, Samples
@@ -78,6 +79,21 @@ def test_the_best_of_several_microbatches_and_machines():
     assert plan.arguments["argument 1['x']"] == f"float32[12, 4, {WIDTH}]"
     seen = {(c.num_actors, c.num_microbatches) for c in plan.candidates}
     assert seen == {(1, 2), (1, 12), (2, 2), (2, 12)}
+
+
+def test_a_plan_beats_the_best_named_schedule_on_the_equal_cut():
+    fn, args = uneven_step(8, 3), arguments(8, 3)
+    equal = [
+        jpp.Std1F1B(3, stages=[2, 5]),
+        jpp.ZeroBubbleH1(3, stages=[2, 5]),
+        jpp.Interleaved1F1B(6, stages=[0, 2, 3, 5, 6]),
+    ]
+    machine = jpp.Machine(3)
+    steps = [jpp.compile_for(machine, fn, args, schedule=s, donate_argnums=0) for s in equal]
+    best_s = min(jpp.simulate(step, COSTS).step_s.p50 for step in steps)
+    cap = max(needs.total_bytes for needs in memory_needs(steps[0]))  # that of 1F1B
+    plan = jpp.plan(fn, args, machine=machine, memory=cap, costs=COSTS, donate_argnums=0, iterations=200)
+    assert plan.step_s.p50 < 0.85 * best_s and max(plan.memory) <= cap
 
 
 def test_what_would_help_next():
@@ -204,6 +220,8 @@ async def test_the_page_of_plans(tmp_path, monkeypatch, capsys):
 def test_more_actors_than_layers():
     plan = planned(jpp.Machine(6))
     assert plan.num_actors == 6 and len(plan.schedule.rows) == 6
+    with pytest.raises(PlanError, match="fits into 1,000 bytes a device; the least that was found"):
+        planned(jpp.Machine(6), memory=1000)
 
 
 async def test_a_mesh_plans_by_its_last_steps_and_goes_on_meanwhile():
