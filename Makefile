@@ -16,7 +16,7 @@ STAMP  := $(VENV)/.installed
 INTERPRETER := import sys; print(sys.base_prefix, sys.version.split()[0])
 INSTALLED_FROM = "$$("$(PYTHON)" -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pyproject.toml)"
 
-.PHONY: help setup demo test check fmt layout golden fuzz bench bench-peers bench-plots bench-compile test-ssh test-net soak
+.PHONY: help setup demo test check fmt layout golden fuzz bench bench-peers bench-plots bench-compile paper test-ssh test-net soak
 .NOTPARALLEL:
 
 help:
@@ -38,6 +38,8 @@ help:
 	@echo "make test-gpu  tests on a GPU that actors share: transports on its memory, numerics (see docs/gpu.md)"
 	@echo "make bench-gpu  those, then transfers and a training step on it (ARGS=\"--platform cpu --small\": without one)"
 	@echo "make bench-plots  draw the last results of bench and bench-peers (benchmarks/results/*.svg)"
+	@echo "make paper   predict the paper's table, on up to 1,024 GPUs, from compiled steps: some minutes, no GPU"
+	@echo "             (ARGS=--rows-only: the table alone); results/paper.json, pictures in docs/images"
 	@echo "make bench-compile  time the compiler, pass by pass (ARGS=--help lists its options)"
 	@echo "make golden  rewrite the golden texts of tests/golden; read the diff"
 	@echo "make test-contracts  what the code and its stand-ins call of CuPy, nccl4py and NCCL, held against the real ones;"
@@ -196,11 +198,17 @@ test-gpu: setup
 bench-gpu: setup
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-bench-plots: setup
-	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || { \
-	  echo "bench-plots: installing what draws"; \
+plots_installed = $(BIN)/python -c 'import matplotlib' 2>/dev/null || { \
+	  echo "$@: installing what draws"; \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'; }
+
+bench-plots: setup
+	@$(plots_installed)
 	@$(BIN)/python benchmarks/plots.py $(ARGS)
+
+paper: setup
+	@$(plots_installed)
+	@$(BIN)/python benchmarks/paper_table.py $(ARGS)
 
 bench-compile: setup
 	@$(BIN)/python benchmarks/compile.py $(ARGS)

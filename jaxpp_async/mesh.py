@@ -188,6 +188,7 @@ class RemoteMesh:
             launch_timeout_s=mesh_options.check_seconds("launch_timeout_s", launch_timeout_s),
         )
         self._controller: Controller | None = None
+        self._start_failed = False
         target = mesh_options.make_target(self.spmd_mesh, kinds, self.axis_rules, config.platform)
         self._axis_types, self._device_model = dict(zip(self.spmd_mesh, kinds, strict=True)), device_model
         self._device = Device(config.platform, config.platform)
@@ -224,10 +225,16 @@ class RemoteMesh:
         if self._controller is not None:
             raise MeshError("this mesh has been entered before; make a new RemoteMesh for another run")
         with HiddenFrames():
-            await mesh_options.prepare(self._launcher, self._options.actors, same_python=self._same_python)
-            self._controller = await Controller.start(
-                self.num_actors, self._launcher, self._options, events=self._events
-            )
+            try:
+                await mesh_options.prepare(
+                    self._launcher, self._options.actors, same_python=self._same_python
+                )
+                self._controller = await Controller.start(
+                    self.num_actors, self._launcher, self._options, events=self._events
+                )
+            except BaseException:
+                self._start_failed = True
+                raise
         return self
 
     def __enter__(self) -> NoReturn:
@@ -252,8 +259,8 @@ class RemoteMesh:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the mesh has closed or failed, so that nothing can be run on it any more."""
-        return self._controller is not None and self._controller.is_closed
+        """Whether the mesh has closed or failed, also in its start, so that nothing can be run on it."""
+        return self._start_failed if self._controller is None else self._controller.is_closed
 
     @property
     def actors(self) -> tuple[ActorInfo, ...]:
@@ -512,8 +519,8 @@ class RemoteMesh:
             The tree, of `RemoteArray`s.
 
         Raises:
-            ArrayError: `like` and `tree` do not have the same leaves, or a sharding in `like` does not divide
-                its array.
+            ArrayError: `like` and `tree` do not have the same leaves, `like` is of another mesh, or a
+                sharding in `like` does not divide its array.
             ActorError: an actor or the mesh failed.
         """
         with HiddenFrames():
@@ -566,6 +573,7 @@ class RemoteMesh:
         Raises:
             CheckpointError: the save failed, or another save has replaced the folder's content meanwhile; the
                 message names the file and the cause. Nothing of the failed save is left.
+            ActorError: the mesh failed before the save was complete; a note names the checkpoint.
             ArrayError: an array was donated, deleted, or belongs to another mesh.
             MeshClosedError: the mesh is closed or has failed.
         """
@@ -594,7 +602,8 @@ class RemoteMesh:
         Raises:
             CheckpointError: there is no checkpoint, or it is broken, or differs from `like` in its tree
                 structure, a shape or a dtype; the message names the path.
-            ActorError: the mesh failed.
+            ArrayError: `like` has an array or a step of another mesh.
+            ActorError: the mesh failed; a note names the checkpoint, which is as it was.
         """
         with HiddenFrames():
             return await restore(self._running(), self._values, path, like)

@@ -57,8 +57,8 @@ async def remote_mesh() -> AsyncIterator[GetMesh]:
 
 
 def assert_close(actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float | None = None) -> None:
-    """Check that two trees of arrays are equal within a tolerance, leaf by leaf; the error names the leaf
-    that differs.
+    """Check that two trees of arrays are equal within a tolerance, leaf by leaf; the error names the leaves
+    that differ (the first five) and says how many there are.
 
     Args:
         actual, expected: trees of the same structure (`await mesh.fetch(tree)` for remote ones).
@@ -82,11 +82,13 @@ def assert_close(actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float 
         is_key = hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(x) if is_key else x)
 
+    wrong: list[str] = []
     for (path, expected_leaf), actual_leaf in zip(named, leaves, strict=True):
         name = jax.tree_util.keystr(path) or "value"
         got, want = plain(actual_leaf), plain(expected_leaf)
         if got.shape != want.shape or got.dtype != want.dtype:
-            raise AssertionError(f"{name}: {got.dtype}{got.shape}, expected {want.dtype}{want.shape}")
+            wrong.append(f"{name}: {got.dtype}{got.shape}, expected {want.dtype}{want.shape}")
+            continue
         if not got.size:
             continue
         wide = np.complex128 if np.iscomplexobj(want) else np.float64
@@ -97,4 +99,6 @@ def assert_close(actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float 
             worst = np.where(same, 0.0, np.abs(got - want)).max()
         bound = rtol * np.abs(np.where(np.isfinite(want), want, 0)).max() + (atol or 0.0)
         if not worst <= bound:
-            raise AssertionError(f"{name}: differs by {worst:.3g}, allowed {bound:.3g}")
+            wrong.append(f"{name}: differs by {worst:.3g}, allowed {bound:.3g}")
+    if wrong:
+        raise AssertionError("\n".join([*wrong[:5], f"{len(wrong)} of {len(leaves)} leaves differ"]))

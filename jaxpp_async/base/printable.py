@@ -62,7 +62,7 @@ def in_words(error: BaseException) -> ErrorInWords:
     return ErrorInWords(printable(name), printable(str(error)), printable(printed))
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if the message is empty."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 

@@ -15,7 +15,7 @@ from jaxpp_async.checkpoint import trees
 from jaxpp_async.checkpoint.save import checkpoint_failure
 from jaxpp_async.checkpoint.trees import RestoreTarget
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.errors import ActorError, CheckpointError, RemoteError
+from jaxpp_async.errors import ActorError, CheckpointError
 from jaxpp_async.program.instructions import ProcessId
 from jaxpp_async.protocol.messages import FilePart, FilePiece, ReadFile
 from jaxpp_async.protocol.task_group import all_of
@@ -43,26 +43,17 @@ async def restore(controller: Controller, values: RemoteValues, path: Checkpoint
         like: a tree whose leaves say with which type and on which actors each saved leaf is restored.
     """
     folder = checkpoint_folder.absolute(path)
+    values.check_like(like, "mesh.restore")
     wanted, structure = trees.targets(like)
-    strangers = {actor for target in wanted.values() for actor in target.actors} - {
-        a.id for a in controller.actors
-    }
-    if strangers:
-        raise CheckpointError(
-            f"`like` has arrays on actors {sorted(strangers)}, which this mesh does not have"
-        )
     manifest = await asyncio.to_thread(load_manifest, folder)
     attempts_left = _ATTEMPTS
     while True:
         try:
             found = await _Reading(controller, values, folder, manifest).read(wanted)
             return structure.unflatten([found[path] for path in wanted])
-        except CheckpointError as error:
+        except CheckpointError:
             attempts_left -= 1
-            has_mesh_failed = isinstance(error.__cause__, ActorError) and not isinstance(
-                error.__cause__, RemoteError
-            )
-            newer = None if has_mesh_failed else await asyncio.to_thread(_newer, folder, manifest)
+            newer = await asyncio.to_thread(_newer, folder, manifest)
             if newer is None or not attempts_left:
                 raise
             manifest = newer
@@ -123,8 +114,9 @@ class _Reading:
                 array.retire(DELETED, "its restore failed")
                 self._values.release(array)
             if isinstance(error, ActorError):
-                raise checkpoint_failure(self._folder, "restored", error) from error
-            raise
+                what = "could not be restored; it is as it was"
+                error = checkpoint_failure(self._folder, what, error, self._controller.cause)
+            raise error
 
     async def _fill(self, wanted: dict[str, RestoreTarget], remote: dict[str, RemoteArray]) -> dict[str, Any]:
         """Fill the new arrays on actors from the checkpoint, and read the leaves that stay in this process.
@@ -250,10 +242,9 @@ def _found_instead(folder: str) -> str:
     parent = os.path.dirname(folder)
     if inside := _checkpoints_in(folder):
         one = shown(os.path.join(folder, inside[0]))
-        return (
-            f"it is a folder of checkpoints, {_some(inside)}; give one of them ({one}), or restore the "
-            "newest with jpp.Checkpoints(mesh, path).restore(like)"
-        )
+        is_numbered = any(map(checkpoint_folder.NUMBER.fullmatch, inside))
+        newest = ", or restore the newest with jpp.Checkpoints(mesh, path).restore(like)" * is_numbered
+        return f"it is a folder of checkpoints, {_some(inside)}; give one of them ({one}){newest}"
     if os.path.exists(folder) and not os.path.isdir(folder):
         is_part_of_one = os.path.isfile(os.path.join(parent, checkpoint_folder.MANIFEST))
         return "it is a file" + (

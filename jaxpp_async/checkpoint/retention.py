@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 from typing import Any, Protocol
 
 from jaxpp_async.base.printable import shown
 from jaxpp_async.checkpoint.save import OnProgress, Saver, Saving
-from jaxpp_async.errors import CheckpointError, MeshError
+from jaxpp_async.errors import ActorError, CheckpointError, MeshError
+from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
 from jaxpp_async.storage import checkpoint_folder
 from jaxpp_async.storage.checkpoint_folder import CheckpointPath
 from jaxpp_async.storage.tensor_files import checkpoint_errors
 
 _LOG = logging.getLogger("jaxpp_async")
 
-_DIGITS = 8
-_NUMBER = re.compile(rf"\d{{{_DIGITS},}}")
+_DIGITS = checkpoint_folder.NUMBER_DIGITS
 
 
 class Mesh(Protocol):
@@ -65,10 +64,12 @@ class Checkpoints:
     async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
         try:
             await self.wait()
-        except CheckpointError as failure:
+        except (CheckpointError, ActorError) as failure:
             if error is None:
-                raise
-            _LOG.warning("%s", failure)  # the error that ended the context is raised instead
+                with HiddenFrames():
+                    raise
+            if failure is not error:  # the error that ended the context is raised instead
+                _LOG.warning("%s", failure)
 
     async def save(
         self, step_number: int, tree: Any, *, wait: bool = False, on_progress: OnProgress | None = None
@@ -91,10 +92,11 @@ class Checkpoints:
         Raises:
             CheckpointError: a leaf cannot be saved, the previous save failed and nobody has awaited it, or
                 `wait` is true and this save failed.
+            ActorError: the mesh ended before the previous save was complete, and nobody has awaited that
+                save, or, if `wait` is true, before this one was.
             ArrayError: an array cannot be used; see `RemoteMesh.save`.
             MeshClosedError: the mesh is closed; see `RemoteMesh.save`.
         """
-        await self.wait()
 
         async def prune() -> None:
             # Checkpoints of higher numbers are of another run, or of this run before it was set back; these
@@ -102,9 +104,11 @@ class Checkpoints:
             for number in [n for n in self.step_numbers() if n <= step_number][: -self._keep]:
                 await self._mesh.saver.remove(self.path(number))
 
-        saving = self._current = await self._mesh.saver.save(
-            self.path(step_number), tree, wait=wait, on_progress=on_progress, after_commit=prune
-        )
+        with HiddenFrames():
+            await self.wait()
+            saving = self._current = await self._mesh.saver.save(
+                self.path(step_number), tree, wait=wait, on_progress=on_progress, after_commit=prune
+            )
         return saving
 
     async def wait(self) -> None:
@@ -112,6 +116,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the save failed, and nobody has awaited it yet.
+            ActorError: the mesh ended before the save was complete, and nobody has awaited it yet.
         """
         saving = self._current
         if saving is None:
@@ -119,9 +124,10 @@ class Checkpoints:
         was_told = saving.is_awaited
         try:
             await saving
-        except CheckpointError:
+        except (CheckpointError, ActorError):
             if not was_told:
-                raise
+                with HiddenFrames():
+                    raise
         finally:
             if saving.done() and self._current is saving:
                 self._current = None
@@ -136,11 +142,15 @@ class Checkpoints:
         Raises:
             CheckpointError: the checkpoint does not exist, is broken, or does not match `like`. If there are
                 other checkpoints, a note names them.
+            ArrayError, ActorError: as for `RemoteMesh.restore`.
         """
         numbers = self.step_numbers()
         number = step_number if step_number is not None else max(numbers, default=None)
         if number is None:
-            raise CheckpointError(f"{shown(self.directory)}: there is no checkpoint")
+            what = f"there is no checkpoint in it with a step number for its name ({'0' * _DIGITS})"
+            own = "; this folder is itself a checkpoint: mesh.restore(path, like)" * self._is_whole("")
+            with HiddenFrames():
+                raise CheckpointError(f"{shown(self.directory)}: {what}{own}")
         try:
             return await self._mesh.restore(self.path(number), like)
         except CheckpointError as error:
@@ -150,7 +160,8 @@ class Checkpoints:
                 error.add_note(
                     f"{shown(self.directory)} also has {older}: restore(like, step_number={older[-1]})"
                 )
-            raise
+            with HiddenFrames():
+                raise
 
     def latest(self) -> int | None:
         """Return the step number of the newest complete checkpoint; None if there is none."""
@@ -196,7 +207,7 @@ class Checkpoints:
             names = os.listdir(self.directory)
         except FileNotFoundError:
             return []
-        return [name for name in names if _NUMBER.fullmatch(name)]
+        return [name for name in names if checkpoint_folder.NUMBER.fullmatch(name)]
 
     def _is_whole(self, name: str) -> bool:
         return os.path.exists(os.path.join(self.directory, name, checkpoint_folder.MANIFEST))

@@ -21,6 +21,7 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
@@ -28,12 +29,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from jaxpp_async.base.events import Emit, EventLog
-from jaxpp_async.base.printable import shown
+from jaxpp_async.base.printable import first_line, shown
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint.trees import Leaves, to_save
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.requests import PendingRequest
-from jaxpp_async.errors import ActorError, CheckpointError
+from jaxpp_async.errors import ActorError, CheckpointError, RemoteError
+from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
 from jaxpp_async.layout.array_parts import Part
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, Aval, ProcessId
 from jaxpp_async.protocol.actor_info import ProcessRank
@@ -53,7 +55,8 @@ class Saving:
     """A save of a checkpoint that is under way, as `mesh.save` returns it.
 
     Await this object to wait until the checkpoint is complete on the disk; the await raises a
-    `CheckpointError` if the save fails. If the await is cancelled, the save goes on; only `cancel` ends it.
+    `CheckpointError` if the save fails, and an `ActorError` if the mesh has ended. If the await is cancelled,
+    the save goes on; only `cancel` ends it.
 
     Attributes:
         path: the checkpoint's folder.
@@ -72,7 +75,8 @@ class Saving:
 
     def __await__(self) -> Generator[Any, None, Saving]:
         self.is_awaited = True
-        yield from asyncio.shield(self._future).__await__()
+        with HiddenFrames():
+            yield from asyncio.shield(self._future).__await__()
         return self
 
     def __repr__(self) -> str:
@@ -476,7 +480,8 @@ class _Job:
             return error
         if not isinstance(error, Exception):
             return CheckpointError(f"{shown(self.folder)}: the save was cancelled")
-        return checkpoint_failure(self.folder, "saved", error)
+        note = "could not be saved; the checkpoint before it, if there is one, is whole"
+        return checkpoint_failure(self.folder, note, error, self.controller.cause)
 
 
 # ---------------------------------------------------------------- save plan
@@ -620,15 +625,29 @@ class FileRemovals:
             return
         message = Sweep(os.fsencode(folder), files, remove_folder)
         messages = dict.fromkeys(controller.processes.everyone, message)
-        sweeps = [sweep.future for sweep in controller.requests.send_each(messages, awaited=False).values()]
-        for sweep in sweeps:
+        asked = controller.requests.send_each(messages, awaited=False).items()
+        processes = {sweep.future: process for process, sweep in asked}
+        for sweep in processes:
             self._under_way.setdefault(folder, set()).add(sweep)
             sweep.add_done_callback(lambda sweep: self._ended(folder, sweep))
-        done, late = await asyncio.wait(sweeps, timeout=CLEAN_S)
-        errors = [error for sweep in done if (error := sweep.exception()) is not None]
-        if late or errors:
+        done, late = await asyncio.wait(processes, timeout=CLEAN_S)
+        left = {sweep: "no answer" for sweep in late} | {
+            sweep: first_line(error) for sweep in done if (error := sweep.exception()) is not None
+        }
+        hosts = {controller.requests.info(processes[sweep]).host for sweep in left}
+        if controller.is_closed:  # an ended process of this host writes no more, and this process removes
+            hosts.discard(socket.gethostname())
+        if files and hosts:
+            series = os.path.dirname(folder)
+            if not checkpoint_folder.NUMBER.fullmatch(os.path.basename(folder)):
+                series = folder
             _LOG.warning(
-                "files of an ended save may be left: %s", errors or f"{len(late)} actors did not answer"
+                "%s: files of a save may be left on %s: %s; while no save writes there, `await "
+                "jpp.Checkpoints(mesh, %r).remove_leftovers()` removes what this host sees of them",
+                shown(folder),
+                ", ".join(sorted(hosts)),
+                "; ".join(dict.fromkeys(left.values())),
+                shown(series),
             )
 
     async def wait_until_done(self, folder: str) -> None:
@@ -653,16 +672,23 @@ class FileRemovals:
 T = TypeVar("T")
 
 
-def checkpoint_failure(folder: str, what: str, error: Exception) -> CheckpointError:
-    """Return the error to raise when a checkpoint could not be saved or restored.
+def checkpoint_failure(folder: str, what: str, error: Exception, ended_by: ActorError | None) -> Exception:
+    """Return the error to raise when a checkpoint could not be saved or restored: a `CheckpointError`, or
+    `error` itself with a note if the mesh has ended.
 
     Args:
         folder: the checkpoint's folder.
-        what: `"saved"` or `"restored"`, for the message.
+        what: what could not be done; then, after a semicolon, what became of the checkpoint, which is said
+            if the mesh has ended.
         error: the cause.
+        ended_by: the error that ended the mesh, or None.
     """
+    if isinstance(error, ActorError) and (error is ended_by or not isinstance(error, RemoteError)):
+        error.add_note(f"{shown(folder)} {what}")
+        return error
     text = error.strerror or str(error) if isinstance(error, OSError) else str(error).partition("\n")[0]
-    result = CheckpointError(f"{shown(folder)} could not be {what}: {text or type(error).__name__}")
+    failed = what.partition(";")[0]
+    result = CheckpointError(f"{shown(folder)} {failed}: {text or type(error).__name__}")
     result.__cause__ = error
     return result
 

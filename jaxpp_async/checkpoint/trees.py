@@ -15,7 +15,7 @@ import numpy as np
 from jaxpp_async.base.printable import listed, printable
 from jaxpp_async.checkpoint.manifest import PLAIN_TYPES, ROOT, Array, Manifest, PlainValue
 from jaxpp_async.compiler.ir import ValueType
-from jaxpp_async.errors import CheckpointError, MeshError
+from jaxpp_async.errors import ArrayError, CheckpointError, MeshError
 from jaxpp_async.jax_bridge import private_api
 from jaxpp_async.layout.array_parts import numpy_dtype
 from jaxpp_async.program.instructions import ActorId, Aval
@@ -199,7 +199,9 @@ def _expanded(node: Any) -> Any:
         return node
     step, argnum = node
     try:
-        compiled = step.latest("mesh.restore(like=(step, argnum))")
+        return step.argument(argnum, f"`like` has (step, {argnum!r})")
+    except ArrayError as error:
+        raise CheckpointError(str(error)) from None
     except MeshError:
         raise CheckpointError(
             f"`like` has (step, {argnum}), but step {step.__name__!r} has not been compiled, so nobody knows "
@@ -207,18 +209,6 @@ def _expanded(node: Any) -> Any:
             "wait on the controller for their first use; or compile it with them first, `await "
             "step.compile(shapes, batch)`, for actors that read what they are to hold"
         ) from None
-    traced = compiled.compiled.traced
-    slots = jax.tree.unflatten(traced.in_tree, compiled.inputs[: len(traced.arg_of)])
-    numbers = jax.tree.unflatten(traced.in_tree, traced.arg_of)
-    for argument, number in zip(slots, numbers, strict=True):
-        if argnum in jax.tree.leaves(number)[:1]:
-            return argument
-    there = [str(found[0]) for number in numbers if (found := jax.tree.leaves(number))]
-    have = f"argument{'s' * (len(there) > 1)} {', '.join(there)} ha{'ve' if len(there) > 1 else 's'}"
-    raise CheckpointError(
-        f"`like` has (step, {argnum!r}), but step {step.__name__!r} has no argument {argnum!r} with arrays "
-        f"in it; {have if there else 'nor has any other'}"
-    )
 
 
 def _target(key: str, leaf: Any) -> RestoreTarget:
@@ -277,8 +267,8 @@ def check_matches(wanted: dict[str, RestoreTarget], manifest: Manifest) -> None:
     if extra := [path for path in manifest.paths if path not in wanted]:
         raise CheckpointError(
             f"the checkpoint has {_stored_text(manifest, extra[0])} at {_named(extra[0])}, where `like` has "
-            f"nothing{_others(extra[1:])}; add it to `like`, as a jax.ShapeDtypeStruct for one, and drop "
-            "what comes back"
+            f"nothing{_others(extra[1:])}; add it to `like`, where a jax.ShapeDtypeStruct of that type "
+            "is enough, and drop what comes back"
         )
     for path, target in wanted.items():
         if not _fits(target, manifest, path):

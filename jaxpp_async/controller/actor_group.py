@@ -229,7 +229,10 @@ class ActorGroup:
             actors.num_devices // per_actor if actors.platform == "cuda" else 0,
             actors.defaults,
         )
-        link = self.links[process] = await self._startup.start(spec)
+        link = await self._startup.start(spec)
+        if self._recovery.is_restarting:
+            link.info = replace(link.info, state="restarting")
+        self.links[process] = link
         return link
 
     async def _clusters(self, links: Sequence[ActorLink]) -> list[m.Cluster | None]:

@@ -96,7 +96,7 @@ class Controller:
         self._recovery = Recovery(
             processes, max_restarts=options.max_restarts, replica_every=options.backup_every
         )
-        self.requests = Requests(links, self._recovery, self._check_usable, options.max_frame_bytes)
+        self.requests = Requests(links, self._recovery, self.check_usable, options.max_frame_bytes)
         self._actor_group = ActorGroup(
             launcher,
             processes,
@@ -230,7 +230,7 @@ class Controller:
             RemoteError: an executable does not compile; the mesh remains usable.
             ActorError: the mesh failed.
         """
-        self._check_usable()
+        self.check_usable()
         return await self._deployment.deploy(program)
 
     def start_step(
@@ -265,7 +265,7 @@ class Controller:
             MeshClosedError: the mesh is closed or has failed.
             MeshError: a message cannot be encoded; nothing of the step was sent.
         """
-        self._check_usable()
+        self.check_usable()
         program_id = step.program_id
         processes_by_actor = self._programs.processes_by_actor(program_id)
         step.assign(
@@ -330,7 +330,7 @@ class Controller:
         Raises:
             ActorError: an actor or the mesh failed.
         """
-        self._check_usable()
+        self.check_usable()
         frees, calls, posts = self._frees.take(), dict[ProcessId, PendingRequest](), list[OutgoingRequest]()
         for actor in sorted(set(values) | set(frees)):
             small, large = self._actor_group.host_transfers.prepare(actor, values.get(actor, ()))
@@ -359,7 +359,7 @@ class Controller:
             RemoteError: an actor does not have the array; the mesh remains usable.
             ActorError: the mesh failed.
         """
-        self._check_usable()
+        self.check_usable()
         for actor, array_ids in self._frees.take().items():
             for process in self.processes.processes_of(actor):
                 self.requests.send(process, m.Store((), array_ids), awaited=False)
@@ -432,7 +432,7 @@ class Controller:
         """
         if self._recovery.is_enabled:
             await self._recovery_driver.secure()
-        self._check_usable()
+        self.check_usable()
 
     def before_save(self) -> None:
         """Start a replica (a copy of the actors' arrays, kept for restarts) if one is due.
@@ -533,7 +533,7 @@ class Controller:
             # The error is only logged, since the mesh has failed for another reason and this process goes on.
             _LOG.warning("after the mesh failed: %s (docs/failures.md, Memory)", held)
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         """Check that the mesh can take requests.
 
         Raises:

@@ -24,6 +24,7 @@ from jaxpp_async.protocol.actor_info import ActorInfo, ExitCode, ProcessRank
 from jaxpp_async.protocol.messages import Failed, StepId, step_number, step_text
 
 if TYPE_CHECKING:
+    from jaxpp_async.launch import ActorHandle
     from jaxpp_async.launch.process_supervisor import Death
 
 _CONSEQUENCES = ("TransferError", "StepAbortedError", "CancelledError")
@@ -202,17 +203,20 @@ def stuck_error(diagnosis: StallDiagnosis, still_s: float, actors: Mapping[int, 
     return cls(said, step=step_number(diagnosis.step), instruction=diagnosis.instruction, **where)
 
 
-def launch_error(process_rank: ProcessRank, what: str, tail: Sequence[str] = ()) -> LaunchError:
+def launch_error(
+    process_rank: ProcessRank, what: str, tail: Sequence[str] = (), *, handle: ActorHandle | None = None
+) -> LaunchError:
     """Return the error for an actor process that could not be started.
 
     Args:
         process_rank: the process.
         what: a clause without a subject that says what happened to the process, such as `"did not connect"`.
         tail: the last lines of the process's output.
+        handle: the handle of the process; None if it has none.
     """
-    return LaunchError(
-        f"{process_rank} {what}{_last_error(tail)}{describe_tail(tail)}", actor=process_rank.actor
-    )
+    where = {} if handle is None else {"host": handle.host, "pid": handle.pid}
+    text = f"{process_rank} {what}{_last_error(tail)}{describe_tail(tail)}"
+    return LaunchError(text, actor=process_rank.actor, **where)
 
 
 def describe_end(returncode: int, tail: Sequence[str] = ()) -> str:

@@ -247,9 +247,11 @@ class WakeUp:
 
     Args:
         after_s: the seconds.
+        note: a text about the failed start before the pause, which is logged at once; may be empty.
     """
 
     after_s: float
+    note: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +395,8 @@ class Recovery:
                 return Meaning.RETRY if self._last_error(event) is None else Meaning.FINAL
             case CarriedOut(_, command) if command in self._open:
                 return Meaning.PART if len(self._open) > 1 else Meaning.ALL
+            case NotCarriedOut(_, command, LaunchError()) if command in self._open:
+                return Meaning.FAULT if self._last_error(event) is None else Meaning.FINAL
             case NotCarriedOut(_, command, error) if command in self._open:
                 return Meaning.FAULT if isinstance(error, ActorError) else Meaning.FINAL
             case NotCarriedOut(_, HoldBack() | Resume()):
@@ -425,6 +429,11 @@ class Recovery:
         """
         return not isinstance(self._cause, LaunchError) or self._failed_starts > FREE_STARTS
 
+    @property
+    def _pause_s(self) -> float:
+        """The seconds to wait if another start fails."""
+        return min(2.0 ** (self._failed_starts + 1), MAX_PAUSE_S)
+
     def _last_error(self, event: Event) -> ActorError | None:
         """Return the error with which the mesh has to end because of an event, or None if it can go on."""
         match event:
@@ -432,6 +441,10 @@ class Recovery:
                 return self._refusal(error, counts=self._counts(error))
             case CarriedOut() if self._cause is not None:  # the pause is over
                 return self._refusal(self._cause, counts=self._retry_counts)
+            case NotCarriedOut(_, command, LaunchError() as error) if command in self._open:
+                # Whether the attempt after the pause is allowed is known now, so nobody waits for nothing.
+                counts = self._failed_starts >= FREE_STARTS
+                return self._refusal(error, counts=counts, at_s=self._now + self._pause_s)
             case NotCarriedOut(_, _, error):
                 cause = self._cause or ActorDiedError(self._undone)
                 if isinstance(error, MeshError) and self._cause is not None:
@@ -443,19 +456,22 @@ class Recovery:
             case _:
                 return None
 
-    def _refusal(self, error: ActorError, *, counts: bool) -> ActorError | None:
+    def _refusal(self, error: ActorError, *, counts: bool, at_s: float | None = None) -> ActorError | None:
         """Return the error that tells why no restart undoes a failure, or None if one may.
 
         Args:
             error: the failure, which is returned itself if no restart could help.
             counts: whether the restart counts as one of the allowed ones.
+            at_s: the time at which the restart would begin, in seconds; None: now.
         """
         if not self.is_enabled or self.state is State.STARTING or not can_be_undone(error):
             return error
-        if counts and not self._budget.allows(self._now):
+        if counts and not self._budget.allows(self._now if at_s is None else at_s):
+            limit = self._budget.limit
             text = (
-                f"more than {self._budget.limit} restarts within {WINDOW_S / 60:g} minutes (max_restarts): "
-                f"the last failure was: {first_line(error)}; start again from a checkpoint"
+                f"max_restarts={limit} allows {limit} restart{'s' * (limit != 1)} within {WINDOW_S / 60:g} "
+                f"minutes, and one more would be needed: {first_line(error)}; start a new mesh from a "
+                "checkpoint (mesh.restore), with a higher max_restarts if failures are to be expected"
             )
             where = {"actor": error.actor, "host": error.host, "pid": error.pid, "step": error.step}
             return abandoned(error, text, RestartBudgetExceeded, **where)
@@ -539,11 +555,14 @@ class Recovery:
         """
         assert isinstance(event, NotCarriedOut) and isinstance(event.error, ActorError)
         self.state, self._cause = State.PAUSING, event.error
-        if isinstance(event.error, LaunchError):
+        if isinstance(error := event.error, LaunchError):
+            used = f"{self._budget.used(self._now)} of {self._budget.limit} restarts (max_restarts) are used"
+            where = f" (host {error.host}, pid {error.pid})" * (error.pid is not None)
+            note = f"a start failed: {first_line(error)}{where}; the next begins in {self._pause_s:g} s"
+            pause = WakeUp(self._pause_s, f"{note}; {used}")
             self._failed_starts += 1
-            pause = WakeUp(min(2.0**self._failed_starts, MAX_PAUSE_S))
         else:
-            pause = WakeUp(GRACE_S if isinstance(event.error, TransferError | RemoteError) else 0.0)
+            pause = WakeUp(GRACE_S if isinstance(error, TransferError | RemoteError) else 0.0)
         self._open = {pause}
         return [StopWork(), pause]
 
@@ -653,17 +672,19 @@ class Budget:
 
     limit: int
     window_s: float = WINDOW_S
-    _times: deque[float] = field(default_factory=deque)
+    _times: list[float] = field(default_factory=list)
 
     def allows(self, now: float) -> bool:
         """Return whether one more restart is allowed at the time `now`, in seconds."""
-        while self._times and now - self._times[0] > self.window_s:
-            self._times.popleft()
-        return len(self._times) < self.limit
+        return self.used(now) < self.limit
+
+    def used(self, now: float) -> int:
+        """Return how many restarts were counted within the window that ends at the time `now`, in seconds."""
+        return sum(now - time <= self.window_s for time in self._times)
 
     def take(self, now: float) -> None:
         """Count one restart at the time `now`, in seconds."""
-        self._times.append(now)
+        self._times = [time for time in self._times if now - time <= self.window_s] + [now]
 
 
 # ---------------------------------------------------------------- the tables

@@ -202,6 +202,11 @@ class RecoveryDriver:
             await asyncio.wait(cancelled)
         await self._linking.aclose()
 
+    def _pause(self, command: r.WakeUp) -> Coroutine[Any, Any, None]:
+        if command.note:
+            _LOG.warning("%s", command.note)
+        return asyncio.sleep(command.after_s)
+
     async def _start_successor(self, command: r.StartSuccessor) -> None:
         for link in await self._actor_group.start_actor(command.actor):
             self._health_monitor.watch(link)
@@ -346,7 +351,7 @@ _CARRY_OUT: Final[dict[type, Callable[[RecoveryDriver, Any], Coroutine[Any, Any,
     s.MovePart: RecoveryDriver._move_part,
     r.RollBack: RecoveryDriver._roll_back,
     r.Resume: RecoveryDriver._resume,
-    r.WakeUp: lambda driver, command: asyncio.sleep(command.after_s),
+    r.WakeUp: RecoveryDriver._pause,
     r.EndMesh: lambda driver, command: driver._end(command.error, command.dead),
     s.CopyState: RecoveryDriver._copy_state,
     s.AwaitAnswers: RecoveryDriver._await_answers,

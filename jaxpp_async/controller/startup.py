@@ -113,7 +113,8 @@ class Startup:
     async def configure(self, link: ActorLink, message: Configure) -> Ready:
         """Have one process start JAX and its transport, and return its reply, which describes its devices.
 
-        The process's devices, and its address for the transport of arrays, are stored in `link`.
+        The process's devices, and its address for the transport of arrays, are stored in `link`. The state of
+        a process that a restart has started stays `"restarting"`.
 
         Raises:
             LaunchError: the process failed, died or did not answer in time.
@@ -123,7 +124,8 @@ class Startup:
         """
         ready: Ready = await self._call(link, message, "connected but did not start JAX and the transport")
         check_library_versions(link.info, ready.versions)
-        link.info = replace(link.info, devices=ready.devices, gpus=ready.hardware.gpus, state="ready")
+        state = link.info.state if link.info.state == "restarting" else "ready"
+        link.info = replace(link.info, devices=ready.devices, gpus=ready.hardware.gpus, state=state)
         link.address = ready.address
         self._on_progress(f"{link.info} is ready: {', '.join(ready.devices)}")
         return ready
@@ -182,7 +184,7 @@ class Startup:
                 death = dead.result()
                 remedy = unconnected if death.returncode == ExitCode.CONNECTION_LOST else ""
                 what = f"{describe_end(death.returncode, death.output_tail)} before it was ready{remedy}"
-                raise launch_error(process_rank, what, death.output_tail)
+                raise launch_error(process_rank, what, death.output_tail, handle=handle)
             return await wanted
         finally:
             dead.cancel()
@@ -190,9 +192,8 @@ class Startup:
     def _timeout_error(self, process_rank: ProcessRank, what: str, remedy: str = "") -> ActorError:
         handle = self.handles.get(process_rank.process)
         tail = handle.output_tail() if handle is not None else ()
-        return launch_error(
-            process_rank, f"{what} within {self._timeout_s:g} s (launch_timeout_s){remedy}", tail
-        )
+        late = f"{what} within {self._timeout_s:g} s (launch_timeout_s){remedy}"
+        return launch_error(process_rank, late, tail, handle=handle)
 
 
 def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:

@@ -83,10 +83,11 @@ class RemoteValues:
 
     async def put(self, tree: Any, like: Any = None) -> Any:
         """Put the host values of a tree on actors, and return the tree of arrays; see `RemoteMesh.put`."""
-        self._controller()
+        self._controller().check_usable()
         values, treedef = jax.tree.flatten(tree)
         types = [argument_binding.sent_type(x) for x in values]
         hosts = [_own_copy(x) for x in values]
+        self.check_like(like, "mesh.put")
         if like is None:
             arrays = [self.new_host_array(t, h) for t, h in zip(types, hosts, strict=True)]
             return jax.tree.unflatten(treedef, arrays)
@@ -100,6 +101,24 @@ class RemoteValues:
             self._check_divides(there.aval, place.name)
         await self.fill(list(zip(arrays, hosts, strict=True)))
         return jax.tree.unflatten(treedef, arrays)
+
+    def check_like(self, like: Any, call: str) -> None:
+        """Check that the arrays and steps in a user's tree `like` are of this mesh.
+
+        Args:
+            like: the tree.
+            call: the user's call that got it, for the error message.
+
+        Raises:
+            ArrayError: an array or a step is of another mesh.
+        """
+        for leaf in jax.tree.leaves(like):
+            own = leaf.runner.values if isinstance(leaf, DistributedStep) else self
+            if own is not self or (is_remote(leaf) and not leaf.is_of(self)):
+                raise ArrayError(
+                    f"{call}: `like` has {leaf!r} of another mesh, whose actors this mesh does not have; "
+                    "give arrays of this mesh, or (step, argnum) with a step of this mesh"
+                )
 
     async def fetch(self, tree: Any) -> Any:
         """Fetch the values of the `RemoteArray`s in a tree, and return the tree with these values in it.
@@ -152,7 +171,7 @@ def _places(like: Any, count: int) -> list[_Place]:
         ArrayError: `like` is neither of these, or the number of its leaves is not `count`.
     """
     if isinstance(like, tuple) and len(like) == 2 and isinstance(like[0], DistributedStep):
-        slots = like[0].latest("mesh.put(like=(step, argnum))").argument_slots(like[1])
+        slots = jax.tree.leaves(like[0].argument(like[1], "mesh.put(like=(step, argnum))"))
         places = [_Place(s.name, s.type.aval.spec, s.home) for s in slots]
     else:
         arrays = jax.tree.leaves(like)

@@ -201,6 +201,10 @@ class RemoteArray:
         """
         self._state, self._why, self._host = state, why, None
 
+    def is_of(self, owner: Owner) -> bool:
+        """Return whether the array belongs to `owner`. Only the mesh calls this."""
+        return self._owner is owner
+
     def check_usable(self, name: str, owner: Owner) -> None:
         """Check that the array belongs to `owner` and may still be used. Only the mesh calls this.
 
@@ -211,7 +215,7 @@ class RemoteArray:
         Raises:
             ArrayError: the array belongs to another mesh, or was donated, deleted or lost.
         """
-        if self._owner is not owner:
+        if not self.is_of(owner):
             raise ArrayError(
                 f"{name} is a RemoteArray of another mesh; fetch it there (`await mesh.fetch(...)`) and pass "
                 "the numpy value"

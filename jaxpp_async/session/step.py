@@ -19,7 +19,7 @@ import numpy as np
 from jaxpp_async.compiler.export_cache import ExportCache
 from jaxpp_async.compiler.pipeline import Compiled, CompilePlan
 from jaxpp_async.compiler.work import works
-from jaxpp_async.errors import MeshError
+from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.jax_bridge import jax_config, tracebacks
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
 from jaxpp_async.program.actor_program import format_program
@@ -111,10 +111,6 @@ class CompiledStep(StepForm):
     handed_back: dict[int, int]
     hidden_values: tuple[Any, ...]
     hidden: list[RemoteArray] = field(default_factory=list)
-
-    def argument_slots(self, argnum: int) -> list[Slot]:
-        """Return a slot (name, type and actors) for each leaf of the argument at position `argnum`."""
-        return [s for s, arg in zip(self.inputs, self.compiled.traced.arg_of, strict=False) if arg == argnum]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +258,31 @@ class DistributedStep(StepDefinition):
                 "example `await step.compile(jax.eval_shape(init_fn, key), batch)`"
             )
         return self._latest
+
+    def argument(self, argnum: int, call: str) -> Any:
+        """Return the argument at position `argnum` as a tree of slots (name, type and actors of each leaf).
+
+        Args:
+            argnum: the number of the argument.
+            call: the user's call that needs it, for the error message.
+
+        Raises:
+            MeshError: the step has not been compiled.
+            ArrayError: the step has no such argument with arrays in it.
+        """
+        compiled = self.latest(call)
+        traced = compiled.compiled.traced
+        slots = jax.tree.unflatten(traced.in_tree, compiled.inputs[: len(traced.arg_of)])
+        numbers = jax.tree.unflatten(traced.in_tree, traced.arg_of)
+        found = [next(iter(jax.tree.leaves(number)), None) for number in numbers]
+        if argnum in found:
+            return slots[found.index(argnum)]
+        there = [str(number) for number in found if number is not None]
+        have = f"argument{'s' * (len(there) > 1)} {', '.join(there)} ha{'ve' if len(there) > 1 else 's'}"
+        raise ArrayError(
+            f"{call}: step {self.__name__!r} has no argument {argnum!r} with arrays in it; "
+            f"{have if there else 'nor has any other'}"
+        )
 
     def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | CallSignature | None]:
         """Flatten the dynamic (not static) arguments, and find the compiled form that an equal call used.

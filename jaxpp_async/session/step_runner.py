@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async.base.printable import first_line
+from jaxpp_async.base.printable import first_line, listed
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.pipeline import CompilePlan, StepRequest, compile_step
@@ -86,7 +86,7 @@ class StepRunner:
         device_model: DeviceModel | None = None,
     ):
         self._actor_config = actor_config
-        self._controller, self._values = controller, values
+        self._controller, self.values = controller, values
         self.num_actors, self.target, self._device_model = num_actors, target, device_model
         self.recent: deque[SubmittedStep] = deque(maxlen=_STEPS_KEPT)
         self._admission = asyncio.Semaphore(max_inflight)
@@ -182,14 +182,16 @@ class StepRunner:
         The function `fn` is compiled and run like another step. Its results are made on the actors on which
         `step` uses them.
         """
-        wanted = step.latest("step.init").argument_slots(argnum)
-        name = getattr(fn, "__name__", "init")
+        argument = step.argument(argnum, "step.init")
+        wanted, of = jax.tree.leaves(argument), f"argument {argnum} of step {step.__name__!r}"
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(argument)]
+        what = f"step.init: {getattr(fn, '__name__', 'init')} does not make {of}"
         maker = DistributedStep(self, fn, StepOptions(None, None, (), ()))
         leaves = jax.tree.leaves(tuple(args))
         request = replace(
             maker.request(args),
             result_homes={k: frozenset(s.home) for k, s in enumerate(wanted) if s.home},
-            out_specs=lambda traced: _checked_out_specs(traced, wanted, name),
+            out_specs=lambda traced: _checked_out_specs(traced, wanted, paths, what),
         )
         compiled = await self._load(request, maker)
         future = await self._admit(maker, compiled, leaves, "init")
@@ -251,13 +253,14 @@ class StepRunner:
     # ---------------------------------------------------------------- arguments
 
     def _check_leaves(self, leaves: Sequence[Any], compiled: CompiledStep) -> None:
+        self._controller().check_usable()  # why arrays are lost is the mesh's failure, not theirs
         seen: dict[int, Slot] = {}
         for k, (leaf, slot) in enumerate(zip(leaves, compiled.inputs, strict=False)):
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise ArrayError(f"{slot.name} is a ShapeDtypeStruct, which has no values; pass an array")
             if not is_remote(leaf):
                 continue
-            leaf.check_usable(slot.name, self._values)
+            leaf.check_usable(slot.name, self.values)
             if k in compiled.donated and sum(x is leaf for x in leaves) > 1:
                 raise ArrayError(
                     f"{slot.name} is donated and passed twice in one call; donate it once or pass a copy"
@@ -275,8 +278,8 @@ class StepRunner:
         if compiled.hidden or not compiled.hidden_values:
             return
         places = compiled.inputs[len(compiled.inputs) - len(compiled.hidden_values) :]
-        arrays = [self._values.new_array(slot.type, slot.actors) for slot in places]
-        await self._values.fill(list(zip(arrays, map(host_array, compiled.hidden_values), strict=True)))
+        arrays = [self.values.new_array(slot.type, slot.actors) for slot in places]
+        await self.values.fill(list(zip(arrays, map(host_array, compiled.hidden_values), strict=True)))
         compiled.hidden.extend(arrays)
 
     # ---------------------------------------------------------------- running
@@ -293,7 +296,7 @@ class StepRunner:
         """
         binding = compiled.binding
         if (self._admission.locked() or self._start_lock.locked()) and binding.ids(
-            self._values, leaves
+            self.values, leaves
         ) is None:
             # errors in the arguments are raised immediately, not after the steps under way
             self._check_leaves(leaves, compiled)
@@ -306,12 +309,12 @@ class StepRunner:
             async with self._start_lock:
                 moved: tuple[array_moves.Moved, ...] = ()
                 copies: dict[int, RemoteArray] = {}
-                ids = binding.ids(self._values, leaves)
+                ids = binding.ids(self.values, leaves)
                 to_copy = _to_copy(compiled, leaves)
                 if ids is None or to_copy or len(compiled.hidden) < len(compiled.hidden_values):
                     moved = await self._prepare_arguments(step, compiled, leaves)
                     copies = await self._copies(compiled, leaves, to_copy)
-                    ids = binding.ids(self._values, leaves)
+                    ids = binding.ids(self.values, leaves)
                 return self._start(submitted, compiled, leaves, ids, moved, copies)
         except BaseException:  # also a cancellation: the next step is admitted instead
             submitted.withdraw()
@@ -387,16 +390,16 @@ class StepRunner:
             arguments = binding.bind(leaves, ids, hidden, new_id)
         else:
             arguments = binding.bind_with_care(leaves, hidden, new_id)
-        results = self._values.new_arrays(compiled.outputs)
+        results = self.values.new_arrays(compiled.outputs)
         taken_over: list[RemoteArray] = []
         for result, arg in compiled.handed_back.items():
             if result in copies:
                 results[result] = copies[result]
             elif is_remote(leaf := leaves[arg]) and leaf.host is None:
-                results[result] = RemoteArray(self._values, leaf.array_id, leaf.value_type, leaf.actors)
+                results[result] = RemoteArray(self.values, leaf.array_id, leaf.value_type, leaf.actors)
                 taken_over.append(results[result])
             else:
-                results[result] = self._values.new_host_array(*binding.returned_host_value(arg, leaf))
+                results[result] = self.values.new_host_array(*binding.returned_host_value(arg, leaf))
         traced = compiled.compiled.traced
         count = len(traced.out_names)
         try:
@@ -490,33 +493,39 @@ def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
     ]
 
 
-def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> list:
+def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], paths: Sequence[str], what: str) -> list:
     """Check that the function of `step.init` makes the leaves that a step needs, and return their shardings.
 
     Args:
         traced: the traced function.
         wanted: for each leaf of the step's argument, the slot with its name, type and actors.
-        name: the function's name, for the error message.
+        paths: the path of each of these leaves in the argument, as text.
+        what: the beginning of the error message.
 
     Raises:
         ArrayError: the function makes more or fewer leaves than `wanted` has, or a leaf has another shape or
-            dtype.
+            dtype. The message compares leaves of the same path.
     """
     made = [_out_type(traced, ref) for ref in traced.flat.outputs[: len(traced.out_names)]]
-    types = [(s.type.aval.shape, s.type.aval.dtype) for s in wanted]
+    types = [f"{s.type.aval.dtype}{list(s.type.aval.shape)}" for s in wanted]
     if made != types:
-        differ = next((k for k, (a, b) in enumerate(zip(made, types, strict=False)) if a != b), None)
-        what = (
-            f"it makes {len(made)} leaves, the argument has {len(types)}"
-            if differ is None
-            else f"{traced.out_names[differ]} is {made[differ]}, but {wanted[differ].name} is {types[differ]}"
-        )
-        raise ArrayError(f"step.init: {name} does not make what the step takes: {what}")
+        made_at = dict(zip((name.removeprefix("result") for name in traced.out_names), made, strict=True))
+        asked = [(slot.name, path, kind) for slot, path, kind in zip(wanted, paths, types, strict=True)]
+        differ = [
+            f"result{path} is {made_at[path]}, but {name} is {kind}"
+            for name, path, kind in asked
+            if made_at.get(path, kind) != kind
+        ]
+        extra = [f"result{path} ({kind})" for path, kind in made_at.items() if path not in paths]
+        missing = [f"{name} ({kind})" for name, path, kind in asked if path not in made_at]
+        said = [f"it has no {listed(missing, 3)}"] * bool(missing)
+        said += [f"the argument has no {listed(extra, 3)}"] * bool(extra)
+        raise ArrayError(f"{what}: {'; '.join(said or differ[:1] or ['its leaves have another order'])}")
     return [s.type.aval.spec for s in wanted]
 
 
-def _out_type(traced: Traced, ref: Any) -> tuple:
+def _out_type(traced: Traced, ref: Any) -> str:
     if isinstance(ref, int):
         aval = traced.types[ref].aval
-        return aval.shape, aval.dtype
-    return tuple(np.shape(ref.value)), str(private_api.canonical_dtype(np.asarray(ref.value).dtype))
+        return f"{aval.dtype}{list(aval.shape)}"
+    return f"{private_api.canonical_dtype(np.asarray(ref.value).dtype)}{list(np.shape(ref.value))}"

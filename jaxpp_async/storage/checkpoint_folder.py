@@ -50,6 +50,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 """The error codes for a file that does not exist or cannot exist."""
 
+NUMBER_DIGITS = 8
+NUMBER = re.compile(rf"\d{{{NUMBER_DIGITS},}}")
+"""The name of a folder that `Checkpoints` gives to a checkpoint, and the least number of its digits."""
+
 _SAVE_ID = "[0-9a-f]{16}"
 _FILE = re.compile(rf"{_SAVE_ID}-(actor-\d+|controller)-\d+\.safetensors")
 _PARTIAL = re.compile(rf"({_FILE.pattern}|{re.escape(MANIFEST)}\.{_SAVE_ID}){re.escape(PARTIAL)}")

@@ -9,19 +9,19 @@ import pytest
 
 from jaxpp_async.checkpoint.retention import Checkpoints
 from jaxpp_async.checkpoint.save import Saving
-from jaxpp_async.errors import CheckpointError, MeshError
+from jaxpp_async.errors import ActorDiedError, CheckpointError, MeshError
 
 
 class Mesh:
     """Saves by making a manifest; the test says which saves fail."""
 
     def __init__(self):
-        self.saver, self.fails, self.removed, self.restored = self, set(), [], []
+        self.saver, self.fails, self.removed, self.restored, self.error = self, set(), [], [], None
 
     async def save(self, path, tree, *, wait, on_progress, after_commit):
         saving, number = Saving(path, 0), int(os.path.basename(path))
         if number in self.fails:
-            saving.set_outcome(CheckpointError(f"{number} failed"))
+            saving.set_outcome(self.error or CheckpointError(f"{number} failed"))
         else:
             whole(path)
             await after_commit()
@@ -109,6 +109,23 @@ async def test_what_ends_the_context_is_raised_rather_than_a_failed_save(mesh, t
             await checkpoints.save(1, {})
 
 
+async def test_a_mesh_that_ended_in_a_save_is_told_as_any_other_error_of_one(mesh, tmp_path, caplog):
+    mesh.fails, mesh.error = {1, 2, 3}, ActorDiedError("killed")
+    checkpoints = Checkpoints(mesh, tmp_path)
+    saving = await checkpoints.save(1, {})
+    with pytest.raises(ActorDiedError):
+        await saving
+    await checkpoints.wait()
+    with pytest.raises(ActorDiedError):
+        async with checkpoints:
+            await checkpoints.save(2, {})
+    with pytest.raises(ActorDiedError) as caught:
+        async with checkpoints:
+            await checkpoints.save(3, {})
+            raise mesh.error
+    assert caught.value is mesh.error and caplog.records == []
+
+
 async def test_the_newest_is_restored_unless_another_is_asked_for(mesh, tmp_path):
     for number in (1, 2):
         whole(tmp_path / f"{number:08d}")
@@ -121,7 +138,12 @@ async def test_the_newest_is_restored_unless_another_is_asked_for(mesh, tmp_path
 async def test_where_there_is_none_that_is_said_with_the_folder(mesh, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         await Checkpoints(mesh, tmp_path / "none").restore("like")
-    assert str(caught.value) == f"{tmp_path / 'none'}: there is no checkpoint"
+    none = "there is no checkpoint in it with a step number for its name (00000000)"
+    assert str(caught.value) == f"{tmp_path / 'none'}: {none}"
+    whole(tmp_path / "none")
+    with pytest.raises(CheckpointError) as caught:
+        await Checkpoints(mesh, tmp_path / "none").restore("like")
+    assert str(caught.value).endswith("; this folder is itself a checkpoint: mesh.restore(path, like)")
 
 
 async def test_of_a_broken_one_the_others_are_named(mesh, tmp_path):

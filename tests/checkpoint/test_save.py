@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from jaxpp_async.checkpoint.save import (
 )
 from jaxpp_async.checkpoint.trees import Leaves
 from jaxpp_async.compiler.ir import ValueType
-from jaxpp_async.errors import CheckpointError
+from jaxpp_async.errors import ActorDiedError, CheckpointError, RemoteError
 from jaxpp_async.layout.array_parts import Scattering, parts_of
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.protocol.actor_info import Topology
@@ -103,10 +104,18 @@ def test_a_part_is_named_by_where_it_begins():
     ids=repr,
 )
 def test_a_failure_names_the_folder_what_was_tried_and_the_cause(error, why):
-    found = checkpoint_failure("/tmp/a\nb", "written", error)
+    found = checkpoint_failure("/tmp/a\nb", "could not be written; is gone", error, None)
     assert isinstance(found, CheckpointError)
     assert str(found) == f"/tmp/a\\nb could not be written: {why}"
     assert found.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [ActorDiedError("killed"), RemoteError("a step failed")], ids=repr)
+def test_what_ended_the_mesh_stays_the_error_and_gets_a_note(error):
+    assert checkpoint_failure("/tmp/a", "could not be saved; is whole", error, error) is error
+    assert error.__notes__ == ["/tmp/a could not be saved; is whole"]
+    file_failed = checkpoint_failure("/tmp/a", "could not be saved", RemoteError("disk full"), error)
+    assert str(file_failed) == "/tmp/a could not be saved: disk full"
 
 
 async def test_work_in_a_thread_gives_its_result_or_its_error():
@@ -169,7 +178,11 @@ class Controller:
 
     is_closed = False
 
-    def __init__(self):
+    def info(self, process):
+        return SimpleNamespace(host=f"node{process}" if self.hosts else socket.gethostname())
+
+    def __init__(self, hosts: bool = True):
+        self.hosts = hosts
         self.processes, self.requests, self.asked, self.replies = Topology(2), self, [], []
 
     def send_each(self, messages, *, awaited):
@@ -206,13 +219,28 @@ async def test_an_actor_that_cannot_or_does_not_answer_is_only_told(caplog, monk
     under_way = FileRemovals(lambda: controller)
     await under_way.run("/tmp/a", ("f",))
     assert [record.getMessage() for record in caplog.records] == [
-        "files of an ended save may be left: 2 actors did not answer"
+        "/tmp/a: files of a save may be left on node0, node1: no answer; while no save writes there, `await "
+        "jpp.Checkpoints(mesh, '/tmp/a').remove_leftovers()` removes what this host sees of them"
     ]
     assert caplog.records[0].levelno == logging.WARNING
     waiting = asyncio.ensure_future(under_way.wait_until_done("/tmp/a"))  # they may still be at it
     for reply in controller.replies:
         reply.set_exception(OSError("no"))
     await waiting
+
+
+@pytest.mark.parametrize("hosts", [False, True])
+async def test_of_a_mesh_that_ends_the_cause_is_told_once_and_only_if_files_may_be_left(caplog, hosts):
+    controller = Controller(hosts)
+    running = asyncio.ensure_future(FileRemovals(lambda: controller).run("/tmp/runs/00000003", ("f",)))
+    await asyncio.sleep(0)
+    controller.is_closed = True
+    for reply in controller.replies:
+        reply.set_exception(ActorDiedError("killed\nits output"))
+    await running
+    text = "/tmp/runs/00000003: files of a save may be left on node0, node1: killed; while"
+    assert [record.getMessage()[: len(text)] for record in caplog.records] == [text] * hosts
+    assert "Checkpoints(mesh, '/tmp/runs')" in caplog.text or not hosts
 
 
 async def test_of_a_mesh_that_is_closed_nobody_is_asked():

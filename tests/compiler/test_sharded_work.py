@@ -218,6 +218,20 @@ def test_a_shard_map_is_counted_by_its_own_shapes_and_exchanges():
     assert ratio == 1 and exchanges == {"all-reduce 2: 8192": 1}
 
 
+def test_each_replica_adds_to_its_own_part_of_an_embedding_s_gradients():
+    table = jax.ShapeDtypeStruct((64, 32), "float32")
+
+    def gradients(tokens, table):
+        def loss(table, tokens):
+            return jnp.sum(table[tokens] ** 2)
+
+        return jax.vmap(jax.grad(loss), in_axes=(None, 0))(table, tokens)
+
+    tokens = jax.ShapeDtypeStruct((4, 16), "int32")
+    _, exchanges = counted(gradients, [tokens, table], [("d",), ()], [("d",)])
+    assert exchanges == {}
+
+
 # ---------------------------------------------------------------- single rules
 
 

@@ -236,7 +236,9 @@ def test_more_restarts_than_allowed_within_the_window_end_the_mesh():
     restart(machine, DIED, 10.0)
     (end,) = machine.handle(r.FailureFound(DIED), r.WINDOW_S - 1)
     assert isinstance(end, r.EndMesh) and isinstance(end.error, RestartBudgetExceeded)
-    assert "more than 2 restarts within 10 minutes (max_restarts)" in str(end.error)
+    assert str(end.error).startswith(
+        "max_restarts=2 allows 2 restarts within 10 minutes, and one more would be needed: actor 1 was k"
+    )
     assert (end.error.actor, end.error.pid, end.error.step, end.error.__cause__) == (1, 7, 3, DIED)
     machine = started()
     restart(machine, DIED, 0.0)
@@ -262,14 +264,17 @@ def test_actors_that_die_together_count_once():
     assert machine.epoch == 2
 
 
-@pytest.mark.parametrize(("failure", "pauses"), [(LaunchError("no host", actor=1), [2, 4, 8, 16, 30, 30]),
+@pytest.mark.parametrize(("failure", "pauses"), [(LaunchError("no host", actor=1), [2, 4, 8, 16, 30]),
                                                  (TransferError("x"), [1, 1]),
                                                  (ActorUnresponsiveError("x", actor=0), [0, 0])])  # fmt: skip
 def test_pauses_between_attempts_and_how_many_there_are(failure, pauses):
-    machine, found = started(max_restarts=len(pauses) - (2 if pauses[0] == 2 else 0)), []
+    machine, found = started(max_restarts=len(pauses) - (1 if pauses[0] == 2 else 0)), []
     commands = machine.handle(r.FailureFound(DIED), 0.0)
     for _ in range(20):
-        _, wake = machine.handle(r.NotCarriedOut(machine.epoch, commands[-1], failure), 0.0)
+        commands = machine.handle(r.NotCarriedOut(machine.epoch, commands[-1], failure), 0.0)
+        wake = commands[-1]
+        if isinstance(wake, r.EndMesh):  # of a failed start at once: no pause would change it
+            break
         assert isinstance(wake, r.WakeUp)
         found.append(wake.after_s)
         commands = machine.handle(r.CarriedOut(machine.epoch, wake), 0.0)
@@ -277,6 +282,32 @@ def test_pauses_between_attempts_and_how_many_there_are(failure, pauses):
             break
     assert found == pauses
     assert isinstance(commands[-1].error, RestartBudgetExceeded)  # type: ignore[union-attr]
+
+
+def test_a_failed_start_is_told_at_once_and_the_last_one_ends_the_mesh_without_a_pause():
+    machine, error = started(max_restarts=1), LaunchError("no answer\noutput", actor=1, host="n1", pid=8)
+    commands, notes = machine.handle(r.FailureFound(DIED), 0.0), []
+    for now in (1.0, 4.0):
+        *_, wake = machine.handle(r.NotCarriedOut(machine.epoch, commands[-1], error), now)
+        notes.append(wake.note)  # type: ignore[union-attr]
+        commands = machine.handle(r.CarriedOut(machine.epoch, wake), now)
+    (end,) = machine.handle(r.NotCarriedOut(machine.epoch, commands[-1], error), 9.0)
+    assert notes == [
+        f"a start failed: no answer (host n1, pid 8); the next begins in {seconds} s; "
+        "1 of 1 restarts (max_restarts) are used"
+        for seconds in (2, 4)
+    ]
+    assert isinstance(end, r.EndMesh) and isinstance(end.error, RestartBudgetExceeded)
+    assert end.error.__cause__ is error and end.error.pid == 8
+    machine = started(max_restarts=1)
+    commands = machine.handle(r.FailureFound(DIED), 0.0)
+    for _ in range(2):
+        *_, wake = machine.handle(r.NotCarriedOut(machine.epoch, commands[-1], error), 1.0)
+        commands = machine.handle(r.CarriedOut(machine.epoch, wake), 1.0)
+    late = r.WINDOW_S - 1  # the failure leaves the window within the pause
+    *_, wake = machine.handle(r.NotCarriedOut(machine.epoch, commands[-1], error), late)
+    assert isinstance(wake, r.WakeUp) and wake.after_s == 8
+    assert isinstance(machine.handle(r.CarriedOut(machine.epoch, wake), late + 8)[0], r.HoldBack)
 
 
 def test_a_failed_recovery_tells_its_story():

@@ -581,6 +581,11 @@ def test_assert_close_shows_the_line_of_the_test():
         assert_close({"a": 1.0}, {"a": 2.0})
     *_, last = error.traceback
     assert last.name == "assert_close" and last.ishidden(error)
+    with pytest.raises(AssertionError) as error:
+        assert_close({"a": 1.0, "b": 2.0, "c": [3.0] * 8}, {"a": 2.0, "b": 2.0, "c": [1.0] * 8})
+    first, *others, last = str(error.value).splitlines()
+    assert first == "['a']: differs by 1, allowed 2e-05" and len(others) == 4
+    assert last == "9 of 10 leaves differ"
 
 
 # ---------------------------------------------------------------- compiled forms

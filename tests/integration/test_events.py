@@ -182,10 +182,22 @@ async def test_a_mesh_that_does_not_start_is_closed():
     mesh = jpp.RemoteMesh(1, launcher=LocalLauncher(settings=Settings(python="/no/such/python")))
     with pytest.raises(LaunchError):
         await mesh.__aenter__()
+    assert mesh.is_closed
     async with asyncio.timeout(5):
         [closed] = await everything(mesh.events())
     assert (closed.kind, closed.details["error"]) == ("closed", "LaunchError")
     assert "No such file" in closed.text
+
+
+async def test_a_mesh_whose_start_is_cancelled_is_closed():
+    mesh = jpp.RemoteMesh(1, launcher="inline")
+    entering = asyncio.ensure_future(mesh.__aenter__())
+    await asyncio.sleep(0)
+    assert not mesh.is_closed
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    assert mesh.is_closed
 
 
 async def test_a_death_is_told():

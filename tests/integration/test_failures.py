@@ -133,8 +133,9 @@ async def test_an_idle_actor_is_killed_and_another_mesh_works():
         assert (error.value.actor, error.value.host, error.value.pid) == (1, victim.host, victim.pid)
         assert [a.state for a in mesh.actors] == ["closed", "failed"]
         await check_over(mesh, step, error.value)
-        with pytest.raises(MeshClosedError, match=r"actor 1 .* was killed by SIGKILL"):
-            await losses
+        for call in (losses, mesh.put(np.zeros(3)), mesh.run(step, params, arguments()[1])):
+            with pytest.raises(MeshClosedError, match=r"has failed: actor 1 .* was killed by SIGKILL"):
+                await call
     async with jpp.RemoteMesh(2) as mesh:
         _, _, losses = await mesh.run(mesh.distributed(STEP), *arguments())
         assert_close(await losses, jax.jit(STEP)(*arguments())[2])

@@ -872,10 +872,30 @@ async def test_init_says_what_is_wrong(meshes):
     ):
         await step.init(0, lambda: [jnp.eye(4), jnp.eye(4)])
     await step.compile([W, W], X)
-    with pytest.raises(ArrayError, match=r"it makes 1 leaves, the argument has 2"):
-        await step.init(0, lambda: [jnp.eye(4)])
-    with pytest.raises(ArrayError, match=r"result\[1\] is .*8.*, but ws\[1\] is .*4"):
-        await step.init(0, lambda: [jnp.eye(4), jnp.eye(8)])
+    what = r"step.init: <lambda> does not make argument 0 of step 'step': "
+    for made, says in [
+        ([4], r"it has no ws\[1\] \(float32\[4, 4\]\)$"),
+        ([8, 4], r"result\[0\] is float32\[8, 8\], but ws\[0\] is float32\[4, 4\]$"),
+        ([4, 4, 2], r"the argument has no result\[2\] \(float32\[2, 2\]\)$"),
+        ({"w": 4}, r"it has no ws\[0\] .*, ws\[1\] .*; the argument has no result\['w'\] \(f"),
+    ]:
+        with pytest.raises(ArrayError, match=what + says):
+            await step.init(0, lambda made=made: jax.tree.map(jnp.eye, made))
+    for call in (step.init(7, lambda: 0), mesh.put([W, W], like=(step, 7))):
+        with pytest.raises(ArrayError, match=r": step 'step' has no argument 7 .*; arguments 0, 1 have$"):
+            await call
+
+
+async def test_a_like_of_another_mesh(meshes, tmp_path):
+    mesh, other = meshes["plain"], meshes["data"]
+    theirs = other.distributed(GOOD)
+    await theirs.compile([W, W], X)
+    await mesh.save(tmp_path, {"x": W})
+    for like in ({"x": await other.put(W)}, (theirs, 0)):
+        with pytest.raises(ArrayError, match=r"^mesh.put: `like` has .* of another mesh, whose actors"):
+            await mesh.put([W], like=like)
+        with pytest.raises(ArrayError, match=r"^mesh.restore: `like` has .* of another mesh, whose actors"):
+            await mesh.restore(tmp_path, like)
 
 
 # ---------------------------------------------------------------- the mesh itself

@@ -165,7 +165,7 @@ def test_without_a_mesh_the_loop_leaves_none_of_its_frames():
 
 async def test_a_bug_of_this_package_is_shown_from_the_users_line_on(remote_mesh, monkeypatch):
     mesh = await remote_mesh(2, launcher="inline")
-    monkeypatch.setattr(mesh._runner._values, "new_arrays", None)
+    monkeypatch.setattr(mesh._runner.values, "new_arrays", None)
     seen = places(await caught(TypeError, lambda: mesh.run(mesh.distributed(step_of()), [W, W], X)))
     assert [file for file, _ in seen if file.startswith(PACKAGE)][-1] == f"{PACKAGE}session/step_runner.py"
 

@@ -23,6 +23,9 @@ class Controller:
     def __init__(self):
         self.puts, self.freed, self._number = [], [], 0
 
+    def check_usable(self) -> None:
+        pass
+
     def new_array_id(self) -> int:
         self._number += 1
         return self._number
