@@ -71,7 +71,7 @@ class StepRunner:
             executable.
 
     Attributes:
-        recent: the last steps that finished, the latest one at the end.
+        recent: the last steps that finished, all of one program, the latest one at the end.
     """
 
     def __init__(
@@ -424,6 +424,8 @@ class StepRunner:
 
     def _note_end(self, step: SubmittedStep, arrays: StepArrays) -> None:
         if step.error is None:
+            if self.recent and self.recent[-1].program_id != step.program_id:
+                self.recent.clear()  # they keep the arrays of another compiled step
             self.recent.append(step)
         else:
             arrays.fail(first_line(step.error))
