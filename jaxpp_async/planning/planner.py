@@ -173,7 +173,7 @@ def costs_of(model: Any, timelines: Sequence[Timeline]) -> CostModel:
     measured = timelines[-KEPT_TIMELINES:] if len(timelines) > KEPT_TIMELINES else timelines[FIRST_STEPS:]
     if len(measured) < 2:
         raise PlanError(
-            f"there are no costs to plan by: {plural(len(timelines), 'step')} finished in a row on this mesh, "
+            f"there are no costs to plan by: {plural(len(timelines), 'step')} finished in a row here, "
             f"and the first {FIRST_STEPS} do not count; run a few more steps first, or pass costs="
         )
     return CostModel.from_timelines(measured)
