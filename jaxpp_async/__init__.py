@@ -68,6 +68,8 @@ _HOMES = {
     "Launcher": "launch",
     "Machine": "planning.machine",
     "compile_for": "planning.machine",
+    "Plan": "planning.plan",
+    "plan": "planning.planner",
 }
 
 __all__ = (
@@ -88,6 +90,7 @@ __all__ = (
     "Max",
     "Mean",
     "Min",
+    "Plan",
     "RemoteArray",
     "RemoteMesh",
     "Saving",
@@ -106,6 +109,7 @@ __all__ = (
     "compile_for",
     "errors",
     "pipeline_yield",
+    "plan",
     "schedule_from_csv",
     "schedule_to_csv",
     "shard",
@@ -132,6 +136,8 @@ if TYPE_CHECKING:
     from jaxpp_async.planning.cost_model import CostModel as CostModel
     from jaxpp_async.planning.machine import Machine as Machine
     from jaxpp_async.planning.machine import compile_for as compile_for
+    from jaxpp_async.planning.plan import Plan as Plan
+    from jaxpp_async.planning.planner import plan as plan
     from jaxpp_async.planning.simulation import simulate as simulate
     from jaxpp_async.program.instructions import Task as Task
     from jaxpp_async.protocol.actor_info import ActorInfo as ActorInfo

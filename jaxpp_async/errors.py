@@ -53,6 +53,12 @@ class MissingCost(CostError):
     """A cost model has no cost for a task or a transfer of a step; the message names it."""
 
 
+class PlanError(JaxppAsyncError, ValueError):
+    """A step cannot be planned, since nothing fits into the memory or something that a plan needs is missing;
+    or a plan was made for another step, other shapes, another mesh, or by another version.
+    """
+
+
 class InstallError(JaxppAsyncError, ImportError):
     """A package that the requested feature needs is missing; the message names the pip extra that installs
     it.

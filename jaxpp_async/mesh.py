@@ -7,7 +7,9 @@ them.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from jaxpp_async.base.events import EventLog, Events
@@ -19,6 +21,12 @@ from jaxpp_async.controller.stall_detector import PROGRESS_S
 from jaxpp_async.errors import MeshError
 from jaxpp_async.jax_bridge.compilation_cache import DEFAULT as DEFAULT_CACHE
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
+from jaxpp_async.planning.cost_model import CostModel
+from jaxpp_async.planning.devices import Device
+from jaxpp_async.planning.machine import Machine, argument_types
+from jaxpp_async.planning.plan import Plan
+from jaxpp_async.planning.planner import costs_of
+from jaxpp_async.planning.planner import plan as plan_step
 from jaxpp_async.program.work import DeviceModel
 from jaxpp_async.protocol.actor_info import ActorInfo
 from jaxpp_async.protocol.messages import StepStats
@@ -182,6 +190,8 @@ class RemoteMesh:
         self._controller: Controller | None = None
         self._start_failed = False
         target = mesh_options.make_target(self.spmd_mesh, kinds, self.axis_rules, config.platform)
+        self._axis_types, self._device_model = dict(zip(self.spmd_mesh, kinds, strict=True)), device_model
+        self._device = Device(config.platform, config.platform)
         self._values = RemoteValues(self._running, target)
         self._events = EventLog()
         self.saver = Saver(self._running, self._values, self._events.emit)
@@ -291,6 +301,7 @@ class RemoteMesh:
         donate_argnums: int | Sequence[int] = (),
         static_argnums: int | Sequence[int] = (),
         name: str | None = None,
+        plan: Plan | None = None,
     ) -> DistributedStep:
         """Make a step for this mesh from an ordinary step function.
 
@@ -308,14 +319,20 @@ class RemoteMesh:
                 changed.
             static_argnums: the positions of hashable arguments that are part of the program.
             name: the step's name in logs and errors; None for the name of `fn`.
+            plan: a plan that was made for this function, its arguments and a mesh of this shape, whose
+                schedule and cut take the place of those in the function; None keeps the latter.
 
         Returns:
             The step, to be passed to `run` or `submit`.
 
         Raises:
+            PlanError: the plan was made for another step or another mesh. For other arguments, the first call
+                raises it, before anything is sent to an actor.
             TypeError: `fn` cannot be called.
             ValueError: an option names an argument that `fn` does not have.
         """
+        if plan is not None:
+            plan.check_mesh(getattr(fn, "__name__", "step"), self.num_actors, self.spmd_mesh)
         options = make_options(
             fn,
             in_shardings=in_shardings,
@@ -323,6 +340,8 @@ class RemoteMesh:
             donate_argnums=donate_argnums,
             static_argnums=static_argnums,
             caller="mesh.distributed",
+            schedule=None if plan is None else plan.schedule,
+            check_arguments=None if plan is None else plan.check_arguments,
         )
         step = DistributedStep(self._runner, fn, options)
         step.__name__ = name or step.__name__
@@ -378,6 +397,69 @@ class RemoteMesh:
         """
         with HiddenFrames():
             return await self._runner.submit(self._checked(step), args)
+
+    @says_to_await
+    async def plan(
+        self,
+        step: DistributedStep,
+        *args: Any,
+        memory: int | str | None = None,
+        costs: CostModel | None = None,
+        microbatches: Sequence[int] | None = None,
+        batch_argnums: int | Sequence[int] | None = None,
+        iterations: int | None = None,
+        seed: int = 0,
+    ) -> Plan:
+        """Choose the cut, the schedule and the order with which a step is shortest on this mesh.
+
+        Nothing is run on the actors, and other steps may run meanwhile. Run the plan with
+        `mesh.distributed(fn, plan=plan)`. See docs/planning.md.
+
+        Args:
+            step: a step that `distributed` has made, with a `pipeline_yield` behind each layer at which it
+                may be cut.
+            args: the arguments of a call; each array may be a `jax.ShapeDtypeStruct` instead.
+            memory: the memory of each device that the step may use, in bytes or as text such as `"70GB"`;
+                None for any.
+            costs: the costs of tasks and transfers; None for the mesh's `device_model` if that is a
+                `CostModel` with links, else for those measured in the last steps of this mesh.
+            microbatches, batch_argnums, iterations, seed: as for `jaxpp_async.plan`.
+
+        Returns:
+            The plan.
+
+        Raises:
+            PlanError: nothing fits into the memory, the step has no marks, or no steps were measured.
+            MissingCost: the cost model has no cost for a task or a transfer.
+            UnsupportedError, StageError, ShardingError: the step cannot be compiled.
+        """
+        with HiddenFrames():
+            options = self._checked(step).options
+            recent = [] if costs is not None else [s for s in self._runner.recent if s.kind == "step"]
+            machine = Machine(
+                self.num_actors,
+                spmd_mesh=self.spmd_mesh,
+                device=self._device,
+                axis_types=self._axis_types,
+                axis_rules=self.axis_rules,
+            )
+            known = costs if costs is not None else self._device_model
+            return await asyncio.to_thread(
+                plan_step,
+                step.fn,
+                argument_types(args, options.static_argnums),
+                machine=machine,
+                costs=partial(costs_of, known, [s.timeline() for s in recent]),
+                memory=memory,
+                microbatches=microbatches,
+                batch_argnums=batch_argnums,
+                in_shardings=options.in_shardings,
+                out_shardings=options.out_shardings,
+                donate_argnums=options.donate_argnums,
+                static_argnums=options.static_argnums,
+                iterations=iterations,
+                seed=seed,
+            )
 
     def last_step_stats(self) -> list[StepStats]:
         """Return how each actor's time was spent in the last finished step, and how much memory its buffers

@@ -28,4 +28,10 @@ The search, on numbers alone:
     order_search      improves task lists one task at a time
     search_moves      changes a candidate of the search a little
     search            searches for the cut, the placement and the order with the shortest step
+
+The plan of a real step:
+
+    layers            the costs of each layer of a step with marks at every layer, as a problem
+    plan              `Plan`: what was chosen and what lost, as text, file and schedule
+    planner           `plan`: tries machines, microbatches, schedules and cuts, and compiles the best
 """

@@ -103,7 +103,7 @@ class TaskTable:
 
     def number(self, task: Task) -> int:
         """Return the number of a task."""
-        return (_CODES[task.ty] * len(self.stages) + task.stage) * self.num_microbatches + task.i
+        return task_number(task, len(self.stages), self.num_microbatches)
 
     def task(self, number: int) -> Task:
         """Return the task of a number."""
@@ -178,6 +178,11 @@ class TaskTable:
             static + max(0.0, *accumulate(map(changes, row))) if row else static
             for static, row in zip(self.static_bytes, rows, strict=True)
         )
+
+
+def task_number(task: Task, num_stages: int, num_microbatches: int) -> int:
+    """Return the number of a task in any `TaskTable` of so many stages and microbatches."""
+    return (_CODES[task.ty] * num_stages + task.stage) * num_microbatches + task.i
 
 
 def table_of(problem: PipelineProblem, assignment: Assignment) -> TaskTable:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import jax
+
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.pipeline import compile_step, plan
 from jaxpp_async.errors import MeshError
@@ -20,6 +22,7 @@ from jaxpp_async.jax_bridge import tracebacks
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
 from jaxpp_async.planning.devices import Device, Link, find_device, find_link
 from jaxpp_async.session import mesh_options
+from jaxpp_async.session.argument_binding import shape_struct
 from jaxpp_async.session.step import StepForm
 from jaxpp_async.session.step_request import StepDefinition, make_options
 
@@ -159,3 +162,13 @@ def compile_for(
         request = step.request(args)
         compiled = compile_step(request) if lower else plan(request)
         return PlannedStep(compiled, {}, {}, machine, step.__name__)
+
+
+def argument_types(args: Sequence[Any], static_argnums: Sequence[int]) -> list[Any]:
+    """Return a call's arguments with a `jax.ShapeDtypeStruct` in each leaf; static ones are as they are.
+
+    Args:
+        args: the arguments.
+        static_argnums: the positions of the static arguments.
+    """
+    return [arg if n in static_argnums else jax.tree.map(shape_struct, arg) for n, arg in enumerate(args)]

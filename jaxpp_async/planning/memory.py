@@ -139,7 +139,10 @@ def _actor_memory(step: StepWithWork, program: ActorProgram, limit: int | None) 
             RESULTS, _result_bytes(local), "exact", "new arrays, besides the memory of donated arguments"
         ),
         MemoryRow(
-            BUFFER_TABLE, peak_plan(local).peak_bytes, "exact", "the most held between tasks at one time"
+            BUFFER_TABLE,
+            peak_plan(_without_updates(local)).peak_bytes,
+            "exact",
+            "the most held between tasks at one time, besides the memory of donated arguments",
         ),
         _temporaries(step, local),
         MemoryRow(SENDS, *_sends(local)),
@@ -173,6 +176,23 @@ def _on_device(program: ActorProgram, axes: Mapping[str, int]) -> ActorProgram:
             known[id(aval)] = device_aval(aval, axes)
         avals.append(known[id(aval)])
     return structs.replace(program, avals=tuple(avals))
+
+
+def _without_updates(program: ActorProgram) -> ActorProgram:
+    """Return a program in which results that are made in the memory of donated arguments do not count.
+
+    A result takes the memory of an argument of the same type that the same task donates. The argument's bytes
+    are those of the step's arguments already.
+    """
+    arguments = {i.buffer for i in program.instructions if isinstance(i, Input)}
+    updates: set[BufferId] = set()
+    for run in runs(program.instructions):
+        free = Counter(program.avals[b] for b in (run.inputs[p] for p in run.donated) if b in arguments)
+        for b in run.outputs:
+            if b not in program.uncounted and free[program.avals[b]]:
+                free[program.avals[b]] -= 1
+                updates.add(b)
+    return structs.replace(program, uncounted=program.uncounted | updates)
 
 
 _TOP = re.compile(r"[\[.]")
@@ -259,6 +279,7 @@ def _receive_bytes(program: ActorProgram) -> int:
     a part of the buffer table.
     """
     sizes = [aval.size_bytes for aval in program.avals]
+    program = _without_updates(program)
     peak = peak_plan(program).peak_bytes
     received: dict[BufferId, Aval] = {}
     now, most = Counter[Aval](), Counter[Aval]()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import mul
 
 from jaxpp_async.planning.cut import KeptCounts, best_cut, equal_cut, peak_counts
-from jaxpp_async.planning.evaluation import TaskTable, fits
+from jaxpp_async.planning.evaluation import TaskTable, fits, task_number
 from jaxpp_async.planning.problem import Assignment, Boundaries, PipelineProblem, StageCosts
 from jaxpp_async.program.instructions import ActorId, Task
 from jaxpp_async.schedules import (
@@ -61,6 +61,7 @@ class NamedOrder:
         rows: one tuple of tasks per actor.
         actors: the actor of each stage.
         moments: see `peak_counts`.
+        numbers: the rows with the numbers that a `TaskTable` gives to tasks, whatever the cut is.
     """
 
     name: str
@@ -68,6 +69,7 @@ class NamedOrder:
     rows: tuple[tuple[Task, ...], ...]
     actors: tuple[ActorId, ...]
     moments: tuple[KeptCounts, ...]
+    numbers: list[list[int]] = field(compare=False, repr=False)
 
     def peak_bytes(self, stages: StageCosts) -> tuple[float, ...]:
         """Return the memory of each actor, exactly as a replay of the lists counts it."""
@@ -90,7 +92,8 @@ def named_order(schedule: Schedule, num_microbatches: int, num_actors: int) -> N
     name = f"{type(schedule).__name__}({num_stages})"
     if isinstance(schedule, ControllableMemory):
         name = f"ControllableMemory({num_stages}, activations={schedule.activations:g})"
-    return NamedOrder(name, num_stages, rows, stage_actors(rows), peak_counts(rows, num_stages))
+    numbers = [[task_number(task, num_stages, num_microbatches) for task in row] for row in rows]
+    return NamedOrder(name, num_stages, rows, stage_actors(rows), peak_counts(rows, num_stages), numbers)
 
 
 def named_schedules(num_layers: int, num_actors: int) -> Iterator[Schedule]:
@@ -208,6 +211,6 @@ def _timed(problem: PipelineProblem, order: NamedOrder, cut: Boundaries) -> Time
     stages = problem.stages(cut)
     table = TaskTable(stages, order.actors, problem.num_microbatches, problem.num_actors)
     peaks = order.peak_bytes(stages)
-    step_s = table.step_s(table.rows_of(order.rows))
+    step_s = table.step_s(order.numbers)
     assignment = Assignment(cut, order.rows, order.name)
     return Timed(assignment, step_s, peaks, fits(peaks, problem.caps))

@@ -69,7 +69,13 @@ def usual_iterations(problem: PipelineProblem) -> int:
     return min(MAX_ITERATIONS, max(300, MAX_TASKS // (3 * num_stages * few)))
 
 
-def search(problem: PipelineProblem, *, iterations: int | None = None, seed: int = 0) -> SearchResult:
+def search(
+    problem: PipelineProblem,
+    *,
+    iterations: int | None = None,
+    seed: int = 0,
+    named: Sequence[Timed] | None = None,
+) -> SearchResult:
     """Search for the assignment with the shortest step that fits into the memory.
 
     The result is never slower than the best named schedule on its best cut. The same arguments give the same
@@ -79,14 +85,18 @@ def search(problem: PipelineProblem, *, iterations: int | None = None, seed: int
         problem: the layers and the machine.
         iterations: how many candidates to look at; `usual_iterations` unless given.
         seed: of the random numbers.
+        named: what `on_best_cut` returns for the problem, if it is known already.
 
     Raises:
         ValueError: nothing fits into the memory.
     """
     iterations = usual_iterations(problem) if iterations is None else iterations
-    named = on_best_cut(problem)
+    named = on_best_cut(problem) if named is None else named
     annealing = _Annealing(problem, random.Random(seed), iterations)
-    found = annealing.run(_starts(problem, named)) + [annealing.polished(timed) for timed in named[:1]]
+    starts = _starts(problem, named)
+    if not starts:
+        raise ValueError(_nothing_fits(problem))
+    found = annealing.run(starts) + [annealing.polished(timed) for timed in named[:1]]
     best = min([*named[:1], *found], key=lambda timed: timed.step_s, default=None)
     if best is None:
         raise ValueError(_nothing_fits(problem))
@@ -155,7 +165,7 @@ def _starts(problem: PipelineProblem, named: Sequence[Timed]) -> list[SearchPoin
             cut = best_cut(problem, actors, moments, max_states=QUICK_STATES)
             if cut is not None:
                 found.append(_plain(problem, cut, actors))
-    if not found:  # fewer layers than actors
+    if not found and len(problem.layers) < problem.num_actors:
         num_layers = len(problem.layers)
         found.append(_plain(problem, tuple(range(1, num_layers)), tuple(range(num_layers))))
     return found

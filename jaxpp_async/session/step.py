@@ -57,9 +57,13 @@ class StepForm:
             ".as_text(), .passes>"
         )
 
-    @functools.cached_property
+    @property
     def works(self) -> tuple[TaskWork, ...]:
         """The work of each executable of the step, for each device of an actor; counted when first read."""
+        return self._works
+
+    @functools.cached_property
+    def _works(self) -> tuple[TaskWork, ...]:
         return works(self.compiled)
 
     @property
@@ -180,7 +184,7 @@ class DistributedStep(StepDefinition):
         task in a form that no earlier schedule needed, such as half of a backward, or the last stage's
         forward and backward in one task. Each such form is compiled once.
         """
-        options = replace(self._options, schedule=schedule)
+        options = replace(self._options, schedule=schedule, check_arguments=None)
         return DistributedStep(self.runner, self.fn, options, line=self.line, exports=self._exports)
 
     @says_to_await

@@ -51,6 +51,8 @@ class StepOptions:
         donate_argnums: positions of the arguments whose buffers the step may reuse.
         static_argnums: positions of the hashable arguments that are part of the program.
         schedule: the schedule to use in place of the one in the function; None keeps that one.
+        check_arguments: a function that raises an error unless the schedule is for arguments of these types;
+            None if it is for any.
     """
 
     in_shardings: Any
@@ -58,6 +60,7 @@ class StepOptions:
     donate_argnums: tuple[int, ...]
     static_argnums: tuple[int, ...]
     schedule: Any = None
+    check_arguments: Callable[[Sequence[Any]], None] | None = None
 
 
 def make_options(
@@ -69,6 +72,7 @@ def make_options(
     static_argnums: int | Sequence[int],
     caller: str,
     schedule: Any = None,
+    check_arguments: Callable[[Sequence[Any]], None] | None = None,
 ) -> StepOptions:
     """Check a user's options of a step, and return them.
 
@@ -77,6 +81,7 @@ def make_options(
         in_shardings, out_shardings, donate_argnums, static_argnums: as for `RemoteMesh.distributed`.
         caller: the function that the user called, for error messages.
         schedule: the schedule to use in place of those in the function; None keeps them.
+        check_arguments: see `StepOptions`.
 
     Raises:
         TypeError: `fn` cannot be called.
@@ -86,7 +91,7 @@ def make_options(
         raise deliberate(TypeError(f"{caller} takes a step function; got {fn!r}"))
     donated = _argnums("donate_argnums", donate_argnums, fn)
     static = _argnums("static_argnums", static_argnums, fn)
-    return StepOptions(in_shardings, out_shardings, donated, static, schedule)
+    return StepOptions(in_shardings, out_shardings, donated, static, schedule, check_arguments)
 
 
 def _argnums(name: str, value: int | Sequence[int], fn: Callable) -> tuple[int, ...]:
@@ -144,6 +149,11 @@ class StepDefinition:
         # `jax.jit` around a wrapper has the signature of the innermost function, so then nothing is checked.
         inner = getattr(fn, "__wrapped__", None)
         self._parameters = None if hasattr(inner, "__wrapped__") else _signature(fn, follow_wrapped=False)
+
+    @property
+    def options(self) -> StepOptions:
+        """The options of the step."""
+        return self._options
 
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Return those entries of `args` that belong to the traced (not static) arguments.
@@ -252,6 +262,8 @@ class StepDefinition:
         static = self._options.static_argnums
         shapes = [a if i in static else jax.tree.map(shape_struct, a) for i, a in enumerate(args)]
         layout, options = self.layout, self._options
+        if options.check_arguments is not None:
+            options.check_arguments(shapes)
         given = self._in_specs(self._dynamic(shapes), self._dynamic(range(len(args))))
         if logical_axes.has_explicit_axes(layout.target.mesh):
             shapes = self._typed(shapes, args, given)

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,6 +51,9 @@ from jaxpp_async.session.step_request import StepOptions
 
 _LOG = logging.getLogger("jaxpp_async")
 
+_STEPS_KEPT = 8
+"""The number of finished steps whose timelines can still be read."""
+
 
 class StepRunner:
     """The part of a mesh that compiles and runs its steps.
@@ -67,7 +71,7 @@ class StepRunner:
             executable.
 
     Attributes:
-        last: the last step that finished; None if no step has finished yet.
+        recent: the last steps that finished, all of one program, the latest one at the end.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class StepRunner:
         self._actor_config = actor_config
         self._controller, self.values = controller, values
         self.num_actors, self.target, self._device_model = num_actors, target, device_model
-        self.last: SubmittedStep | None = None
+        self.recent: deque[SubmittedStep] = deque(maxlen=_STEPS_KEPT)
         self._admission = asyncio.Semaphore(max_inflight)
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._mover = Mover(controller, values, num_actors, target)
@@ -93,6 +97,11 @@ class StepRunner:
         self._unfinished_steps = UnfinishedSteps(
             lambda ahead, waiting: controller().mesh_events.waiting(waiting.name, ahead.id)
         )
+
+    @property
+    def last(self) -> SubmittedStep | None:
+        """The last step that finished; None if no step has finished yet."""
+        return self.recent[-1] if self.recent else None
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
         """Run a step, and return its results when every actor has finished it; see `RemoteMesh.run`."""
@@ -415,7 +424,9 @@ class StepRunner:
 
     def _note_end(self, step: SubmittedStep, arrays: StepArrays) -> None:
         if step.error is None:
-            self.last = step
+            if self.recent and self.recent[-1].program_id != step.program_id:
+                self.recent.clear()  # they keep the arrays of another compiled step
+            self.recent.append(step)
         else:
             arrays.fail(first_line(step.error))
 

@@ -132,6 +132,14 @@ def test_results_count_until_they_take_the_memory_of_donated_arguments():
     assert size(donated, RESULTS) == 10  # 30 in the place of 20
 
 
+def test_a_result_in_the_memory_of_a_donated_argument_is_no_part_of_the_buffer_table():
+    update = Input(1, 0, True), Run("f", 0, (1,), (2, 3), (0,)), Output(2, 0), Delete(3)
+    needs = needs_of(*update, sizes=(10, 20, 20, 40), uncounted=(1,))
+    assert size(needs, BUFFER_TABLE) == 40 and size(needs, RESULTS) == 0 and needs.peak_bytes == 60
+    other = needs_of(*update, sizes=(10, 20, 30, 40), uncounted=(1,))  # XLA cannot use the memory
+    assert size(other, BUFFER_TABLE) == 70
+
+
 def test_a_stacked_result_counts_while_it_is_made_and_once_when_it_is_two_results():
     needs = needs_of(
         Run("start", 0, (), (3,)), Run("f", 1, (3,), (2,), (0,)), Output(2, 0), Output(2, 1), uncounted=(2, 3)
