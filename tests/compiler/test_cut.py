@@ -230,7 +230,7 @@ def test_the_work_between_marks_is_that_of_forward_and_backward():
     (loop,), types = loops_of(step_of(jpp.GPipe(3)), wide, X)
     found = work_between_marks(loop, types)
     dots = 2 * 2 * D * np.array([2 * D, 3 * D, 3 * 100])  # the first has no gradient of its input
-    assert np.all(found >= dots) and np.all(found <= 1.3 * dots)
+    assert np.all(found >= dots) and np.all(found <= 1.4 * dots)  # older JAX has more elementwise operations
 
 
 def test_a_balanced_cut_gives_the_heavy_head_a_stage_of_its_own():
