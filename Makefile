@@ -16,36 +16,43 @@ STAMP  := $(VENV)/.installed
 INTERPRETER := import sys; print(sys.base_prefix, sys.version.split()[0])
 INSTALLED_FROM = "$$("$(PYTHON)" -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pyproject.toml)"
 
-.PHONY: help setup demo test check fmt layout golden fuzz bench bench-peers bench-plots bench-compile paper test-ssh test-net soak
+.PHONY: help setup demo test check fmt layout golden pictures fuzz bench bench-peers bench-plots bench-compile paper test-ssh test-net soak
 .NOTPARALLEL:
 
 help:
+	@echo "to begin with:"
 	@echo "make demo    train a small GPT through a pipeline of two processes (ARGS=--help lists its options)"
+	@echo "make setup   make .venv and install into it, with the newest supported Python that is found (PYTHON=... another,"
+	@echo "             VENV=... elsewhere); the others do this when needed"
+	@echo "make docs    build the documentation into build/docs/index.html, and run its notebooks (some minutes;"
+	@echo "             in an environment of their own, some 200 MB)"
 	@echo "make test    run the tests, two files at a time (ARGS goes to pytest; JOBS=0 runs them in one process)"
-	@echo "make test-ssh  tests of actors over ssh, with an sshd of their own on a loopback port (Debian: installs openssh-server)"
-	@echo "make test-net  tests with network namespaces as hosts: links that are cut, slow, or firewalled (as root, on Linux)"
-	@echo "make soak    train for MINUTES=20 while actors are killed, stopped and cut off (ARGS=--help lists its options);"
-	@echo "             as root, on Linux, with network namespaces as hosts: their links are cut as well (ARGS=--local: not)"
+	@echo "make paper   predict the paper's table, on up to 1,024 GPUs, from compiled steps: some minutes, no GPU"
+	@echo "             (ARGS=--rows-only: the table alone); results/paper.json, pictures in docs/images"
+	@echo "make test-gpu  tests on a GPU that actors share: transports on its memory, numerics (see docs/gpu.md)"
+	@echo "make bench-gpu  those, then transfers and a training step on it (ARGS=\"--platform cpu --small\": without one)"
+	@echo
+	@echo "to change the code:"
 	@echo "make check   lint, format, types, import rules"
 	@echo "make fmt     format the code"
 	@echo "make layout  count modules, lines, names and long lines: the rules that tests/test_layout.py asserts"
+	@echo "make golden  rewrite the golden texts of tests/golden and the pictures of tests/view/golden; read the diff"
+	@echo "make pictures  measure a step of four actors, and draw it: pictures of README.md and docs/page.md (docs/images)"
+	@echo "make test-ssh  tests of actors over ssh, with an sshd of their own on a loopback port (Debian: installs openssh-server)"
+	@echo "make test-browser  tests of pages in headless Chromium (Debian: installs chromium)"
+	@echo "make test-net  tests with network namespaces as hosts: links that are cut, slow, or firewalled (as root, on Linux)"
+	@echo "make test-contracts  what the code and its stand-ins call of CuPy, nccl4py and NCCL, held against the real ones;"
+	@echo "             in an environment of their own (some 1 GB), without a GPU"
+	@echo "make soak    train for MINUTES=20 while actors are killed, stopped and cut off (ARGS=--help lists its options);"
+	@echo "             as root, on Linux, with network namespaces as hosts: their links are cut as well (ARGS=--local: not)"
 	@echo "make fuzz    draw random training steps and compare them with plain JAX (ARGS=\"--examples 20000\")"
 	@echo "make fuzz-protocol  attack the control protocol with mutated frames (ARGS=\"--frames 1000000\")"
 	@echo "make fuzz-transport  offers, copies, wrong sizes and aborts among UCX transports, at random (ARGS=\"--minutes 20\")"
 	@echo "make bench   measure and compare with the targets (ARGS=\"tiny_step big_step\" these parts; ARGS=--show the last)"
 	@echo "make bench-peers  the same beside PyTorch, Ray and Monarch, in an environment of their own (some 2 GB);"
 	@echo "             PEERS_PIP_ARGS reaches its pip, for one: --extra-index-url and PyTorch's index of builds for CPUs"
-	@echo "make test-gpu  tests on a GPU that actors share: transports on its memory, numerics (see docs/gpu.md)"
-	@echo "make bench-gpu  those, then transfers and a training step on it (ARGS=\"--platform cpu --small\": without one)"
 	@echo "make bench-plots  draw the last results of bench and bench-peers (benchmarks/results/*.svg)"
-	@echo "make paper   predict the paper's table, on up to 1,024 GPUs, from compiled steps: some minutes, no GPU"
-	@echo "             (ARGS=--rows-only: the table alone); results/paper.json, pictures in docs/images"
 	@echo "make bench-compile  time the compiler, pass by pass (ARGS=--help lists its options)"
-	@echo "make golden  rewrite the golden texts of tests/golden; read the diff"
-	@echo "make test-contracts  what the code and its stand-ins call of CuPy, nccl4py and NCCL, held against the real ones;"
-	@echo "             in an environment of their own (some 1 GB), without a GPU"
-	@echo "make setup   make .venv and install into it, with the newest supported Python that is found (PYTHON=... another,"
-	@echo "             VENV=... elsewhere); the others do this when needed"
 
 setup:
 	@command -v "$(PYTHON)" >/dev/null || { \
@@ -107,6 +114,12 @@ net_installed = if [ "$$(id -u)" = 0 ]; then $(call installed,$(NET_COMMANDS)); 
 in_net_room = export $(SBIN); if $(NET_ROOM) true 2>/dev/null; \
 	then JAXPP_TEST_NET=inside $(NET_ROOM) $(1); else JAXPP_TEST_NET=outside $(1); fi
 
+# Pages in a real browser; without Chromium their tests are skipped.
+.PHONY: test-browser
+test-browser: setup
+	@$(call installed,chromium:chromium)
+	JAXPP_TEST_BROWSER=1 $(BIN)/python -m pytest -rs tests/view/test_pages_in_browser.py tests/integration/test_page.py $(ARGS)
+
 test-net: setup
 	@$(net_installed)
 	@$(call in_net_room,$(BIN)/python -m pytest -rs tests/integration/test_network_faults.py $(ARGS))
@@ -133,7 +146,10 @@ layout: setup
 	@PYTHONPATH=tests/support $(BIN)/python tests/support/layout.py
 
 golden: setup
-	$(BIN)/python -m pytest tests/golden --golden $(ARGS)
+	$(BIN)/python -m pytest tests/golden tests/view/test_golden_pictures.py --golden $(ARGS)
+
+pictures: setup
+	@$(BIN)/python docs/step_picture.py $(ARGS)
 
 fuzz: setup
 	@$(BIN)/python tests/fuzz $(ARGS)
@@ -188,6 +204,27 @@ test-contracts: setup
 	  $(CONTRACTS)/bin/python -m pip install --quiet --disable-pip-version-check $(CONTRACTS_LIST) && \
 	  echo $(CONTRACTS_FROM) > $(CONTRACTS)/.installed; fi
 	CUDA_VISIBLE_DEVICES= JAXPP_TEST_CONTRACTS=1 $(CONTRACTS)/bin/python -m pytest -rs tests/gpu/test_contracts.py $(ARGS)
+
+# The site: Sphinx in an environment of its own, which also sees what .venv has. Any warning is an error.
+.PHONY: docs
+DOCS := .venv-docs
+DOCS_LIST = $(BIN)/python -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))\
+["project"]["optional-dependencies"]["docs"]))'
+DOCS_FROM = "$$("$(BIN)/python" -c '$(INTERPRETER)') $(CURDIR) $$($(DOCS_LIST) | cksum)"
+docs: setup
+	@if [ "$$(cat $(DOCS)/.installed 2>/dev/null)" != $(DOCS_FROM) ]; then \
+	  echo "docs: installing Sphinx into $(DOCS)" && \
+	  "$$($(BIN)/python -c 'import sys; print(sys._base_executable)')" -m venv --clear $(DOCS) && \
+	  $(DOCS_LIST) > $(DOCS)/requirements.txt && \
+	  $(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r $(DOCS)/requirements.txt && \
+	  $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > "$$($(DOCS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth" && \
+	  echo $(DOCS_FROM) > $(DOCS)/.installed; fi
+	@# Where it fails nothing is kept: a page that is not read again would not warn again.
+	@echo "docs: building the site, and running the tutorials on processes of this machine: some minutes, silent if all goes well"
+	@$(DOCS)/bin/python -m sphinx -W --keep-going -n -q -d build/doctrees $(ARGS) docs build/docs || { \
+	  rm -rf build/doctrees; exit 1; }
+	@echo "docs: open build/docs/index.html"
 
 # On a machine with a GPU, with jaxpp-async[cuda13] (or [cuda12]) installed into .venv. See docs/gpu.md.
 .PHONY: test-gpu bench-gpu

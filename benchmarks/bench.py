@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import plan_tables
 import targets
 from parts import PARTS, Context
 from rich.console import Console
@@ -213,6 +214,8 @@ def main() -> None:
         _tell_what_is_old(_latest(), [name for name in names if name not in failed], console)
     figures = _latest()
     console.print(medians(figures))
+    for shown in plan_tables.tables(figures.get("plan", {})):
+        console.print(shown)
     console.print(table(figures))
     if failed:
         console.print(f"failed, and left as they were: {', '.join(failed)}", style="red")

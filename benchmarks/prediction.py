@@ -17,16 +17,14 @@ import json
 import statistics
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from layers import Layers
+from turns import durations, in_turns
 
 import jaxpp_async as jpp
 from jaxpp_async.program.work import TaskWork
 
-NUM_ACTORS, NUM_LAYERS, NUM_MICROBATCHES, WIDTH, ROWS = 4, 8, 12, 32, 32
-STEPS = 3
-"""Steps of one schedule in a row; the first of them is not counted."""
+NUM_ACTORS, STEPS_A_TURN = 4, 3
+MODEL = Layers(num_layers=8, width=32, rows=32, num_microbatches=12)
 
 SCHEDULES = {
     type(s).__name__: s
@@ -45,64 +43,37 @@ SCHEDULES = {
 
 
 class Device:
-    """A device that does as many FLOPs a second as make the forward of a stage, of four, last so long.
+    """A device that does as many FLOPs a second as make the forward of a layer last so long.
 
     Args:
-        task_s: of that forward.
+        model: the model.
+        layer_s: the seconds of that forward.
     """
 
-    def __init__(self, task_s: float):
-        layer = 2 * 2 * ROWS * WIDTH * WIDTH
-        self.flops_per_s = layer * NUM_LAYERS / 4 / task_s
+    def __init__(self, model: Layers, layer_s: float):
+        self.flops_per_s = model.layer_flops / layer_s
 
     def task_s(self, work: TaskWork) -> float:
-        """How long a task lasts."""
+        """Return how long a task lasts."""
         return work.flops / self.flops_per_s
 
 
 def training(schedule: Any) -> Any:
-    """The training step of eight layers, cut for a schedule."""
-
-    def loss(params: Any, mb: Any) -> jax.Array:
-        x = mb["x"]
-        for k in range(NUM_LAYERS):
-            x = jnp.tanh(x @ params[k]["up"]) @ params[k]["down"]
-            if k < NUM_LAYERS - 1 and (k + 1) % (NUM_LAYERS // schedule.num_stages) == 0:
-                x = jpp.pipeline_yield(x)
-        return jnp.mean((x - mb["y"]) ** 2)
-
-    def step(params: Any, batch: Any) -> Any:
-        def grads(mb: Any) -> Any:
-            value, found = jax.value_and_grad(loss)(params, mb)
-            return found, value
-
-        found, losses = jpp.accumulate_grads(grads, schedule)(batch)
-        return jax.tree.map(lambda p, g: p - 0.01 * g, params, found), losses
-
-    return step
+    """Return the training step of the model, cut into as many equal stages as a schedule has."""
+    return MODEL.training([MODEL.num_layers // schedule.num_stages] * schedule.num_stages, schedule)
 
 
 async def measure(task_s: float, num_rounds: int) -> dict[str, tuple[list[jpp.Timeline], jpp.CompiledStep]]:
-    """The timelines of each schedule's steps, and its compiled step."""
-    random = np.random.default_rng(0)
-    params = [
-        {k: random.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 6 for k in ("up", "down")}
-        for _ in range(NUM_LAYERS)
-    ]
-    batch = {k: random.normal(size=(NUM_MICROBATCHES, ROWS, WIDTH)).astype(np.float32) for k in ("x", "y")}
-    timelines: dict[str, list[jpp.Timeline]] = {name: [] for name in SCHEDULES}
-    async with jpp.RemoteMesh(NUM_ACTORS, device_model=Device(task_s)) as mesh:
+    """Return the timelines of each schedule's steps, and its compiled step."""
+    params, batch = MODEL.values()
+    device = Device(MODEL, task_s * NUM_ACTORS / MODEL.num_layers)
+    async with jpp.RemoteMesh(NUM_ACTORS, device_model=device) as mesh:
         steps = {name: mesh.distributed(training(s), donate_argnums=0) for name, s in SCHEDULES.items()}
         compiled = {name: await step.compile(params, batch) for name, step in steps.items()}
-        states: dict[str, Any] = dict.fromkeys(steps, params)
-        for number in range(num_rounds + 1):
-            for name, step in steps.items():
-                for k in range(STEPS):
-                    states[name], _ = await mesh.run(step, states[name], batch)
-                    if number and k:
-                        timelines[name].append(mesh.last_step_timeline())
-        for found in timelines.values():
-            assert all(t.works for t in found)
+        timelines = await in_turns(
+            mesh, steps, params, batch, num_rounds=num_rounds, steps_a_turn=STEPS_A_TURN
+        )
+        assert all(t.works for found in timelines.values() for t in found)
     return {name: (timelines[name], compiled[name]) for name in steps}
 
 
@@ -111,14 +82,11 @@ def figures_of(measured: dict[str, tuple[list[jpp.Timeline], jpp.CompiledStep]])
     costs = jpp.CostModel.from_timelines(measured["Std1F1B"][0])
     schedules: dict[str, Any] = {}
     for name, (timelines, compiled) in measured.items():
-        times = [t.duration_s for t in timelines]
-        simulated = jpp.simulate(compiled, costs)
-        low, middle, high = statistics.quantiles(times, n=4)
+        times, simulated_ms = durations(timelines), 1e3 * jpp.simulate(compiled, costs).step_s.p50
         schedules[name] = {
-            "measured_ms": 1e3 * middle,
-            "quartiles_percent": 100 * (high - low) / middle,
-            "simulated_ms": 1e3 * simulated.step_s.p50,
-            "error_percent": 100 * (simulated.step_s.p50 / middle - 1),
+            **times,
+            "simulated_ms": simulated_ms,
+            "error_percent": 100 * (simulated_ms / times["measured_ms"] - 1),
         }
     errors = [abs(s["error_percent"]) for name, s in schedules.items() if name != "Std1F1B"]
     return {"schedules": schedules, "most_percent": max(errors), "mean_percent": statistics.fmean(errors)}

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+T = TypeVar("T")
 Figures = Mapping[str, Any]
 
 
@@ -36,12 +37,13 @@ class Target:
         what: as a reader of the table knows it.
         measured: the figure, from the JSON; raises KeyError, or gives None, where it was not measured.
         limit, wish: what it must keep, and where we want to end; None: no wish.
-        unit: "x" (a ratio), "ms", "us", "%" or "".
+        unit: "x" (a ratio), "ms", "us", "s", "%" or "".
         at_least: the figure must be no smaller; otherwise no larger.
         strictly: the limit itself is a miss.
         scale: what limit and wish are multiplied with, from the JSON, where they were set on a machine on
             which somebody else's time is known; raises KeyError where that was not measured, and they stand
             as they are.
+        reason: why the figure could not be measured, from the JSON; "" where it was.
     """
 
     what: str
@@ -52,6 +54,7 @@ class Target:
     at_least: bool = False
     strictly: bool = False
     scale: Scale | None = None
+    reason: Callable[[Figures], str] | None = None
 
     def keeps(self, value: float, bound: float) -> bool:
         """Whether `value` is on the right side of `bound`, at the precision that the table shows."""
@@ -121,6 +124,18 @@ def hidden_percent(compute: float, transfer: float, together: float, no_slack: f
             last.
     """
     return 100 * (compute + transfer - together) / (min(compute, transfer) - no_slack)
+
+
+def planned(program: str, *keys: str) -> Callable[[Figures], float]:
+    """A figure of one of the programs of the part `plan`."""
+
+    def measured(figures: Figures) -> float:
+        found = figures["plan"][program]
+        for key in keys:
+            found = found[key]
+        return found
+
+    return measured
 
 
 def per_memcpy(size: int) -> Callable[[Figures], float]:
@@ -213,6 +228,81 @@ TARGETS = (
         "%",
     ),
     Target("the same, mean of eight", lambda f: f["prediction"]["mean_percent"], 1.5, 0.8, "%"),
+    Target(
+        "simulated against measured mean step, real computation",
+        planned("real_prediction", "most_percent"),
+        5.0,
+        3.0,
+        "%",
+        reason=lambda f: f["plan"]["real_prediction"]["not_measurable"],
+    ),
+    Target(
+        "planned step shorter than the best named one on the equal cut, uneven model",
+        planned("planned_step", "shorter_than_equal_cut_percent"),
+        20.0,
+        25.0,
+        "%",
+        at_least=True,
+    ),
+    Target(
+        "the same, against the best named one on the best cut",
+        planned("planned_step", "shorter_than_best_cut_percent"),
+        5.0,
+        10.0,
+        "%",
+        at_least=True,
+    ),
+    Target(
+        "the planned step as it was predicted, against the measured one",
+        lambda f: abs(f["plan"]["planned_step"]["error_percent"]),
+        3.0,
+        2.0,
+        "%",
+    ),
+    Target(
+        "growth of an actor's process against its planned memory",
+        planned("process_memory", "kept", "most_percent"),
+        10.0,
+        5.0,
+        "%",
+    ),
+    Target(
+        "the same, where malloc gives freed memory back",
+        planned("process_memory", "returned", "most_percent"),
+        10.0,
+        5.0,
+        "%",
+    ),
+    Target(
+        "searched step of an uneven model, shorter than the best named on the equal cut",
+        lambda f: 100 * f["search"]["shorter_than_equal_cut"],
+        20,
+        25,
+        "%",
+        at_least=True,
+    ),
+    Target(
+        "the same against the best named on its best cut, at 1F1B's memory",
+        lambda f: 100 * f["search"]["shorter_than_best_cut"],
+        5,
+        10,
+        "%",
+        at_least=True,
+    ),
+    Target(
+        "searched step above a proven bound, worst of 8 actors x 64 microbatches",
+        lambda f: 100 * f["search"]["gap"],
+        5,
+        3,
+        "%",
+    ),
+    Target(
+        "the longest of these searches, time of one core",
+        lambda f: f["search"]["search_cpu_s"],
+        10,
+        None,
+        "s",
+    ),
 )
 
 
@@ -224,7 +314,8 @@ def rows(figures: Figures) -> list[Row]:
 def _row(target: Target, figures: Figures) -> Row:
     value, scale = _found(target.measured, figures), target.scale
     if scale is None:
-        return Row(target, value)
+        reason = None if target.reason is None else _found(target.reason, figures)
+        return Row(target, value, note=f"not measurable: {reason}" if reason else "")
     known = f"{scale.known:g} {scale.unit}"
     taken = _found(scale.measured, figures)
     if taken is None:
@@ -234,7 +325,7 @@ def _row(target: Target, figures: Figures) -> Row:
     return Row(target, value, taken / scale.known, note)
 
 
-def _found(measured: Callable[[Figures], float | None], figures: Figures) -> float | None:
+def _found(measured: Callable[[Figures], T], figures: Figures) -> T | None:
     try:
         return measured(figures)
     except (KeyError, TypeError, ZeroDivisionError):

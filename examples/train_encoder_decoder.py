@@ -2,8 +2,8 @@
 
     python examples/train_encoder_decoder.py --help
 
-The encoder reads the first half of a window, the decoder predicts the second. What the encoder makes is used
-by every stage of the decoder, and the decoder's own input once more at its end: such values skip stages. They
+The encoder reads the first half of a window, the decoder predicts the second. The encoder's result is used
+by every stage of the decoder, and the decoder's own input once more at its end: such values skip stages, and
 are passed on as in any JAX program; the compiler sends each from the stage that makes it straight to those
 that use it.
 """

@@ -31,9 +31,11 @@ from gpt.model import AXIS_RULES, ModelConfig, sample, state_specs
 from gpt.options import Options, parse_options
 from jaxpp_async.errors import CheckpointError
 from jaxpp_async.timeline import Timeline, write_trace
+from loggers import TensorBoardLogger
 
 MAX_VALIDATION_BYTES = 64 * 1024
 SAMPLE_PROMPT, SAMPLE_BYTES = b"def ", 300
+NEXT = "next: --trace trace.json says where a step's time goes, --page shows the run while it goes on"
 
 
 def main() -> int:
@@ -87,6 +89,8 @@ def run(
     reporter.line(f"{pipeline.tokens_per_s:,.0f} tokens/s on average")
     bigram, unigram = data.bigram_loss(corpus.train, validation), data.unigram_loss(corpus.train, validation)
     reporter.line(report.validation_line(pipeline.validation_loss, bigram, unigram))
+    if not options.trace:
+        reporter.line(NEXT)
 
 
 class Pipeline:
@@ -137,6 +141,7 @@ class Pipeline:
         o = self.options
         kind = "actor processes" if o.launcher == "local" else "inline actors"
         async with AsyncExitStack() as stack:
+            loggers = [stack.enter_context(TensorBoardLogger(o.tensorboard))] if o.tensorboard else []
             with self.reporter.phase(f"launching {o.actors} {kind}"):
                 mesh = jpp.RemoteMesh(
                     o.actors,
@@ -144,8 +149,13 @@ class Pipeline:
                     axis_rules=AXIS_RULES,
                     launcher=o.launcher,
                     max_restarts=o.max_restarts,
+                    page=o.page,
+                    loggers=loggers,
+                    progress=False,  # the reporter's lines say it
                 )
                 await stack.enter_async_context(mesh)
+            if mesh.page_url is not None:
+                self.reporter.line(f"the run's page: {mesh.page_url}")
             if o.checkpoint_dir:
                 # Leaving it waits for the save under way: it has to be left before the mesh.
                 self.checkpoints = await stack.enter_async_context(jpp.Checkpoints(mesh, o.checkpoint_dir))
@@ -268,6 +278,7 @@ class Pipeline:
         if self.options.is_traced(self.first_step + len(self.losses)):
             self.timelines.append(future.timeline())
         progress.advance(self.losses[-1])
+        mesh.log(progress.step, {"loss": self.losses[-1], "tokens/s": progress.rate})
 
     async def _evaluate(self, mesh: Any, params: Any, validation: list[data.Batch]) -> None:
         """The loss of each validation batch, where the parameters are; then the parameters, fetched."""
@@ -285,7 +296,8 @@ class Pipeline:
         write_trace(path, self.timelines)
         self.reporter.lines(["", *str(self.timelines[-1]).splitlines(), ""])
         self.reporter.line(
-            f"trace of {len(self.timelines)} steps: {path}; open it at https://ui.perfetto.dev"
+            f"trace of {len(self.timelines)} steps: {path}; show it: jaxpp-async page {path}, or drop it on "
+            "https://ui.perfetto.dev. The mesh numbers steps from 0, and making the state is one of them."
         )
 
     @property

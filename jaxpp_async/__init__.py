@@ -20,6 +20,7 @@ storage         reads and writes the files and folders of checkpoints
 planning        predicts a step's time and memory, and chooses cut, schedule and order
 timeline        shows what actors did in a step, and where the time went
 doctor          checks whether a run would work on the given hosts
+commands        defines the commands of the command line
 jax_bridge      contains all code that uses private or unstable APIs of JAX
 base            offers small tools that all other packages use
 """
@@ -40,6 +41,7 @@ _HOMES = {
     "Concat": "markers.reductions",
     "shard": "markers.logical_axes",
     "Task": "program.instructions",
+    "Auto": "schedules",
     "GPipe": "schedules",
     "Std1F1B": "schedules",
     "Eager1F1B": "schedules",
@@ -74,6 +76,7 @@ _HOMES = {
 
 __all__ = (
     "ActorInfo",
+    "Auto",
     "Checkpoints",
     "CompiledStep",
     "Concat",
@@ -141,6 +144,7 @@ if TYPE_CHECKING:
     from jaxpp_async.planning.simulation import simulate as simulate
     from jaxpp_async.program.instructions import Task as Task
     from jaxpp_async.protocol.actor_info import ActorInfo as ActorInfo
+    from jaxpp_async.schedules import Auto as Auto
     from jaxpp_async.schedules import ControllableMemory as ControllableMemory
     from jaxpp_async.schedules import DualPipeV as DualPipeV
     from jaxpp_async.schedules import Eager1F1B as Eager1F1B

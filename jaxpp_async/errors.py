@@ -59,6 +59,14 @@ class PlanError(JaxppAsyncError, ValueError):
     """
 
 
+class TimelineError(JaxppAsyncError, ValueError):
+    """A file is no timeline, or one of another version, or it is damaged."""
+
+
+class PageError(JaxppAsyncError, ValueError):
+    """The live page of a run cannot be served, such as at a port that is taken."""
+
+
 class InstallError(JaxppAsyncError, ImportError):
     """A package that the requested feature needs is missing; the message names the pip extra that installs
     it.

@@ -7,12 +7,18 @@ them.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from html import escape
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxpp_async.base.events import EventLog, Events
+from jaxpp_async.base.printable import shown
 from jaxpp_async.checkpoint.restore import restore
 from jaxpp_async.checkpoint.save import OnProgress, Saver, Saving
 from jaxpp_async.controller.controller import Controller
@@ -20,13 +26,14 @@ from jaxpp_async.controller.options import BACKUP_EVERY, LAUNCH_TIMEOUT_S, Contr
 from jaxpp_async.controller.stall_detector import PROGRESS_S
 from jaxpp_async.errors import MeshError
 from jaxpp_async.jax_bridge.compilation_cache import DEFAULT as DEFAULT_CACHE
-from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
+from jaxpp_async.jax_bridge.tracebacks import HiddenFrames, deliberate
+from jaxpp_async.page import RunPage, check_packages
 from jaxpp_async.planning.cost_model import CostModel
 from jaxpp_async.planning.devices import Device
 from jaxpp_async.planning.machine import Machine, argument_types
+from jaxpp_async.planning.memory import memory_needs
+from jaxpp_async.planning.mesh_planner import MeshPlanner
 from jaxpp_async.planning.plan import Plan
-from jaxpp_async.planning.planner import costs_of
-from jaxpp_async.planning.planner import plan as plan_step
 from jaxpp_async.program.work import DeviceModel
 from jaxpp_async.protocol.actor_info import ActorInfo
 from jaxpp_async.protocol.messages import StepStats
@@ -34,12 +41,18 @@ from jaxpp_async.protocol.parent_watch import LEASE_S
 from jaxpp_async.session import mesh_options
 from jaxpp_async.session.awaiting import says_to_await
 from jaxpp_async.session.host_transfers import RemoteValues
+from jaxpp_async.session.metrics import Metrics
+from jaxpp_async.session.owned_thread import run_in_owned_thread
+from jaxpp_async.session.progress import MeshProgress, choose_mode
 from jaxpp_async.session.step import DistributedStep
 from jaxpp_async.session.step_future import StepFuture
 from jaxpp_async.session.step_request import make_options
 from jaxpp_async.session.step_runner import StepRunner
 from jaxpp_async.storage.checkpoint_folder import CheckpointPath
 from jaxpp_async.timeline import Timeline
+from jaxpp_async.view import to_html_table
+
+_LOG = logging.getLogger("jaxpp_async")
 
 
 class RemoteMesh:
@@ -98,8 +111,16 @@ class RemoteMesh:
             at least that long: it computes, and waits for the rest of the time. Processes, transfers and
             scheduling stay real. `step.init` and moves of arrays are not lengthened. Actors on GPUs are
             refused. With None (the default), tasks last as long as they compute. See docs/planning.md.
+        loggers: objects with a method `log(step, values)`, plain or `async`, which get what `log` is given.
+            A logger that raises or blocks does not hold training up. See docs/operations.md.
+        progress: how starting, compiling, the first step, saving and restoring are told: True for a line on
+            the terminal, False for nothing, None (the default) for a line on a terminal that shows no log
+            records of level `INFO`, and else for such records. See docs/operations.md.
+        page: whether a page at `page_url` shows the run while it goes on, at any free port of this machine or
+            at the given one. See docs/page.md.
 
     Attributes:
+        metrics: what was logged so far: `names`, `latest()` and `history(name)`.
         saver: the object that runs the saves of this mesh; `Checkpoints` uses it.
 
     Raises:
@@ -137,6 +158,9 @@ class RemoteMesh:
         launch_timeout_s: float = LAUNCH_TIMEOUT_S,
         lease_s: float = LEASE_S,
         device_model: DeviceModel | None = None,
+        loggers: Sequence[Any] = (),
+        progress: bool | None = None,
+        page: bool | int = False,
     ):
         self.num_actors = mesh_options.check_actor_count(num_actors)
         self.spmd_mesh = mesh_options.check_axes(spmd_mesh)
@@ -187,14 +211,33 @@ class RemoteMesh:
             backup_every=mesh_options.check_count("backup_every", backup_every, least=1),
             launch_timeout_s=mesh_options.check_seconds("launch_timeout_s", launch_timeout_s),
         )
-        self._controller: Controller | None = None
-        self._start_failed = False
+        self._running = _RunningController()
+        self._start_failed = self._is_starting = False
         target = mesh_options.make_target(self.spmd_mesh, kinds, self.axis_rules, config.platform)
-        self._axis_types, self._device_model = dict(zip(self.spmd_mesh, kinds, strict=True)), device_model
-        self._device = Device(config.platform, config.platform)
+        machine = Machine(
+            self.num_actors,
+            spmd_mesh=self.spmd_mesh,
+            device=Device(config.platform, config.platform),
+            axis_types=dict(zip(self.spmd_mesh, kinds, strict=True)),
+            axis_rules=self.axis_rules,
+        )
+        self._planner = MeshPlanner(machine, device_model)
         self._values = RemoteValues(self._running, target)
+        self.metrics = Metrics(self._values, mesh_options.check_loggers(loggers))
+        self._progress = MeshProgress(choose_mode(progress))
         self._events = EventLog()
-        self.saver = Saver(self._running, self._values, self._events.emit)
+        self.saver = Saver(self._running, self._values, self._events.emit, self._progress)
+        if (port := mesh_options.check_page(page)) is not None:
+            check_packages(f"page={page}")
+        running = self._running
+        self._page = RunPage(
+            f"{self.num_actors} actor{'s' * (self.num_actors != 1)}, {type(self._launcher).__name__}",
+            port,
+            controller=lambda: running.controller,
+            logged=self.metrics,
+            memory_needs=memory_needs,
+        )
+        self._events.listen(self._page.on_event)
         self._runner = StepRunner(
             self._running,
             self._values,
@@ -202,7 +245,10 @@ class RemoteMesh:
             target=target,
             max_inflight=max_inflight,
             actor_config=config.jax_config,
+            planner=self._planner,
             device_model=device_model,
+            progress=self._progress,
+            on_step_end=self._page.on_step_end,
         )
 
     def __repr__(self) -> str:
@@ -219,22 +265,50 @@ class RemoteMesh:
             f"{state}>"
         )
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the actors, and the last finished step."""
+        actors = [] if self._controller is None else self.actors
+        rows = [(a.id, a.state, a.host, a.pid, ", ".join(map(str, a.devices))) for a in actors]
+        table = to_html_table(repr(self).strip("<>"), ("actor", "state", "host", "pid", "devices"), rows)
+        last, url = self._runner.last, self.page_url
+        if url is not None:
+            link = f'<a href="{escape(url)}" target="_blank" rel="noreferrer">the page of this run</a>'
+            table += f"<p>{link}</p>"
+        return table + ("" if last is None else last.timeline().to_svg())
+
     # ---------------------------------------------------------------- life
 
     async def __aenter__(self) -> RemoteMesh:
         if self._controller is not None:
             raise MeshError("this mesh has been entered before; make a new RemoteMesh for another run")
+        if self._is_starting:
+            raise MeshError("this mesh is being started already; await that start, and start it once")
         with HiddenFrames():
+            self._is_starting, self._start_failed = True, False
             try:
+                self._page.on_starting()
+                await self._page.start()
                 await mesh_options.prepare(
                     self._launcher, self._options.actors, same_python=self._same_python
                 )
-                self._controller = await Controller.start(
-                    self.num_actors, self._launcher, self._options, events=self._events
-                )
-            except BaseException:
+                with self._progress.launch() as launch:
+                    self._running.controller = await Controller.start(
+                        self.num_actors,
+                        self._launcher,
+                        self._options,
+                        events=self._events,
+                        on_progress=launch.tell,
+                    )
+                    launch.note_ready(actor.host for actor in self.actors)
+            except BaseException as error:  # also a cancellation: such a mesh counts as closed
                 self._start_failed = True
+                self._page.on_end(error)
+                await self._page.aclose()
                 raise
+            finally:
+                self._is_starting = False
+        self._page.on_started()
+        self.metrics.on_started()
         return self
 
     def __enter__(self) -> NoReturn:
@@ -248,14 +322,50 @@ class RemoteMesh:
         says to use `async with`.
         """
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._page.on_end(error)
         await self.aclose()
 
+    async def start(self) -> RemoteMesh:
+        """Start the actors outside `async with`, as a notebook does: `mesh = await RemoteMesh(2).start()`.
+
+        End the mesh with `await mesh.aclose()`. A mesh that nothing refers to any more, for example because a
+        cell made another one of the same name, warns and ends by itself.
+
+        Returns:
+            The mesh itself.
+
+        Raises:
+            MeshError: the mesh has been started before, or an actor cannot be started.
+        """
+        return await self.__aenter__()
+
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        running = getattr(self, "_running", None)  # the options may have been wrong
+        if running is not None and not is_ending():  # at its end Python empties modules, also this one
+            running.end_dropped(repr(self))
+            if (page := getattr(self, "_page", None)) is not None:
+                page.abandon()
+            if (metrics := getattr(self, "metrics", None)) is not None:
+                metrics.abandon()
+
     async def aclose(self) -> None:
-        """End the actors; the mesh's arrays cannot be used afterwards. A second call does nothing."""
+        """End the actors; the mesh's arrays cannot be used afterwards. A second call does nothing.
+
+        Loggers get what was logged, within a few seconds; what they have not got then is lost, with a
+        warning.
+        """
         if self._controller is not None:
-            await self.saver.aclose()
-            await self._controller.aclose()
+            try:
+                await self.saver.aclose()
+                await self.metrics.aclose()
+            finally:
+                self.metrics.abandon()
+                self._progress.close()
+                try:
+                    await self._controller.aclose()
+                finally:
+                    await self._page.aclose()
 
     @property
     def is_closed(self) -> bool:
@@ -284,10 +394,30 @@ class RemoteMesh:
         """
         return self._events.subscribe(history=history)
 
-    def _running(self) -> Controller:
-        if self._controller is None:
-            raise MeshError("this mesh has not started; use it inside `async with RemoteMesh(...) as mesh:`")
-        return self._controller
+    @property
+    def page_url(self) -> str | None:
+        """The link to the live page of this run, with its token; None without `page=`, and before and after
+        the mesh runs. Whoever has the link, on this machine, can look at the run and change nothing.
+        """
+        return self._page.url
+
+    def write_page(self, path: str | os.PathLike[str]) -> None:
+        """Write the page of this run, as it is now, to one HTML file that loads nothing; see docs/page.md.
+
+        This also works without `page=`, and when the mesh has failed or is closed: the file then opens with
+        the first cause.
+
+        Args:
+            path: the file. A file that exists is replaced at once, so that no reader sees half of one.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._page.save(path)
+
+    @property
+    def _controller(self) -> Controller | None:
+        return self._running.controller
 
     # ---------------------------------------------------------------- steps
 
@@ -301,7 +431,7 @@ class RemoteMesh:
         donate_argnums: int | Sequence[int] = (),
         static_argnums: int | Sequence[int] = (),
         name: str | None = None,
-        plan: Plan | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
     ) -> DistributedStep:
         """Make a step for this mesh from an ordinary step function.
 
@@ -319,19 +449,30 @@ class RemoteMesh:
                 changed.
             static_argnums: the positions of hashable arguments that are part of the program.
             name: the step's name in logs and errors; None for the name of `fn`.
-            plan: a plan that was made for this function, its arguments and a mesh of this shape, whose
-                schedule and cut take the place of those in the function; None keeps the latter.
+            plan: a plan that was made for this function, its arguments and a mesh of this shape, or the path
+                of its file, whose schedule and cut take the place of those in the function; None keeps the
+                latter.
 
         Returns:
             The step, to be passed to `run` or `submit`.
 
         Raises:
-            PlanError: the plan was made for another step or another mesh. For other arguments, the first call
-                raises it, before anything is sent to an actor.
-            TypeError: `fn` cannot be called.
+            PlanError: the plan was made for another step or another mesh, or its file is damaged. For other
+                arguments, the first call raises it, before anything is sent to an actor.
+            OSError: the file of the plan cannot be read.
+            TypeError: `fn` cannot be called, or `plan` is neither a plan nor a path.
             ValueError: an option names an argument that `fn` does not have.
         """
+        if isinstance(plan, (str, os.PathLike)):
+            plan = Plan.load(plan)
         if plan is not None:
+            if not isinstance(plan, Plan):
+                raise deliberate(
+                    TypeError(
+                        f"plan is {plan!r:.80}; pass what `mesh.plan` or `jaxpp_async.plan` returned, or the "
+                        "path of its file"
+                    )
+                )
             plan.check_mesh(getattr(fn, "__name__", "step"), self.num_actors, self.spmd_mesh)
         options = make_options(
             fn,
@@ -341,7 +482,7 @@ class RemoteMesh:
             static_argnums=static_argnums,
             caller="mesh.distributed",
             schedule=None if plan is None else plan.schedule,
-            check_arguments=None if plan is None else plan.check_arguments,
+            plan=plan,
         )
         step = DistributedStep(self._runner, fn, options)
         step.__name__ = name or step.__name__
@@ -406,6 +547,7 @@ class RemoteMesh:
         memory: int | str | None = None,
         costs: CostModel | None = None,
         microbatches: Sequence[int] | None = None,
+        num_stages: int | None = None,
         batch_argnums: int | Sequence[int] | None = None,
         iterations: int | None = None,
         seed: int = 0,
@@ -413,7 +555,7 @@ class RemoteMesh:
         """Choose the cut, the schedule and the order with which a step is shortest on this mesh.
 
         Nothing is run on the actors, and other steps may run meanwhile. Run the plan with
-        `mesh.distributed(fn, plan=plan)`. See docs/planning.md.
+        `mesh.distributed(fn, plan=plan)`. If the await is cancelled, the planning ends. See docs/planning.md.
 
         Args:
             step: a step that `distributed` has made, with a `pipeline_yield` behind each layer at which it
@@ -423,7 +565,7 @@ class RemoteMesh:
                 None for any.
             costs: the costs of tasks and transfers; None for the mesh's `device_model` if that is a
                 `CostModel` with links, else for those measured in the last steps of this mesh.
-            microbatches, batch_argnums, iterations, seed: as for `jaxpp_async.plan`.
+            microbatches, num_stages, batch_argnums, iterations, seed: as for `jaxpp_async.plan`.
 
         Returns:
             The plan.
@@ -434,32 +576,29 @@ class RemoteMesh:
             UnsupportedError, StageError, ShardingError: the step cannot be compiled.
         """
         with HiddenFrames():
-            options = self._checked(step).options
+            step = self._checked(step)
             recent = [] if costs is not None else [s for s in self._runner.recent if s.kind == "step"]
-            machine = Machine(
-                self.num_actors,
-                spmd_mesh=self.spmd_mesh,
-                device=self._device,
-                axis_types=self._axis_types,
-                axis_rules=self.axis_rules,
-            )
-            known = costs if costs is not None else self._device_model
-            return await asyncio.to_thread(
-                plan_step,
-                step.fn,
-                argument_types(args, options.static_argnums),
-                machine=machine,
-                costs=partial(costs_of, known, [s.timeline() for s in recent]),
+            planning = partial(
+                self._planner.plan,
+                step,
+                argument_types(args, step.options.static_argnums),
+                [s.timeline() for s in recent],
+                costs=costs,
                 memory=memory,
                 microbatches=microbatches,
+                num_stages=num_stages,
                 batch_argnums=batch_argnums,
-                in_shardings=options.in_shardings,
-                out_shardings=options.out_shardings,
-                donate_argnums=options.donate_argnums,
-                static_argnums=options.static_argnums,
                 iterations=iterations,
                 seed=seed,
             )
+            with self._progress.phase(f"planning {step.__name__}") as phase:
+
+                def plan(tell: Callable[[str], None]) -> Plan:
+                    return planning(on_progress=lambda text: (tell(text), phase.update(text)))
+
+                found = await run_in_owned_thread(plan)
+                phase.update("")
+                return found
 
     def last_step_stats(self) -> list[StepStats]:
         """Return how each actor's time was spent in the last finished step, and how much memory its buffers
@@ -493,6 +632,37 @@ class RemoteMesh:
                 "no step has finished on this mesh; a timeline is there after the first `mesh.run`"
             )
         return self._runner.last.timeline()
+
+    @contextlib.asynccontextmanager
+    async def profile(self, folder: str | os.PathLike[str]) -> AsyncIterator[Path]:
+        """Record XLA's profiles of all actors: `async with mesh.profile("profile"):` around some steps.
+
+        The profiles have markers of steps and tasks, and open in xprof and in Perfetto; see docs/timeline.md.
+        The recording ends behind the steps that are under way when the block is left. If an actor dies or is
+        replaced meanwhile, a warning says so, and the profiles of the others are written.
+
+        Args:
+            folder: a new or empty folder. The files are in `actor-0/` and so on below it, or in `inline/`;
+                only this user can read them.
+
+        Yields:
+            The folder, as an absolute path.
+
+        Raises:
+            MeshError: another profile of this mesh is being recorded, the folder has files, JAX's profiler is
+                in use, or no profile could be written.
+        """
+        profiling = self._running().profiling
+        path = await profiling.start(folder)
+        try:
+            yield path
+        except BaseException:
+            try:
+                await profiling.stop()
+            except MeshError as error:  # the error of the block is raised
+                _LOG.warning("%s", error)
+            raise
+        await profiling.stop()
 
     def _checked(self, step: DistributedStep) -> DistributedStep:
         self._running()
@@ -543,6 +713,26 @@ class RemoteMesh:
         """
         with HiddenFrames():
             return await self._values.fetch(tree)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log numbers for a step, such as its loss, and return at once: they are kept in `metrics`, shown on
+        the mesh's page, and given to the loggers in the order of these calls.
+
+        Args:
+            step: the number of the step, from 0.
+            values: a mapping of names to numbers: Python's, numpy's, or arrays without dimensions of numpy,
+                JAX or this mesh. A `RemoteArray` need not be awaited: it is fetched in the background, and
+                may be donated or deleted afterwards.
+
+        Raises:
+            TypeError, ValueError: the step is no whole number, or a value is no single number.
+            ArrayError: an array was donated, deleted, lost to a failure, or belongs to another mesh.
+            MeshError: the mesh has not started.
+            MeshClosedError: the mesh is closed.
+        """
+        with HiddenFrames():
+            self._running()
+            self.metrics.log(step, values)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -606,4 +796,39 @@ class RemoteMesh:
             ActorError: the mesh failed; a note names the checkpoint, which is as it was.
         """
         with HiddenFrames():
-            return await restore(self._running(), self._values, path, like)
+            controller = self._running()
+            with self._progress.phase(f"restoring {shown(path)}"):
+                return await restore(controller, self._values, path, like)
+
+
+class _RunningController:
+    """The controller of a mesh once it has started.
+
+    Steps, arrays and saves hold this and not the mesh, so that a mesh that its user drops can end.
+    """
+
+    controller: Controller | None = None
+
+    def __call__(self) -> Controller:
+        """Return the controller.
+
+        Raises:
+            MeshError: the mesh has not started.
+        """
+        if self.controller is None:
+            raise MeshError(
+                "this mesh has not started; use it inside `async with RemoteMesh(...) as mesh:`, or write "
+                "`mesh = await RemoteMesh(...).start()`"
+            )
+        return self.controller
+
+    def end_dropped(self, name: str) -> None:
+        """End the actors of a mesh that nothing refers to any more, and warn, unless they have ended.
+
+        Args:
+            name: the mesh, for the warning.
+        """
+        if self.controller is None or self.controller.is_closed:
+            return
+        _LOG.warning("%s is dropped while it runs; its actors end. `await mesh.aclose()` ends a mesh", name)
+        self.controller.abandon()

@@ -9,16 +9,16 @@ automatically once this package is installed.
 
 All tests of a session share meshes, since starting actors and compiling take most of the time. The meshes use
 one event loop, so tests that use them run on the session's loop: set `asyncio_default_test_loop_scope =
-"session"`, or mark the tests `@pytest.mark.asyncio(loop_scope="session")`. The plugin needs pytest-asyncio.
+"session"`, or mark the tests `@pytest.mark.asyncio(loop_scope="session")`. The fixture needs
+pytest-asyncio; `assert_close` needs neither that nor pytest.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import pytest_asyncio
 
 if TYPE_CHECKING:
     from jaxpp_async.mesh import RemoteMesh
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 GetMesh: TypeAlias = "Callable[..., Awaitable[RemoteMesh]]"
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def remote_mesh() -> AsyncIterator[GetMesh]:
+async def _remote_mesh() -> AsyncIterator[GetMesh]:
     """A fixture: `await remote_mesh(num_actors, **options)` in a test returns a running `RemoteMesh`. All
     tests of the session share the mesh, and it is closed at the session's end.
 
@@ -54,6 +53,26 @@ async def remote_mesh() -> AsyncIterator[GetMesh]:
     yield get
     for mesh in meshes.values():
         await mesh.aclose()
+
+
+def _no_remote_mesh() -> None:
+    """Fail, because pytest-asyncio is missing."""
+    import pytest
+
+    pytest.fail("the fixture remote_mesh needs pytest-asyncio; install it", pytrace=False)
+
+
+remote_mesh: Any
+if find_spec("pytest_asyncio") is not None:
+    import pytest_asyncio
+
+    remote_mesh = pytest_asyncio.fixture(
+        _remote_mesh, scope="session", loop_scope="session", name="remote_mesh"
+    )
+elif find_spec("pytest") is not None:
+    import pytest
+
+    remote_mesh = pytest.fixture(_no_remote_mesh, name="remote_mesh")
 
 
 def assert_close(actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float | None = None) -> None:

@@ -41,6 +41,7 @@ _CACHE = pathlib.Path(__file__).parents[1] / ".cache" / socket.gethostname() / f
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+os.environ["XDG_STATE_HOME"] = str(_CACHE.parent / "state")  # pages of runs that failed
 jax_config.write_cache_whole()  # files of tests run side by side
 
 
@@ -56,6 +57,7 @@ LONG_FILES = (
     "torture/test_programs.py",
     "integration/test_numerics.py",
     "examples/test_models.py",
+    "examples/test_moe.py",
     "integration/test_failures.py",
     "integration/test_api.py",
     "integration/test_hung_actors.py",

@@ -15,14 +15,14 @@ PACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
 def test_a_module_is_one_idea_of_a_size_that_can_be_read():
     sizes = {module.name: module.num_code_lines for module in layout.modules()}
-    assert len(sizes) <= 200  # 170 and those of planning/
+    assert len(sizes) <= 290  # 170 and those of planning/, commands/, view/ and page/
     assert {name: size for name, size in sizes.items() if size > 500} == {}
     assert sum(size < 50 for size in sizes.values()) <= 40
 
 
 def test_the_top_level_shows_what_users_hold_and_packages():
     files = {path.stem for path in PACKAGE.glob("*.py")}
-    assert files == {"__init__", "__main__", "mesh", "cli", "errors", "testing"}
+    assert files == {"__init__", "__main__", "mesh", "errors", "testing"}
     assert {"actors", "transport"} <= PACKAGES
 
 
@@ -36,6 +36,10 @@ def test_every_module_is_imported_by_a_test():
 
 def test_docstrings_open_with_a_sentence():
     assert layout.badly_opened_docstrings() == []
+
+
+def test_sentences_of_docstrings_say_what_they_are_about():
+    assert layout.badly_begun_sentences() == []
 
 
 def test_import_rules_stay_short_enough_to_be_read():
@@ -53,7 +57,7 @@ def test_lines_fit_on_a_screen():
 
 
 def test_the_map_is_short_and_names_every_package():
-    assert layout.num_architecture_lines() <= 160
+    assert layout.num_architecture_lines() <= 195
     assert [package for package in sorted(PACKAGES) if f"`{package}/`" not in MAP] == []
 
 
@@ -86,6 +90,22 @@ def test_an_opening_that_is_no_sentence_is_found(monkeypatch, docstring, is_bad)
     module = layout.Module(PACKAGE.relative_to(ROOT) / "x.py", f'"""{docstring}"""\n')
     monkeypatch.setattr(layout, "all_files", lambda: [module])
     assert bool(layout.badly_opened_docstrings()) == is_bad
+
+
+@pytest.mark.parametrize(
+    ("docstring", "is_bad"),
+    [
+        ("Return the plan. It can be saved.", True),
+        ("Return the plan.\n\n    What is saved can be loaded.", True),
+        ("Return the plan!\n    They are few.", True),
+        ("Return the plan, since it is small. Its size is bounded: it never grows.", False),
+        ("Return texts.\n\n    Returns:\n        What was wrong.", False),  # no sentence
+    ],
+)
+def test_a_sentence_that_begins_with_a_pronoun_is_found(monkeypatch, docstring, is_bad):
+    module = layout.Module(PACKAGE.relative_to(ROOT) / "x.py", f'"""{docstring}"""\n')
+    monkeypatch.setattr(layout, "all_files", lambda: [module])
+    assert bool(layout.badly_begun_sentences()) == is_bad
 
 
 def test_lines_of_code_are_counted_without_comments_and_docstrings():

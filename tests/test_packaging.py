@@ -13,10 +13,15 @@ from flit_core import buildapi
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_wheel_has_types_for_those_who_install_it(tmp_path, monkeypatch):
+def test_the_wheel_has_types_and_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     wheel = zipfile.ZipFile(tmp_path / buildapi.build_wheel(str(tmp_path)))
-    assert {"jaxpp_async/py.typed", "jaxpp_async/__init__.py"} <= set(wheel.namelist())
+    names = set(wheel.namelist())
+    assert {"jaxpp_async/py.typed", "jaxpp_async/__init__.py"} <= names
+    assert {"jaxpp_async/view/drawing.js", "jaxpp_async/view/drawing.css"} <= names
+    assert {"jaxpp_async/page/page.js", "jaxpp_async/page/page.css"} <= names
+    (entry_points,) = (name for name in names if name.endswith("/entry_points.txt"))
+    assert "jaxpp-async=jaxpp_async.__main__:app" in wheel.read(entry_points).decode().splitlines()
 
 
 WORKS, FAILS = "echo $0", "exit 127"  # as a command of pyenv's fails whose version is not switched on

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
-from jaxpp_async.planning.devices import find_device
 from paper.compiled import CompiledPrograms, Configuration, compile_configuration, step_s
-from paper.costs import DEVICE, Constants
+from paper.costs import Constants, machine_of
 from paper.models import GPT3
 from paper.predictions import MATMUL_ROW
 from paper.rows import read_rows
@@ -29,7 +28,7 @@ ACCUMULATION = (8, 16, 32, 64)
 DISPATCH_RANGE_S = (0.0, 0.3e-3, 0.5e-3, 1e-3)
 """The other costs of dispatching a task for which the best configuration is found."""
 
-MEMORY_BYTES = find_device(DEVICE).memory_bytes or 0
+MEMORY_BYTES = machine_of(1, 1).memory or 0
 """The bytes of memory of a GPU."""
 
 

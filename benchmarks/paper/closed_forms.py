@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paper.costs import SUM_PASSES, Constants
+from paper.costs import DATA, MODEL, SUM_PASSES, Constants
 from paper.models import MODELS, ModelShape
 from paper.rows import FSDP, GPUS_PER_NODE, NEMO, SPMD, Row
 
@@ -65,7 +65,7 @@ def head_flops(shape: ModelShape, sequences: int) -> Flops:
 def exchange_s(shape: ModelShape, constants: Constants, sequences: int, devices: int) -> float:
     """Return the seconds of one exchange of the activations between layers, among GPUs of a node."""
     size = WEIGHT_BYTES * sequences * shape.seq_len * shape.dim
-    return constants.exchange_s("all-gather", devices, size, in_node=True)
+    return constants.exchange_s("all-gather", MODEL, devices, size)
 
 
 def update_s(constants: Constants, parameters: float) -> float:
@@ -77,7 +77,7 @@ def replicas_s(constants: Constants, parameters: float, replicas: int) -> float:
     """Return the seconds of the sum over replicas of the gradients of a GPU's parameters."""
     if replicas == 1:
         return 0.0
-    return constants.exchange_s("all-reduce", replicas, WEIGHT_BYTES * parameters, in_node=False)
+    return constants.exchange_s("all-reduce", DATA, replicas, WEIGHT_BYTES * parameters)
 
 
 def passes_s(constants: Constants, parameters: float, passes: int, itemsize: int = WEIGHT_BYTES) -> float:
@@ -101,7 +101,7 @@ def fsdp_traffic_s(shape: ModelShape, constants: Constants, shards: int) -> floa
     All parameters are gathered for the forward and for the backward, and all gradients reduced and scattered.
     The ring passes all GPUs of a node, whose ports share the bytes between nodes.
     """
-    rate = min(constants.node_link_bytes_per_s, GPUS_PER_NODE * constants.network_bytes_per_s)
+    rate = min(constants.link_bytes_per_s(MODEL), GPUS_PER_NODE * constants.link_bytes_per_s(DATA))
     return 3 * WEIGHT_BYTES * shape.num_parameters * (shards - 1) / shards / rate
 
 
@@ -148,7 +148,7 @@ def spmd_pipeline_s(row: Row, constants: Constants) -> float:
     exchanges = waits * exchange_s(shape, constants, row.microbatch, row.tensor)
     own = shape.num_parameters / row.pipeline / row.tensor
     sent = WEIGHT_BYTES * row.microbatch * shape.seq_len * shape.dim
-    passing = 2 * sent / constants.network_bytes_per_s
+    passing = 2 * sent / constants.link_bytes_per_s(DATA)
     summing = passes_s(constants, own, SUM_PASSES + STACK_PASSES)
     round_s = layers * (products + exchanges) + summing + passing
     step = (

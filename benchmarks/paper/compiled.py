@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpp_async.compiler.pipeline import CompilePlan
-from jaxpp_async.planning.machine import BETWEEN_HOSTS, Machine, compile_for
+from jaxpp_async.planning.machine import Machine, compile_for
 from jaxpp_async.planning.memory import RECEIVE_BUFFERS, SENDS, device_aval, memory_needs
 from jaxpp_async.planning.simulation import Simulation, simulate
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import BufferId, Delete, Run, buffers_made
 from jaxpp_async.program.work import TaskWork
 from jaxpp_async.schedules import Interleaved1F1B
-from paper.costs import DEVICE, NETWORK, Constants, cost_model
+from paper.costs import Constants, cost_model, machine_of
 from paper.models import MODELS, ModelShape, stage_layers, training_step
 from paper.rows import GPUS_PER_NODE, JAXPP, Row
 
@@ -43,8 +43,8 @@ class Configuration:
     replicas: int = 1
 
     @property
-    def axes(self) -> dict[str, int]:
-        return {"data": self.replicas, "model": GPUS_PER_NODE}
+    def machine(self) -> Machine:
+        return machine_of(self.actors, self.replicas)
 
     @property
     def nodes(self) -> int:
@@ -78,6 +78,16 @@ class CompiledPrograms:
         """The programs, as `simulate` looks for them."""
         return self
 
+    @property
+    def cut(self) -> None:
+        """No cut: the constants say how long the layers take, and no measured stage corrects them."""
+
+    cut_choice = ""
+    """Nobody chose a cut that advice could speak of."""
+
+    def find_cut(self) -> None:
+        """Return no cut."""
+
 
 def compile_configuration(
     configuration: Configuration, models: Mapping[str, ModelShape] = MODELS
@@ -92,14 +102,13 @@ def compile_configuration(
     layers = stage_layers(shape.num_layers, c.actors, c.repeat)
     schedule = Interleaved1F1B(c.actors * c.repeat)
     step = training_step(shape, layers, schedule, c.microbatches, c.microbatch, c.replicas)
-    machine = Machine(c.actors, c.axes, DEVICE, {BETWEEN_HOSTS: NETWORK})
-    planned = compile_for(machine, step.fn, step.args, in_shardings=step.in_shardings, donate_argnums=0)
+    planned = compile_for(c.machine, step.fn, step.args, in_shardings=step.in_shardings, donate_argnums=0)
     compiled: CompilePlan = planned.compiled
     extra = [
         needs.row(SENDS).size_bytes + needs.row(RECEIVE_BUFFERS).size_bytes
-        for needs in memory_needs(planned, machine)
+        for needs in memory_needs(planned, c.machine)
     ]
-    held = [held_bytes(program, c.axes) for program in compiled.programs]
+    held = [held_bytes(program, c.machine.spmd_mesh) for program in compiled.programs]
     most = max(map(sum, zip(held, extra, strict=True)))
     temporaries = temporary_bytes(shape, c.microbatch, GPUS_PER_NODE)
     return CompiledPrograms(c, tuple(compiled.programs), planned.works, most + temporaries)
@@ -156,7 +165,7 @@ def simulate_configuration(step: CompiledPrograms, constants: Constants) -> Simu
         step: the compiled configuration.
         constants: the constants of the prediction.
     """
-    return simulate(step, cost_model(constants, step, step.configuration.axes), draws=1)
+    return simulate(step, cost_model(constants, step, step.configuration.machine), draws=1)
 
 
 def step_s(step: CompiledPrograms, constants: Constants) -> float:

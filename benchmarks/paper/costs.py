@@ -8,17 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+from msgspec import structs
+
 from jaxpp_async.compiler.pipeline import CompilePlan
-from jaxpp_async.planning.cost_model import DEVICES, CostModel
-from jaxpp_async.planning.devices import find_device, find_link
+from jaxpp_async.planning.cost_model import CostModel
+from jaxpp_async.planning.devices import BETWEEN_DEVICES, BETWEEN_HOSTS, SAME_HOST
+from jaxpp_async.planning.machine import Machine
 from jaxpp_async.planning.memory import device_aval
-from jaxpp_async.planning.samples import LinkCost, Samples
+from jaxpp_async.planning.samples import Samples
 from jaxpp_async.program.instructions import Run
 from jaxpp_async.program.work import Collective, TaskWork
+from paper.rows import GPUS_PER_NODE
 
-DEVICE, NODE_LINK, NETWORK = "h100-sxm", "nvlink4", "infiniband-ndr"
+DATA, MODEL = "data", "model"
+"""The mesh axes of an actor: replicas, each on a node of its own, and the GPUs of a node."""
+
+
+def machine_of(actors: int, replicas: int) -> Machine:
+    """Return a machine of H100 nodes, one for each actor and replica."""
+    axes = {DATA: replicas, MODEL: GPUS_PER_NODE}
+    return Machine(actors, axes, "h100-sxm", {BETWEEN_HOSTS: "infiniband-ndr"})
+
 
 SUM_PASSES = 3
 """How often a sum of gradients crosses the memory for a microbatch: the sum and the new gradient are read,
@@ -57,44 +70,45 @@ class Constants:
     network: float = 0.92
     dispatch_s: float = 0.65e-3
 
+    def costs_on(self, machine: Machine) -> CostModel:
+        """Return the costs of single GPUs and links of a machine."""
+        return CostModel.for_machine(
+            machine,
+            matmul=self.matmul,
+            memory=self.memory,
+            links={BETWEEN_DEVICES: self.node_link, SAME_HOST: self.node_link, BETWEEN_HOSTS: self.network},
+            dispatch_s=self.dispatch_s,
+        )
+
+    @cached_property
+    def _costs(self) -> CostModel:
+        return self.costs_on(machine_of(1, 2))
+
     @property
     def flops_per_s(self) -> float:
         """The floating-point operations a second of one GPU."""
-        return self.matmul * (find_device(DEVICE).bf16_flops_per_s or 0.0)
+        assert self._costs.formula is not None
+        return self._costs.formula.flops_per_s or 0.0
 
     @property
     def bytes_per_s(self) -> float:
         """The bytes a second that one GPU reads and writes."""
-        return self.memory * (find_device(DEVICE).memory_bytes_per_s or 0.0)
+        assert self._costs.formula is not None
+        return self._costs.formula.bytes_per_s or 0.0
 
-    @property
-    def node_link_bytes_per_s(self) -> float:
-        """The bytes a second that one GPU sends to others of its node."""
-        return self.node_link * find_link(NODE_LINK).bytes_per_s
+    def link_bytes_per_s(self, axis: str) -> float:
+        """Return the bytes a second that one GPU sends along a mesh axis, `DATA` or `MODEL`."""
+        return self._costs.axes[axis].bytes_per_s or 0.0
 
-    @property
-    def network_bytes_per_s(self) -> float:
-        """The bytes a second that one GPU sends to other nodes."""
-        return self.network * find_link(NETWORK).bytes_per_s
+    def exchange_s(self, kind: str, axis: str, devices: int, size_bytes: float) -> float:
+        """Return the seconds of an exchange of some devices along a mesh axis; the arguments are those of
+        `Collective`."""
+        return self._costs.exchange_s(Collective(kind, ((axis, devices),), size_bytes))
 
     def straggling_factor(self, nodes: int) -> float:
         """Return by which factor stragglers lengthen a step on some nodes."""
         doublings = max(0, (nodes // LARGE_NODES).bit_length() - 1)
         return (1 + self.straggling) ** doublings
-
-    def exchange_s(self, kind: str, devices: int, size_bytes: float, *, in_node: bool) -> float:
-        """Return the seconds of an exchange in a ring of devices.
-
-        Args:
-            kind: as in `Collective`. An all-reduce is a reduce-scatter and an all-gather.
-            devices: the number of devices in the ring.
-            size_bytes: the bytes of the whole array, before a reduce-scatter or after an all-gather.
-            in_node: whether all devices are in one node.
-        """
-        link = find_link(NODE_LINK if in_node else NETWORK)
-        rate = self.node_link_bytes_per_s if in_node else self.network_bytes_per_s
-        once = (devices - 1) * ((link.latency_s or 0.0) + size_bytes / devices / rate)
-        return 2 * once if kind == "all-reduce" else once
 
 
 class Step(Protocol):
@@ -105,24 +119,6 @@ class Step(Protocol):
 
     @property
     def works(self) -> Sequence[TaskWork]: ...
-
-
-def task_s(constants: Constants, work: TaskWork, sum_bytes: float, *, in_node: bool) -> float:
-    """Return the seconds that a task takes.
-
-    Args:
-        constants: the constants.
-        work: the counted work of the task, for one device.
-        sum_bytes: the bytes of the sums of gradients that the task adds to, on one device.
-        in_node: whether the task's exchanges are among devices of one node.
-    """
-    computing = max(work.flops / constants.flops_per_s, work.size_bytes / constants.bytes_per_s)
-    summing = SUM_PASSES * sum_bytes / constants.bytes_per_s
-    exchanges = exposed_exchanges(work.collectives) if in_node else work.collectives
-    exchanging = sum(
-        constants.exchange_s(c.kind, c.devices, c.size_bytes, in_node=in_node) for c in exchanges
-    )
-    return computing + summing + exchanging
 
 
 def exposed_exchanges(collectives: Sequence[Collective]) -> list[Collective]:
@@ -145,44 +141,27 @@ def exposed_exchanges(collectives: Sequence[Collective]) -> list[Collective]:
     return [*gathers[hidden:], *scatters[hidden:], *others]
 
 
-def cost_model(constants: Constants, step: Step, axes: dict[str, int]) -> CostModel:
+def cost_model(constants: Constants, step: Step, machine: Machine) -> CostModel:
     """Return the costs of a compiled step on nodes of H100 GPUs.
 
-    Tasks of the loop exchange only along `"model"`, inside a node. Tasks outside the loop add up gradients
-    along `"data"`, between nodes.
+    A task of the loop takes what its work takes, without the exchanges that it hides, and the time in which
+    its sums of gradients cross the memory.
 
     Args:
         constants: the constants.
         step: the step.
-        axes: the devices of an actor along each mesh axis, `"data"` and `"model"`.
+        machine: the machine that the step was compiled for.
     """
-    per_actor = axes["data"] * axes["model"]
-    costs = CostModel.from_device(
-        DEVICE,
-        network=NETWORK,
-        devices_per_actor=per_actor,
-        matmul=constants.matmul,
-        memory=constants.memory,
-        links=constants.network,
-        dispatch_s=constants.dispatch_s,
-    )
+    costs = constants.costs_on(machine)
     tasks: dict[str, Samples] = {}
     for program in step.compiled.programs:
         for run in program.instructions:
             if not isinstance(run, Run) or (key := step.works[run.executable].key) in tasks:
                 continue
-            outside = run.label.startswith("outer")
-            sums = [] if outside else [program.avals[run.inputs[k]] for k in run.donated]
-            sum_bytes = sum(device_aval(aval, axes).size_bytes for aval in sums)
-            seconds = task_s(constants, step.works[run.executable], sum_bytes, in_node=not outside)
-            tasks[key] = Samples((seconds,))
-    node_link = LinkCost(Samples((find_link(NODE_LINK).latency_s or 0.0,)), constants.node_link_bytes_per_s)
-    return CostModel(
-        tasks=tasks,
-        formula=costs.formula,
-        links={**costs.links, DEVICES: node_link},
-        actors_per_host=1,
-        dispatch=costs.dispatch,
-        wake=costs.wake,
-        assumed=costs.assumed,
-    )
+            work, sum_bytes = step.works[run.executable], 0
+            if not run.label.startswith("outer"):
+                work = structs.replace(work, collectives=tuple(exposed_exchanges(work.collectives)))
+                sums = [program.avals[run.inputs[k]] for k in run.donated]
+                sum_bytes = sum(device_aval(aval, machine.spmd_mesh).size_bytes for aval in sums)
+            tasks[key] = Samples((costs.task_s(work) + SUM_PASSES * sum_bytes / constants.bytes_per_s,))
+    return structs.replace(costs, tasks=tasks)

@@ -1,4 +1,4 @@
-"""Read files as byte arrays and cut them into batches, the same ones in every run. It needs numpy alone."""
+"""Read files as byte arrays and cut them into batches, the same ones in every run, with numpy alone."""
 
 from __future__ import annotations
 

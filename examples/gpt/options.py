@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 TWO_STAGES = ("Interleaved1F1B", "LoopedBFS", "ZeroBubbleV", "DualPipeV", "VHalf", "VMin")
@@ -47,8 +48,10 @@ class Options:
     save_every: int = 0  # 0: at the end only.
     resume: bool = False
     max_restarts: int = 0
+    page: bool = False
     trace: Path | None = None
     trace_step: int = 0  # 0: the last TRACED_STEPS.
+    tensorboard: Path | None = None
 
     @property
     def num_stages(self) -> int:
@@ -65,7 +68,7 @@ class Options:
         return self.batch_size * self.seq_len
 
     def is_traced(self, step_number: int) -> bool:
-        """Whether a step, counted from 1, is in the file that `--trace` names."""
+        """Whether a step, counted from 1 as in the lines of progress, is in the file that `--trace` names."""
         if self.trace is None:
             return False
         return step_number == self.trace_step if self.trace_step else step_number > self.steps - TRACED_STEPS
@@ -95,9 +98,11 @@ _HELP = {
     "save_every": "also save after every SAVE_EVERY steps, while training goes on",
     "max_restarts": "replace actors that died and go on with the same numbers, so many times in ten minutes",
     "trace": f"write what every actor did in the last {TRACED_STEPS} steps, as a trace for ui.perfetto.dev",
-    "trace_step": f"the one step to trace, counted from 1, instead of the last {TRACED_STEPS}",
+    "tensorboard": "write loss and tokens/s of each step into this folder, for tensorboard --logdir",
+    "trace_step": f"the one step to trace instead of the last {TRACED_STEPS}, counted from 1 as in the lines "
+    "of progress",
 }
-_FOLDERS = ("dump_passes", "checkpoint_dir")
+_FOLDERS = ("dump_passes", "checkpoint_dir", "tensorboard")
 _FILES = ("data", "trace")
 _AT_LEAST_ZERO = ("seed", "verify", "max_restarts")
 
@@ -139,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
         "--resume",
         action="store_true",
         help="go on from the newest checkpoint in --checkpoint-dir, if there is one",
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="show the run on a page in your browser while it goes on"
     )
     parser.add_argument(
         "--tie-embedding", action="store_true", help="use the embedding as output projection too"
@@ -195,6 +203,14 @@ def check(options: Options) -> None:
         (
             o.trace is None or (o.trace.parent.is_dir() and not o.trace.is_dir()),
             f"--trace {o.trace} cannot be written; name a file in a folder that there is",
+        ),
+        (
+            o.tensorboard is None or not o.tensorboard.exists() or o.tensorboard.is_dir(),
+            f"--tensorboard {o.tensorboard} is a file; name a folder",
+        ),
+        (
+            o.tensorboard is None or find_spec("tensorboardX") is not None,
+            f"--tensorboard {o.tensorboard} needs the package tensorboardX: pip install tensorboardX",
         ),
         (o.trace is not None or not o.trace_step, f"--trace-step {o.trace_step} needs --trace FILE"),
         (o.trace_step <= o.steps, f"--trace-step {o.trace_step} is more than --steps {o.steps}"),

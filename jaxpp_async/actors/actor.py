@@ -22,15 +22,17 @@ import jax
 
 from jaxpp_async.actors.array_store import ArrayStore, StoredArray, wait_all
 from jaxpp_async.actors.cuda import CudaDevices, open_cuda
+from jaxpp_async.actors.device_step_run import DeviceStepRun
 from jaxpp_async.actors.execution_plan import BindInput, ExecutionPlan, PostRecv, StartSend
 from jaxpp_async.actors.jax_runtime import reserve_port
 from jaxpp_async.actors.loaded_program import LoadedProgram, load_program
 from jaxpp_async.actors.process_group import DroppedStep, TaskCount, catch_up
+from jaxpp_async.actors.profiling import ProfileRequests
 from jaxpp_async.actors.server import Handler, SendMessage, failed_reply, handlers_of, handles
 from jaxpp_async.actors.setup import ActorResources, make_resources
 from jaxpp_async.actors.shards import count_memory
 from jaxpp_async.actors.step_queue import StepQueue
-from jaxpp_async.actors.step_run import DeviceStepRun, StepEnd, StepRun
+from jaxpp_async.actors.step_run import StepEnd, StepRun
 from jaxpp_async.base.descriptors import num_descriptors
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
 from jaxpp_async.layout.state_replicas import ReplicaStore
@@ -101,7 +103,9 @@ class Actor:
             complete=self._complete_step,
             send=send,
         )
-        self._handlers = handlers_of(self)  # those of other components follow when they are made
+        self._profile_requests = ProfileRequests(self._workers)
+        # those of other components follow when they are made
+        self._handlers = handlers_of(self) | handlers_of(self._profile_requests)
         self._closed = False
 
     def handle(self, message: m.Message, number: int) -> None:
@@ -145,6 +149,7 @@ class Actor:
         self._closed = True
         self._shared_cache.close()
         self._steps.close()
+        await self._profile_requests.aclose()
         if self._resources_or_none is not None:
             self._resources_or_none.checkpoints.stop_all()
         await self._tasks.aclose()
@@ -252,9 +257,14 @@ class Actor:
             step_resources.pool,
             self._workers,
             self._process_rank,
+            partial(self._report_compiled, message.program_id),
         )
         self._programs[message.program_id] = program
         return reply
+
+    def _report_compiled(self, program_id: int, done: int, total: int, cached: int) -> None:
+        if not self._closed:
+            self._send(m.CompileProgress(program_id, done, total, cached))
 
     @handles(m.Abort)
     def _abort(self, message: m.Abort) -> Coroutine[Any, Any, m.Done]:

@@ -270,27 +270,34 @@ def _read_and_place(message: m.ReadFile, layouts: Layouts) -> list[jax.Array]:
     ]
     whole = iter(tensor_files.read(os.fsdecode(message.path), wanted)) if wanted else iter(())
     placing = [layouts.of(part.aval) for part in message.parts]
+    pieces = [piece for part in message.parts for piece in _pieces(part)]
+    read_one = tensor_files.read_shared([(path, wanted) for path, _, wanted in pieces])
     hosts = [
-        _read_pieces(part, layout) if part.pieces else next(whole)
+        _read_pieces(part, layout, read_one) if part.pieces else next(whole)
         for part, layout in zip(message.parts, placing, strict=True)
     ]
     return [place(host, layout) for host, layout in zip(hosts, placing, strict=True)]
 
 
-def _read_pieces(part: m.FilePart, layout: Layout) -> np.ndarray:
-    """Read those pieces of an array that this process needs; the array was saved in several pieces.
+def _read_pieces(part: m.FilePart, layout: Layout, read_one: tensor_files.ReadOne) -> np.ndarray:
+    """Read those pieces of an array that this process needs; the array is stored in pieces.
 
     Args:
         part: the array, and the file and the position of each piece.
         layout: the distribution of the array over this process's devices.
+        read_one: a function that reads one piece.
 
     Returns:
         A host array of the whole array's shape. Pieces that overlap no shard of this process are not read,
         and are zero in the array.
     """
-    aval = part.aval
-    pieces = [
-        (os.fsdecode(p.path), p.start, tensor_files.WantedArray(p.name, aval.dtype, p.shape, p.sha256))
+    aval, needed = part.aval, [shard.part.index for shard in layout.shards]
+    return tensor_files.read_pieces(aval.shape, aval.dtype, _pieces(part), needed, read_one)
+
+
+def _pieces(part: m.FilePart) -> list[tuple[str, tuple[int, ...], tensor_files.WantedArray]]:
+    """Return the path, the position and the description of each piece of an array."""
+    return [
+        (os.fsdecode(p.path), p.start, tensor_files.WantedArray(p.name, part.aval.dtype, p.shape, p.sha256))
         for p in part.pieces
     ]
-    return tensor_files.read_pieces(aval.shape, aval.dtype, pieces, [s.part.index for s in layout.shards])

@@ -33,6 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_async.actors.jax_runtime import Devices
 from jaxpp_async.actors.shards import Layout
 from jaxpp_async.jax_bridge import jax_config
+from jaxpp_async.jax_bridge.compilation_cache import cache_hits
 from jaxpp_async.markers import nonfinite
 
 ContentKey = str
@@ -60,6 +61,7 @@ class Executable:
         has_loop: whether the task contains a loop, so that its time may vary much from call to call.
         places: the operations that the executable checks for NaNs and infinities, or None if it checks none.
             If it checks any, `call` returns a pair of the results and the findings.
+        is_cached: whether XLA did not compile the task, since JAX's compilation cache had it.
     """
 
     call: Callable[..., Sequence[jax.Array]]
@@ -68,6 +70,7 @@ class Executable:
     outputs: tuple[Signature, ...]
     has_loop: bool = False
     places: tuple[str, ...] | None = None
+    is_cached: bool = False
 
 
 class Executables:
@@ -89,12 +92,16 @@ class Executables:
         a program needs them."""
         self._blobs.update(blobs)
 
-    async def load(self, keys: Iterable[ExecutableKey]) -> float:
+    async def load(
+        self, keys: Iterable[ExecutableKey], on_compiled: Callable[[int, int, int], None] = lambda *_: None
+    ) -> float:
         """Compile those of the given tasks that are not compiled yet, several at a time.
 
         Args:
             keys: for each task: its content key (a hash of its bytes), and the positions of its donated
                 arguments.
+            on_compiled: called at the beginning and whenever one is compiled, with how many are, how many
+                have to be, and how many came from JAX's compilation cache.
 
         Returns:
             The time in seconds that this took.
@@ -104,9 +111,19 @@ class Executables:
         """
         start = time.monotonic()
         wanted = dict.fromkeys(keys)
-        for key in wanted:
-            if key not in self._compiled:
-                self._compiled[key] = self._compile(key)
+        new = [key for key in wanted if key not in self._compiled]
+        done: list[Executable] = []
+
+        def note(future: asyncio.Future[Executable]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                done.append(future.result())
+                on_compiled(len(done), len(new), sum(executable.is_cached for executable in done))
+
+        if new:
+            on_compiled(0, len(new), 0)
+        for key in new:
+            self._compiled[key] = self._compile(key)
+            self._compiled[key].add_done_callback(note)
         await asyncio.gather(*(asyncio.shield(self._compiled[key]) for key in wanted))
         return time.monotonic() - start
 
@@ -151,7 +168,8 @@ def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Exe
     results = jax.tree.unflatten(exported.out_tree, exported.out_shardings_jax(devices.mesh))
     with _without_donation_warnings():
         lowered = jax.jit(exported.call, donate_argnums=donated, out_shardings=results).lower(*arguments)
-    compiled = lowered.compile(compiler_options=_compiler_options(devices))
+    with cache_hits() as hits:
+        compiled = lowered.compile(compiler_options=_compiler_options(devices))
     analysis = compiled.memory_analysis()
     places = _places(exported.out_tree)
     outputs = _signatures(exported.out_avals, jax.tree.leaves(compiled.output_shardings))
@@ -162,6 +180,7 @@ def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Exe
         outputs=outputs if places is None else outputs[:-1],
         has_loop=_LOOP in blob,
         places=places,
+        is_cached=len(hits) > 0,
     )
 
 

@@ -205,7 +205,7 @@ def _make_mesh(configure: Configure) -> Mesh:
             raise
         raise MeshError(
             f"JAX finds no GPU here ({error}); is the driver loaded, and JAX's CUDA plugin installed? If "
-            f"not: {cuda_install()}. `python -m jaxpp_async doctor --platform cuda` there says what is "
+            f"not: {cuda_install()}. `jaxpp-async doctor --platform cuda` there says what is "
             "missing; without GPUs, use platform='cpu'"
         ) from error
     if len(devices) < needed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array as packed
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -64,10 +64,10 @@ class LoadedTask:
             argument of the step.
     """
 
-    __slots__ = ("_call", "_check_infs", "_explain")
+    __slots__ = ("_call", "_check_infs", "_explain", "label")
 
     def __init__(self, executable: Executable, label: str, names: Sequence[str | None]):
-        self._call, self._explain = executable.call, None
+        self.label, self._call, self._explain = label, executable.call, None
         if executable.places is not None:
             self._call = checked = executables.SelfChecked(executable.call, executable.places, names)
             self._explain = checked.explain
@@ -243,8 +243,8 @@ def _group_runs(runs: Mapping[int, Execute], never_quick: Container[int]) -> dic
 
     Args:
         runs: the commands of all `Run` instructions, by the instruction's index.
-        never_quick: the indices of the `Run` instructions that never count as quick. They are left out of the
-            result.
+        never_quick: the indices of the `Run` instructions that never count as quick, which are left out of
+            the result.
 
     Returns:
         A dictionary. Its keys are the indices of the `Run` instructions; its values are the estimating
@@ -270,6 +270,7 @@ async def load_program(
     pool: ReceivePool,
     workers: ThreadPoolExecutor,
     process_rank: ProcessRank,
+    on_compiled: Callable[[int, int, int], None] = lambda *_: None,
 ) -> tuple[LoadedProgram, Loaded]:
     """Prepare a program so that its first step has nothing to compile or allocate.
 
@@ -280,6 +281,7 @@ async def load_program(
         pool: the source of receive buffers.
         workers: threads for planning.
         process_rank: the number of this process, and its rank in its actor.
+        on_compiled: see `Executables.load`.
 
     Returns:
         The program, and the reply to the controller.
@@ -295,7 +297,8 @@ async def load_program(
     for run in runs:
         if run.executable not in message.executables:
             raise ValueError(f"{plan.text(run.instruction)}: the program came without this executable")
-    compile_s = await executables.load((message.executables[run.executable], run.donated) for run in runs)
+    keys = [(message.executables[run.executable], run.donated) for run in runs]
+    compile_s = await executables.load(keys, on_compiled)
     of_run: dict[int, Executable] = {}
     temp_bytes = dict.fromkeys(message.executables, 0)
     checked: set[tuple[Any, ...]] = set()

@@ -70,7 +70,7 @@ class SendMessage(Protocol):
 
 
 Handler: TypeAlias = Callable[[Any], m.Reply | Coroutine[Any, Any, m.Reply]]
-"""A function that carries out a request. It returns the reply, or a coroutine that does the rest of the work
+"""A function that carries out a request, and returns the reply or a coroutine that does the rest of the work
 and returns the reply.
 """
 

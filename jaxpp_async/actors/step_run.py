@@ -5,10 +5,8 @@ Everything runs on the event loop without blocking it, except that long tasks ru
 an operation completes, a callback reports this to the executor. The executor returns the next commands, and
 these are carried out immediately. A step is one object; no instruction needs an asyncio task or a future.
 
-`StepRun` is for devices that have computed the results when a call returns. `DeviceStepRun` is for devices
-that compute after a call has returned (`StepResources.device_work`). There, a task counts as finished only
-when the device reports that it has computed the results. Sends therefore start only when the value is
-available, and memory is freed or overwritten only when no work on the device reads it any more, as on CPUs.
+`StepRun` is for devices that have computed the results when a call returns; for other devices see
+`device_step_run`.
 """
 
 from __future__ import annotations
@@ -20,13 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TypeAlias
 
 import jax
 
 from jaxpp_async.actors.array_store import StoredArray
-from jaxpp_async.actors.cuda import DeviceWork, OnReached
 from jaxpp_async.actors.execution_plan import (
     BindInput,
     BufferKey,
@@ -40,9 +37,10 @@ from jaxpp_async.actors.execution_plan import (
 )
 from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.loaded_program import LoadedProgram
+from jaxpp_async.actors.profiling import step_markers
 from jaxpp_async.actors.receive_buffers import ReceiveBuffer
 from jaxpp_async.actors.setup import StepResources
-from jaxpp_async.actors.shards import Layout, device_memories, duplicate, is_ready, send_memories
+from jaxpp_async.actors.shards import Layout, duplicate, send_memories
 from jaxpp_async.base.printable import ErrorInWords, in_words
 from jaxpp_async.base.spinning import sleep_until
 from jaxpp_async.errors import TransferError
@@ -108,9 +106,12 @@ class StepRun:
         self.message = message
         # Where actors share devices, a task may have to wait for its turn, and the event loop must not be
         # blocked. On devices that compute after a call has returned, no task is over when its call returns.
-        self._quick = (
-            program.quick if resources.device_lock is None and resources.device_work is None else frozenset()
+        self._markers = step_markers(message.step, program.plan.program.actor)
+        # While a profile is recorded, all tasks run on the compute thread, inside the step's marker.
+        runs_on_loop = (
+            resources.device_lock is None and resources.device_work is None and self._markers is None
         )
+        self._quick = program.quick if runs_on_loop else frozenset()
         self.executor = Executor(program.plan, alone=self._quick)
         self.program, self._resources, self._on_end = program, resources, on_end
         self._bound, self._results = bound, results
@@ -146,6 +147,8 @@ class StepRun:
     def start(self) -> None:
         """Start the step: assign the available arguments to buffers, and carry out the first commands."""
         self._started_s = time.monotonic()
+        if self._markers is not None:
+            self._markers.begin(self._resources.compute.submit)
         self._carry_out(self.executor.start(self._bind_present()))
 
     def fail(self, error: BaseException, instruction: int | None = None) -> None:
@@ -161,11 +164,16 @@ class StepRun:
             return
         text = self.executor.position() if instruction is None else self.program.plan.text(instruction)
         self.ended = True
+        self._end_markers()
         self._resources.transport.hurry(False)
         words = in_words(error)
         for entry in self._results.values():
             entry.fail(words)
         self._on_end(self, StepFailure(words, text))
+
+    def _end_markers(self) -> None:
+        if self._markers is not None:
+            self._markers.end(self._resources.compute.submit)
 
     # ------------------------------------------------------------ commands
 
@@ -396,6 +404,7 @@ class StepRun:
         if self._copying:
             return  # the end of the last copy calls this method again
         self.ended = True
+        self._end_markers()
         self._ended_s = time.monotonic()
         self._note(self.executor.at)
         self._resources.transport.hurry(False)
@@ -469,7 +478,8 @@ class StepRun:
         arguments = [arrays[key] for key in command.inputs]
         for position in command.donated:
             arrays[command.inputs[position]] = None
-        outputs = task.run(arguments, checked=self._checked, wait=wait)
+        with nullcontext() if self._markers is None else self._markers.task(task.label):
+            outputs = task.run(arguments, checked=self._checked, wait=wait)
         for key, array in zip(command.outputs, outputs, strict=True):
             arrays[key] = array
         return outputs
@@ -584,180 +594,3 @@ class TransferRelay:
                     self.done(failure)
                     return
         self.done(error)
-
-
-class DeviceStepRun(StepRun):
-    """One step under way, on devices that compute after a call has returned and report the end of their work
-    later."""
-
-    _run_ended_s = 0.0  # the time at which the last executable ended
-
-    @cached_property
-    def _device_work(self) -> DeviceWork:
-        device_work = self._resources.device_work
-        assert device_work is not None  # otherwise the step would be a `StepRun`
-        return device_work
-
-    @cached_property
-    def _unready(self) -> set[BufferKey]:
-        """The keys of the buffers of step arguments that the device may still be computing."""
-        return set()
-
-    def _has_bound(self, keys: Iterable[BufferKey]) -> None:
-        self._unready.update(keys)
-
-    def _compute(self, command: Execute) -> Callable[[], None] | None:
-        """Call an executable without waiting for its results, and have the device report when it has computed
-        them.
-
-        This is called on the compute thread.
-
-        Returns:
-            None if there was no error, or if the step has ended or must not begin more tasks. After an error:
-            a function to call on the event loop, which fails the step.
-        """
-        if self.ended or not self._may_begin():
-            return None
-        self._note(command.instruction, computing=True)
-        called_s = time.monotonic()
-        try:
-            outputs = self._run(command, wait=False)
-            self._device_work.after_run(outputs, partial(self._ran_on_device, command, called_s))
-        except Exception as error:  # as in `StepRun._compute`
-            return partial(self.fail, error, command.instruction)
-        return None
-
-    def _ran_on_device(
-        self, command: Execute, called_s: float, end_s: float, error: Exception | None
-    ) -> None:
-        self._on_thread -= 1
-        if self.ended:
-            return
-        if error is not None:
-            self.fail(error, command.instruction)
-            return
-        if not self._on_thread:
-            self._note(command.instruction)
-        # The executable may have been called while the one before it was still computing.
-        start_s, self._run_ended_s = max(called_s, self._run_ended_s), end_s
-        self._carry_out(self._ran(command, start_s, end_s))
-
-    def _received(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
-        """Copy the received data of each part from the first device that stores it to the others, then make
-        the array available.
-
-        Args:
-            command: the command that posted the receive.
-            buffer: the memory with the data.
-        """
-        if not buffer.replicas:
-            self._received_everywhere(command, buffer)
-            return
-        go_on = partial(self._received_everywhere, command, buffer)
-        try:
-            self._device_work.copy_between_devices(buffer.replicas, self._unless_failed(command, go_on))
-        except Exception as error:  # the device refused the copy, which fails the step, not the transport
-            self.fail(error, command.instruction)
-
-    def _received_everywhere(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
-        """Make a received array available to the step once all devices have its data. If the array must be
-        private, copy it first.
-
-        Args:
-            command: the command that posted the receive.
-            buffer: the memory with the data.
-        """
-        if command.private:
-            self._resources.compute.submit(partial(self._copy_out, command, buffer))
-            return
-        self._arrays[command.buffer] = buffer.array
-        self._carry_out(self.executor.arrived(command.buffer))
-
-    def _copy_out(self, command: PostRecv, buffer: ReceiveBuffer) -> Callable[[], None] | None:
-        """Copy a received array that must outlive its receive buffer, and make the copy available to the
-        step.
-
-        This is called on the compute thread.
-
-        Returns:
-            None if there was no error; otherwise a function to call on the event loop, which fails the step.
-        """
-        assert buffer.array is not None
-
-        def use_copy() -> None:
-            self._receiving.pop(command.buffer).give_back()
-            self._arrays[command.buffer] = copy
-            self._carry_out(self.executor.arrived(command.buffer))
-
-        try:
-            copy = duplicate(buffer.array)
-        except Exception as error:  # such as too little memory; this fails the step
-            return partial(self.fail, error, command.instruction)
-        return self._after_copy(copy, command, use_copy)
-
-    def _memories(self, command: StartSend, array: jax.Array, layout: Layout) -> Sequence[Memory] | None:
-        if command.buffer in self._unready and not is_ready(array):
-            self._resources.compute.submit(partial(self._wait_to_send, command, array))
-            return None
-        return device_memories(array, layout)
-
-    def _wait_to_send(self, command: StartSend, array: jax.Array) -> Callable[[], None] | None:
-        """Have the device report when it has computed a step argument, and then send the argument.
-
-        This is called on the compute thread.
-
-        Returns:
-            None if there was no error; otherwise a function to call on the event loop, which fails the step.
-        """
-
-        def send() -> None:
-            self._unready.discard(command.buffer)
-            self._carry_out([command])
-
-        return self._after_copy(array, command, send)
-
-    def _after_copy(
-        self, array: jax.Array, command: PostRecv | StartSend, go_on: Callable[[], None]
-    ) -> Callable[[], None] | None:
-        """Have `go_on` called on the event loop once the device has computed an array.
-
-        Args:
-            array: the array.
-            command: the command for which the array is needed. An error is reported as an error of this
-                command's instruction.
-            go_on: the function to call once the array is computed.
-
-        Returns:
-            None if there was no error; otherwise a function to call on the event loop, which fails the step.
-        """
-        try:
-            self._device_work.after_copy((array,), self._unless_failed(command, go_on))
-        except Exception as error:  # the array failed
-            return partial(self.fail, error, command.instruction)
-        return None
-
-    def _unless_failed(self, command: PostRecv | StartSend, go_on: Callable[[], None]) -> OnReached:
-        """Return a callback for the device that calls `go_on`, or fails the step if the device has failed.
-
-        Args:
-            command: the command that waits for the device; after a failure, its instruction is reported as
-                failed.
-            go_on: the function to call if the device has not failed.
-        """
-
-        def on_reached(_: float, error: Exception | None) -> None:
-            if self.ended:
-                return
-            if error is None:
-                go_on()
-            else:
-                self.fail(error, command.instruction)
-
-        return on_reached
-
-    def _wait_copied(self, copy: jax.Array, entry: StoredArray) -> Callable[[], None] | None:
-        try:
-            self._device_work.after_copy((copy,), lambda _, error: self._copied(entry, error or copy))
-        except Exception as error:  # as in `StepRun._wait_copied`
-            return partial(self._copied, entry, error)
-        return None

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -93,6 +93,15 @@ class EventLog:
         self._num_emitted = 0
         self._is_closed = False
         self._waiting: set[asyncio.Future[None]] = set()
+        self._listener: Callable[[Event], object] | None = None
+
+    def listen(self, listener: Callable[[Event], object]) -> None:
+        """Call a function with each event at once, as the mesh's own page needs it. There is one listener.
+
+        Args:
+            listener: the function. If it raises, the log says so, and the mesh goes on.
+        """
+        self._listener = listener
 
     def emit(
         self, kind: Kind, text: str, *, actor: int | None = None, step: int | None = None, **details: Any
@@ -117,6 +126,11 @@ class EventLog:
         self._is_closed = kind == "closed"
         extra = {"actor": actor, "step": step, "host": details.get("host")}
         _LOG.log(logging.ERROR if kind == "died" else logging.DEBUG, "%s: %s", kind, event.text, extra=extra)
+        if self._listener is not None:
+            try:
+                self._listener(event)
+            except Exception:
+                _LOG.exception("a listener of events failed at %s", event)
         for waiting in self._waiting:
             if not waiting.done():  # the future of a cancelled reader is done
                 waiting.set_result(None)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -14,6 +15,19 @@ def printable(text: str) -> str:
     `"\\udcff"`).
     """
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def visible(text: str, keep: str = "\n") -> str:
+    """Return a text for a terminal: invisible characters, which could be its commands, are escaped as in
+    Python's `repr`.
+
+    Args:
+        text: the text.
+        keep: invisible characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def shown(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
@@ -25,7 +39,22 @@ def shown(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
         text = os.fsencode(name).decode("utf-8", "backslashreplace")
     except UnicodeEncodeError:  # it cannot be the name of a file, and the message will say so
         text = printable(name) if isinstance(name, str) else repr(name)
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return visible(text, keep="")
+
+
+def shown_value(value: object, as_text: Callable[[Any], str] = repr) -> str:
+    """Return a user's value as short text for a message, with invisible characters as in Python's `repr`.
+
+    Args:
+        value: the value. If it cannot be made into text, the name of its type stands for it.
+        as_text: a function that makes the text.
+    """
+    try:
+        text = printable(as_text(value))
+    except Exception:  # the user's `__repr__` may raise anything
+        text = f"<{type(value).__name__}>"
+    text = visible(text, keep="")
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 class ErrorInWords(Exception):

@@ -6,7 +6,9 @@ in reading order:
 
 manifest     describes the content of a checkpoint, as JSON text with a checksum
 trees        turns a user's tree into named leaves, and decides how each is saved and restored
-save         plans, does, commits and cancels saves (`Saver` and `Saving`)
+save_plan    plans which process writes which arrays to which file
+save         does, commits and cancels saves (`Saver` and `Saving`)
+stored       reads a checkpoint's folder without a mesh: its content, its arrays, whether it is whole
 restore      makes a tree from a checkpoint; each actor reads only the arrays that it will hold
 retention    keeps the newest few of a training run's numbered checkpoints (`Checkpoints`)
 """

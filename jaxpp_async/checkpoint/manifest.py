@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -84,7 +84,8 @@ class File(_Entry, frozen=True):
 class Piece(_Entry, frozen=True):
     """The description of one piece of an array.
 
-    If an array is sharded over several processes, each of these processes writes its own pieces.
+    If an array is sharded over several processes, each of these processes writes its own pieces; if it lives
+    in parts on several actors, each of these actors writes its own.
 
     Args:
         file: name of the file that contains the piece.
@@ -267,8 +268,27 @@ def _check_array(array: Array, files: Mapping[str, File]) -> None:
     if array.pieces and num_elements != math.prod(shape):
         raise ValueError(f"pieces of {num_elements} elements are no array {shape!r:.80}")
     # If the pieces have as many elements as the array, and none twice, then together they are all of it.
-    if not _are_grid_cells(array.pieces):
-        raise ValueError(f"pieces of an array {shape!r:.80} overlap, or are no grid")
+    if not _are_grid_cells(array.pieces) and not any(
+        len(slabs) > 1 and all(map(_are_grid_cells, slabs)) for slabs in _slabs(array.pieces)
+    ):
+        raise ValueError(f"pieces of an array {shape!r:.80} overlap, or are no grid, nor grids side by side")
+
+
+def _slabs(pieces: Sequence[Piece]) -> Iterator[list[list[Piece]]]:
+    """Yield, for each axis, the pieces in groups that have no index along this axis in common.
+
+    An array that lives in parts along an axis has one such group for each part, or more.
+    """
+    pieces = [piece for piece in pieces if 0 not in piece.shape]
+    for axis in range(len(pieces[0].shape) if pieces else 0):
+        slabs: list[list[Piece]] = []
+        end = 0
+        for piece in sorted(pieces, key=lambda piece: piece.start[axis]):
+            if not slabs or piece.start[axis] >= end:
+                slabs.append([])
+            slabs[-1].append(piece)
+            end = max(end, piece.start[axis] + piece.shape[axis])
+        yield slabs
 
 
 def _are_grid_cells(pieces: Sequence[Piece]) -> bool:

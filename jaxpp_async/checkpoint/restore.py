@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from operator import sub
 from typing import Any
 
 import numpy as np
 
-from jaxpp_async.base.printable import listed, shown
+from jaxpp_async.base.printable import shown
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
 from jaxpp_async.checkpoint.save import checkpoint_failure
+from jaxpp_async.checkpoint.stored import load_manifest, read_arrays
 from jaxpp_async.checkpoint.trees import RestoreTarget
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.errors import ActorError, CheckpointError
@@ -21,11 +23,8 @@ from jaxpp_async.protocol.messages import FilePart, FilePiece, ReadFile
 from jaxpp_async.protocol.task_group import all_of
 from jaxpp_async.session.host_transfers import RemoteValues
 from jaxpp_async.session.remote_array import DELETED, RemoteArray
-from jaxpp_async.storage import checkpoint_folder, tensor_files
+from jaxpp_async.storage import checkpoint_folder
 from jaxpp_async.storage.checkpoint_folder import CheckpointPath
-
-_SHOWN = 5
-"""The most other checkpoints that an error names."""
 
 _ATTEMPTS = 10
 """The most attempts at one restore; there is another attempt each time a save has replaced the checkpoint
@@ -104,6 +103,8 @@ class _Reading:
             raise CheckpointError(f"{shown(self._folder)}: {error}") from None
         remote = {
             path: self._values.new_array(target.value_type, target.actors)
+            if target.divided is None
+            else self._values.new_array_in_parts(target.value_type, target.divided)
             for path, target in wanted.items()
             if target.value_type is not None and target.actors
         }
@@ -141,20 +142,40 @@ class _Reading:
             [(remote[p], self._plain(p, remote[p])) for p in remote if p in self._manifest.values]
         )
         hosts = await asyncio.to_thread(
-            self._read_here, [path for path in here if path in self._manifest.arrays]
+            read_arrays,
+            self._folder,
+            self._manifest,
+            [path for path in here if path in self._manifest.arrays],
         )
         return {path: self._finished(target, hosts.get(path), path) for path, target in here.items()}
 
     def _ask_for(
         self, path: str, array: RemoteArray, by_process: dict[ProcessId, dict[str, list[FilePart]]]
     ) -> None:
+        """Add a leaf, or each of its parts, to what the processes of its actors are asked to read.
+
+        The parts in which a leaf is to live need not be the pieces in which it was saved.
+
+        Args:
+            path: the path of the leaf.
+            array: its new array.
+            by_process: for each process and file, the arrays to read.
+        """
         stored = self._manifest.arrays[path]
-        pieces = tuple(
-            FilePiece(self._encoded(p.file), p.name, p.start, p.shape, p.sha256) for p in stored.pieces
-        )
-        part = FilePart(path, stored.sha256, array.array_id, array.value_type.aval, pieces)
-        for process in self._controller.processes.processes_of_all(array.actors):
-            by_process.setdefault(process, {}).setdefault(stored.file, []).append(part)
+        for wanted, start in zip(array.pieces, array.starts, strict=True):
+            aval, pieces = wanted.value_type.aval, stored.pieces
+            if array.division is not None and not pieces:  # one piece, of which this is a part
+                whole = m.Piece(stored.file, path, (0,) * len(stored.shape), stored.shape, stored.sha256)
+                pieces = (whole,)
+            needed = [p for p in pieces if _overlaps(p, start, aval.shape)] or pieces[:1]
+            found = tuple(
+                FilePiece(self._encoded(p.file), p.name, tuple(map(sub, p.start, start)), p.shape, p.sha256)
+                for p in needed
+            )
+            part = FilePart(path, stored.sha256, wanted.array_id, aval, found)
+            file = needed[0].file if needed else stored.file
+            for process in self._controller.processes.processes_of_all(wanted.actors):
+                by_process.setdefault(process, {}).setdefault(file, []).append(part)
 
     async def _read_on(self, process: ProcessId, files: dict[str, list[FilePart]]) -> None:
         """Have an actor's process read its arrays from files, one file after the other.
@@ -176,30 +197,6 @@ class _Reading:
     def _plain(self, path: str, array: RemoteArray) -> np.ndarray:
         return np.asarray(self._manifest.values[path], array.value_type.aval.dtype)
 
-    def _read_here(self, paths: Sequence[str]) -> dict[str, np.ndarray]:
-        """Read the arrays that are to stay in this process, and return them by path; called in a thread."""
-        by_file: dict[str, list[str]] = {}
-        found: dict[str, np.ndarray] = {}
-        for path in paths:
-            array = self._manifest.arrays[path]
-            if not array.pieces:
-                by_file.setdefault(array.file, []).append(path)
-                continue
-            pieces = [
-                (
-                    os.path.join(self._folder, p.file),
-                    p.start,
-                    tensor_files.WantedArray(p.name, array.dtype, p.shape, p.sha256),
-                )
-                for p in array.pieces
-            ]
-            found[path] = tensor_files.read_pieces(array.shape, array.dtype, pieces)
-        for name, members in by_file.items():
-            stored = [(path, self._manifest.arrays[path]) for path in members]
-            wanted = [tensor_files.WantedArray(path, a.dtype, a.shape, a.sha256) for path, a in stored]
-            found |= zip(members, tensor_files.read(os.path.join(self._folder, name), wanted), strict=True)
-        return found
-
     def _finished(self, target: RestoreTarget, array: np.ndarray | None, path: str) -> Any:
         value = trees.to_user_value(target, self._manifest.values[path] if array is None else array)
         if target.like is not None or target.value_type is None:
@@ -207,85 +204,9 @@ class _Reading:
         return RemoteArray(self._values, self._controller.new_array_id(), target.value_type, (), host=value)
 
 
-# ---------------------------------------------------------------- reading the manifest
-
-
-def load_manifest(folder: str) -> m.Manifest:
-    """Read and check the manifest (the description of the content) of the checkpoint in a folder.
-
-    Raises:
-        CheckpointError: the folder has no manifest, or a corrupt one. The message names the file and the
-            problem.
-    """
-    path = os.path.join(folder, checkpoint_folder.MANIFEST)
-    try:
-        data = checkpoint_folder.read_manifest(folder)
-        if data is None:
-            raise CheckpointError(f"{shown(folder)}: there is no checkpoint: {_found_instead(folder)}")
-        text = data.decode()
-    except NotADirectoryError:
-        raise CheckpointError(f"{shown(folder)}: there is no checkpoint: {_found_instead(folder)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{shown(path)}: {getattr(error, 'strerror', None) or error}") from error
-    try:
-        return m.parse(text)
-    except CheckpointError as error:
-        raise CheckpointError(f"{shown(path)}: {error}") from None
-
-
-def _found_instead(folder: str) -> str:
-    """Return text for an error message that says what is at a path instead of a checkpoint, and what to do.
-
-    Args:
-        folder: the path at which the user expects a checkpoint.
-    """
-    parent = os.path.dirname(folder)
-    if inside := _checkpoints_in(folder):
-        one = shown(os.path.join(folder, inside[0]))
-        is_numbered = any(map(checkpoint_folder.NUMBER.fullmatch, inside))
-        newest = ", or restore the newest with jpp.Checkpoints(mesh, path).restore(like)" * is_numbered
-        return f"it is a folder of checkpoints, {_some(inside)}; give one of them ({one}){newest}"
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        is_part_of_one = os.path.isfile(os.path.join(parent, checkpoint_folder.MANIFEST))
-        return "it is a file" + (
-            f"; give the folder that it is in: {shown(parent)}" if is_part_of_one else ""
-        )
-    beside = _checkpoints_in(parent)
-    return _nothing_but(folder) + (
-        f"; in {shown(parent)} there are {_some(beside)}"
-        if beside
-        else "; nor is there one in it or beside it"
+def _overlaps(piece: m.Piece, start: Sequence[int], shape: Sequence[int]) -> bool:
+    """Return whether a stored piece has an element of the part of a leaf that begins at `start`."""
+    return all(
+        max(a, b) < min(a + n, b + k)
+        for a, n, b, k in zip(piece.start, piece.shape, start, shape, strict=True)
     )
-
-
-def _nothing_but(folder: str) -> str:
-    """Return text for an error message that says what is at a path where there is no manifest.
-
-    Args:
-        folder: the path at which the user expects a checkpoint.
-    """
-    if not os.path.isdir(folder):
-        return "there is no such folder"
-    names = sorted(os.listdir(folder))
-    if checkpoint_folder.written_by_saves(names):
-        return f"{checkpoint_folder.MANIFEST} is missing: a save was broken off here, or is still writing"
-    return (
-        f"{checkpoint_folder.MANIFEST} is missing: {'in it are ' + _some(names) if names else 'it is empty'}"
-    )
-
-
-def _checkpoints_in(directory: str) -> list[str]:
-    """Return the names of the checkpoints (folders with a manifest) in a directory, in descending order.
-
-    Numbered checkpoints are thus sorted from the newest to the oldest. The list is empty if the directory
-    cannot be read.
-    """
-    try:
-        names = sorted(os.listdir(directory), reverse=True)
-    except OSError:
-        return []
-    return [n for n in names if os.path.isfile(os.path.join(directory, n, checkpoint_folder.MANIFEST))]
-
-
-def _some(names: Sequence[str]) -> str:
-    return listed([shown(name) for name in names], _SHOWN)

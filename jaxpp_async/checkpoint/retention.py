@@ -10,11 +10,13 @@ from typing import Any, Protocol
 
 from jaxpp_async.base.printable import shown
 from jaxpp_async.checkpoint.save import OnProgress, Saver, Saving
+from jaxpp_async.checkpoint.stored import StoredCheckpoint, describe
 from jaxpp_async.errors import ActorError, CheckpointError, MeshError
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
 from jaxpp_async.storage import checkpoint_folder
 from jaxpp_async.storage.checkpoint_folder import CheckpointPath
 from jaxpp_async.storage.tensor_files import checkpoint_errors
+from jaxpp_async.view import format_held, to_html_table
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -57,6 +59,22 @@ class Checkpoints:
             raise MeshError(f"keep is {keep}; at least one checkpoint has to stay")
         self._mesh, self._keep, self.directory = mesh, keep, checkpoint_folder.absolute(directory)
         self._current: Saving | None = None
+
+    def __repr__(self) -> str:
+        numbers = self.step_numbers()
+        newest = f", the newest of step {numbers[-1]}" if numbers else ""
+        return f"<Checkpoints {shown(self.directory)}: {len(numbers)} complete{newest}; keeps {self._keep}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the complete checkpoints, newest first, and the save under way."""
+        rows = []
+        for number in self.step_numbers()[::-1]:
+            with contextlib.suppress(OSError):  # a save has removed it meanwhile
+                rows.append(_facts(number, describe(self.directory, os.path.basename(self.path(number)))))
+        saving = self._current
+        if saving is not None and not saving.done():
+            rows.insert(0, (os.path.basename(saving.path), "being saved", saving.progress, ""))
+        return to_html_table(repr(self).strip("<>"), ("step", "saved", "size", "leaves"), rows)
 
     async def __aenter__(self) -> Checkpoints:
         return self
@@ -211,3 +229,9 @@ class Checkpoints:
 
     def _is_whole(self, name: str) -> bool:
         return os.path.exists(os.path.join(self.directory, name, checkpoint_folder.MANIFEST))
+
+
+def _facts(number: int, stored: StoredCheckpoint) -> tuple[object, ...]:
+    if stored.error:
+        return number, stored.saved, f"cannot be read: {stored.error}", ""
+    return number, stored.saved, format_held(stored.size_bytes, "bytes"), stored.num_leaves

@@ -9,9 +9,8 @@ A save stores the values that the arrays have after the steps that were called b
 are called later. The files are written while training goes on. A mesh does one save at a time, so that copies
 of arrays do not accumulate.
 
-`Saver` and `Saving` are for the mesh and the user, and `_Job` does one save. The rest of the module plans
-which process writes which parts to which file, removes files on the actors, and ends failed or cancelled
-work.
+`Saver` and `Saving` are for the mesh and the user, and `_Job` does one save by a plan (`save_plan`). The rest
+of the module removes files on the actors, and ends failed or cancelled work.
 """
 
 from __future__ import annotations
@@ -31,19 +30,21 @@ from typing import Any, TypeAlias, TypeVar
 from jaxpp_async.base.events import Emit, EventLog
 from jaxpp_async.base.printable import first_line, shown
 from jaxpp_async.checkpoint import manifest as m
+from jaxpp_async.checkpoint.save_plan import SavedArray, SavePlan, make_save_plan, piece_name
 from jaxpp_async.checkpoint.trees import Leaves, to_save
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.requests import PendingRequest
 from jaxpp_async.errors import ActorError, CheckpointError, RemoteError
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
-from jaxpp_async.layout.array_parts import Part
-from jaxpp_async.program.instructions import CONTROLLER, ActorId, Aval, ProcessId
+from jaxpp_async.program.instructions import CONTROLLER, ProcessId
 from jaxpp_async.protocol.actor_info import ProcessRank
-from jaxpp_async.protocol.messages import ArrayId, BeginSnapshot, CheckFiles, Sweep, WriteFile, Written
+from jaxpp_async.protocol.messages import BeginSnapshot, CheckFiles, Sweep, WriteFile, Written
 from jaxpp_async.protocol.task_group import OwnedTasks, all_of
+from jaxpp_async.session.progress import MeshProgress
 from jaxpp_async.session.remote_array import Owner
 from jaxpp_async.storage import checkpoint_folder, tensor_files
 from jaxpp_async.storage.checkpoint_folder import CheckpointPath
+from jaxpp_async.view import format_held, to_html_table
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -83,9 +84,31 @@ class Saving:
         progress = f"{self.written_bytes:,} of {self.size_bytes:,} bytes{', done' * self.done()}"
         return f"<Saving {shown(self.path)}: {progress}>"
 
+    def _repr_html_(self) -> str:
+        """Return the facts that a notebook shows."""
+        facts = [("checkpoint", shown(self.path)), ("written", self.progress), ("state", self._state())]
+        return to_html_table("Saving", (), facts)
+
+    @property
+    def progress(self) -> str:
+        """How much has been written, as text."""
+        return f"{format_held(self.written_bytes, 'bytes')} of {format_held(self.size_bytes, 'bytes')}"
+
+    def _state(self) -> str:
+        if not self.done():
+            return "being written"
+        error = self._future.exception() if not self._future.cancelled() else None
+        return "complete" if error is None else f"failed: {error}"
+
     def done(self) -> bool:
         """Return whether the save has ended, with a complete checkpoint or with an error."""
         return self._future.done()
+
+    def when_done(self, callback: Callable[[bool], object]) -> None:
+        """Call `callback` when the save has ended, with whether the checkpoint is complete. Only the mesh
+        calls this.
+        """
+        self._future.add_done_callback(lambda future: callback(future.exception() is None))
 
     async def cancel(self) -> None:
         """End the save and remove the files that it wrote; if the checkpoint is complete already, keep it."""
@@ -133,9 +156,17 @@ class Saver:
             started.
         owner: the part of the mesh that owns the mesh's arrays.
         on_event: called with an event for each checkpoint that is complete.
+        progress: tells the user of each save; None to tell nothing.
     """
 
-    def __init__(self, controller: Callable[[], Controller], owner: Owner, on_event: Emit | None = None):
+    def __init__(
+        self,
+        controller: Callable[[], Controller],
+        owner: Owner,
+        on_event: Emit | None = None,
+        progress: MeshProgress | None = None,
+    ):
+        self._progress = progress or MeshProgress("silent")
         self._controller, self._owner = controller, owner
         self._on_event = on_event or EventLog().emit  # which logs each event
         self._one_at_a_time, self._tasks = asyncio.Lock(), OwnedTasks()
@@ -169,6 +200,7 @@ class Saver:
             job = self._begin(folder, tree, is_awaited=wait)
             job.on_progress, job.after_commit = on_progress, after_commit
             saving = self._current = job.saving
+            self._tell(job, in_background=not wait)
             saving.run(self._tasks, job.run(), self._one_at_a_time.release)
         except BaseException:  # also a cancellation: the next save may begin
             self._one_at_a_time.release()
@@ -180,6 +212,19 @@ class Saver:
                 await saving.cancel()
                 raise
         return saving
+
+    def _tell(self, job: _Job, *, in_background: bool) -> None:
+        """Tell the user of a save that begins, how far it is, and when it is complete."""
+        saving = job.saving
+        phase = self._progress.begin(f"saving {shown(saving.path)}", in_background=in_background)
+
+        def on_progress(saving: Saving) -> None:
+            phase.update(f"{saving.written_bytes / 2**20:,.1f} of {saving.size_bytes / 2**20:,.1f} MiB")
+            if users is not None:
+                users(saving)
+
+        users, job.on_progress = job.on_progress, on_progress
+        saving.when_done(lambda is_done: self._progress.end(phase, is_done=is_done))
 
     async def remove(self, path: str) -> None:
         """Remove the checkpoint at `path`, in this process's file system and in those of all actors.
@@ -298,7 +343,7 @@ class _Job:
         await in_thread(self._begin)
         self.has_begun = True
         writers = {process: self._write_on(process, files) for process, files in self.plan.files.items()}
-        if self.leaves.host:
+        if self.leaves.host or self.leaves.host_parts:
             writers[CONTROLLER] = self._write_host_arrays()
         await all_of(writers, "save")
         await all_of(
@@ -362,26 +407,31 @@ class _Job:
             entry: the array or part.
             digest: the SHA-256 digest of the bytes of the array or part.
         """
-        path, part = entry.path, entry.part
-        aval, key_impl = self.leaves.remote[path].value_type.aval, self.leaves.key_impls.get(path)
-        if part is None:
-            self.arrays[path] = m.Array(file, aval.dtype, aval.shape, digest, key_impl)
+        path = entry.path
+        if entry.start is not None:
+            self._add_piece(path, m.Piece(file, entry.name, entry.start, entry.piece_shape, digest))
             return
+        aval, key_impl = self.leaves.remote[path].value_type.aval, self.leaves.key_impls.get(path)
+        self.arrays[path] = m.Array(file, aval.dtype, aval.shape, digest, key_impl)
+
+    def _add_piece(self, path: str, piece: m.Piece) -> None:
+        """Record for the manifest that one piece of a leaf has been written."""
+        aval, key_impl = self.leaves.remote[path].value_type.aval, self.leaves.key_impls.get(path)
         before = self.arrays[path].pieces if path in self.arrays else ()
-        piece = m.Piece(file, entry.name, part_start(part), part.shape, digest)
         pieces = tuple(sorted((*before, piece), key=lambda p: p.start))
         self.arrays[path] = m.Array(pieces[0].file, aval.dtype, aval.shape, "", key_impl, pieces)
 
     def _size_bytes(self, entry: SavedArray) -> int:
         array = self.leaves.remote[entry.path]
-        if entry.part is None:
-            return array.nbytes
-        return array.nbytes * math.prod(entry.part.shape) // max(1, math.prod(array.value_type.aval.shape))
+        return array.nbytes * math.prod(entry.piece_shape) // max(1, math.prod(array.value_type.aval.shape))
 
     async def _write_host_arrays(self) -> None:
-        """Write the arrays whose values are in this process to one file; a thread does the writing."""
-        arrays, name = self.leaves.host, checkpoint_folder.file_name(self.save_id, None, 0)
-        path, metadata = os.path.join(self.folder, name), self._metadata(list(arrays))
+        """Write the arrays and parts whose values are in this process to one file, by a thread."""
+        name, parts = checkpoint_folder.file_name(self.save_id, None, 0), self.leaves.host_parts
+        named = {piece_name(p, part.start): (p, part) for p, each in parts.items() for part in each}
+        arrays = self.leaves.host | {written: part.value for written, (_, part) in named.items()}
+        path = os.path.join(self.folder, name)
+        metadata = self._metadata([*self.leaves.host, *parts])
 
         def write() -> tuple[int, dict[str, str]]:
             checkpoint_folder.make(self.folder)  # another save that failed may have removed it
@@ -390,7 +440,9 @@ class _Job:
         with tensor_files.checkpoint_errors(path):
             size, digests = await in_thread(write, self.stopped)
         self.files[name] = m.File(size, "the controller")
-        for p, array in arrays.items():
+        for written, (p, part) in named.items():
+            self._add_piece(p, m.Piece(name, written, part.start, part.value.shape, digests[written]))
+        for p, array in self.leaves.host.items():
             self.arrays[p] = m.Array(
                 name, array.dtype.name, array.shape, digests[p], self.leaves.key_impls.get(p)
             )
@@ -482,111 +534,6 @@ class _Job:
             return CheckpointError(f"{shown(self.folder)}: the save was cancelled")
         note = "could not be saved; the checkpoint before it, if there is one, is whole"
         return checkpoint_failure(self.folder, note, error, self.controller.cause)
-
-
-# ---------------------------------------------------------------- save plan
-
-FILE_BYTES = 256 << 20
-"""The size in bytes up to which several arrays are put together in one file.
-
-Progress is reported once per file, and a process that writes holds the bytes of one file twice.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class SavedArray:
-    """One entry of a file in a save plan: an array, or a part of an array, that a process writes to the file.
-
-    A part is the slice of the array that one process of an actor writes.
-
-    Args:
-        array_id: the id of the array.
-        path: the path of the leaf.
-        part: the part; None: the whole array.
-    """
-
-    array_id: ArrayId
-    path: str
-    part: Part | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of the array or part in its file, such as `"params/w"`, or `"params/w[0,128]"` for a part.
-
-        The numbers in a part's name are the index in the array at which the part begins.
-        """
-        if self.part is None:
-            return self.path
-        starts = ",".join(str(start) for start in part_start(self.part))
-        return f"{self.path}[{starts}]"
-
-    @property
-    def number(self) -> int:
-        """The number that identifies the part in the message `WriteFile`; -1 for the whole array."""
-        return -1 if self.part is None else self.part.number
-
-
-@dataclass(frozen=True, slots=True)
-class SavePlan:
-    """A plan of a save that says which process writes which arrays to which file.
-
-    Args:
-        snapshots: for each process, the ids of the arrays of which it makes a snapshot before it writes them.
-        files: for each process, one tuple per file with the arrays and parts to write to it.
-        size_bytes: size of all arrays together.
-    """
-
-    snapshots: dict[ProcessId, tuple[ArrayId, ...]]
-    files: dict[ProcessId, list[tuple[SavedArray, ...]]]
-    size_bytes: int
-
-
-def part_start(part: Part) -> tuple[int, ...]:
-    """Return the index of a part's first element in its array, one number per axis."""
-    return tuple(one.start or 0 for one in part.index)
-
-
-def make_save_plan(leaves: Leaves, controller: Controller) -> SavePlan:
-    """Choose which processes write the leaves of a tree, and to which files, and return this as a plan."""
-    paths: dict[ArrayId, list[str]] = {}
-    for path, array in leaves.remote.items():
-        paths.setdefault(array.array_id, []).append(path)  # one array may be several leaves of the tree
-    by_id = {array.array_id: array for array in leaves.remote.values()}
-    sizes = {i: array.nbytes * len(paths[i]) for i, array in by_id.items()}
-    shares = m.assign_writers(sizes, {i: array.actors for i, array in by_id.items()})
-    files: dict[ProcessId, list[tuple[SavedArray, ...]]] = {}
-    takes: dict[ProcessId, dict[ArrayId, None]] = {}
-    for actor, share in shares.items():
-        for ids in m.split_into_files(share, sizes, FILE_BYTES):
-            of_process: dict[ProcessId, list[SavedArray]] = {}
-            for i in ids:
-                for process, parts in _writers(actor, i, by_id[i].value_type.aval, controller):
-                    takes.setdefault(process, {})[i] = None
-                    entries = of_process.setdefault(process, [])
-                    entries += [SavedArray(i, path, part) for path in paths[i] for part in parts]
-            for process, entries in of_process.items():
-                files.setdefault(process, []).append(tuple(entries))
-    size_bytes = sum(sizes.values()) + sum(array.nbytes for array in leaves.host.values())
-    return SavePlan({process: tuple(ids) for process, ids in takes.items()}, files, size_bytes)
-
-
-def _writers(
-    actor: ActorId, array_id: ArrayId, aval: Aval, controller: Controller
-) -> list[tuple[ProcessId, Sequence[Part | None]]]:
-    """Return which processes of an actor write an array, and which parts of the array each of them writes.
-
-    Returns:
-        Pairs of a process and its parts, which are slices of the array; a part of None is the whole array.
-    """
-    processes, how = controller.processes, controller.scattering
-    if not how.splits:
-        return [(processes.process(actor, 0), [None])]
-    owned = how.owned(array_id, aval)
-    is_whole = len(how.parts(aval)) == 1
-    return [
-        (processes.process(actor, rank), [None] if is_whole else parts)
-        for rank, parts in sorted(owned.items())
-    ]
 
 
 # ---------------------------------------------------------------- removing files on the actors

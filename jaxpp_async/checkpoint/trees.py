@@ -6,7 +6,7 @@ The functions of this module access no file and no actor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxpp_async.jax_bridge import private_api
 from jaxpp_async.layout.array_parts import numpy_dtype
 from jaxpp_async.program.instructions import ActorId, Aval
 from jaxpp_async.session.argument_binding import as_user_sees, sent_type
+from jaxpp_async.session.leaf_division import DividedPlace
 from jaxpp_async.session.remote_array import Owner, RemoteArray, is_remote
 from jaxpp_async.session.step import DistributedStep, Slot
 
@@ -40,12 +41,28 @@ class Leaves:
         host: arrays in this process, which this process writes.
         values: plain Python values, which are stored in the manifest.
         key_impls: for each PRNG key array in `remote` or `host`, the name of its PRNG implementation.
+        host_parts: for arrays in `remote` that live in parts, the parts that are still in this process, which
+            writes them.
     """
 
     remote: dict[str, RemoteArray]
     host: dict[str, np.ndarray]
     values: dict[str, PlainValue]
     key_impls: dict[str, str]
+    host_parts: dict[str, list[HostPart]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HostPart:
+    """A part of an array whose value is in this process.
+
+    Args:
+        start: the index of the part's first element in the array, one number per axis.
+        value: the part's value.
+    """
+
+    start: tuple[int, ...]
+    value: np.ndarray
 
 
 def to_save(tree: Any, owner: Owner) -> Leaves:
@@ -67,10 +84,13 @@ def to_save(tree: Any, owner: Owner) -> Leaves:
             leaf.check_usable(path, owner)
             if leaf.value_type.key_impl is not None:
                 leaves.key_impls[path] = leaf.value_type.key_impl
-            if leaf.host is None:
-                leaves.remote[path] = leaf
-            else:
-                leaves.host[path] = np.array(leaf.host)
+            if (host := leaf.host) is not None:
+                leaves.host[path] = np.array(host)
+                continue
+            leaves.remote[path] = leaf
+            for piece, start in zip(leaf.pieces, leaf.starts, strict=True):
+                if piece.host is not None:
+                    leaves.host_parts.setdefault(path, []).append(HostPart(start, np.array(piece.host)))
         elif type(leaf) in PLAIN_TYPES:
             _check_value(path, leaf)
             leaves.values[path] = leaf
@@ -157,11 +177,13 @@ class RestoreTarget:
         actors: the actors that are to hold the array; empty if it stays in this process.
         like: the host value that the user gave for the leaf, whose Python type the restored value gets; None
             if the leaf is restored as a `RemoteArray`.
+        divided: for a leaf that is to live in parts on actors, where each part is to live; else None.
     """
 
     value_type: ValueType | None
     actors: tuple[ActorId, ...] = ()
     like: Any = None
+    divided: DividedPlace | None = None
 
 
 def targets(like: Any) -> tuple[dict[str, RestoreTarget], Any]:
@@ -223,9 +245,10 @@ def _target(key: str, leaf: Any) -> RestoreTarget:
         CheckpointError: the leaf has a type that cannot be restored.
     """
     if isinstance(leaf, Slot):
-        return RestoreTarget(leaf.type, leaf.home)
+        return RestoreTarget(leaf.type, leaf.home, divided=DividedPlace.of(leaf))
     if is_remote(leaf):
-        return RestoreTarget(replace(leaf.value_type, weak=leaf.weak_type), leaf.actors)
+        kind = replace(leaf.value_type, weak=leaf.weak_type)
+        return RestoreTarget(kind, leaf.actors, divided=DividedPlace.of(leaf))
     if type(leaf) in PLAIN_TYPES:
         return RestoreTarget(None, like=leaf)
     if isinstance(leaf, np.ndarray | np.generic):

@@ -14,14 +14,16 @@ from jax import tree_util
 
 from jaxpp_async.compiler.ir import Loop, Traced, literal_type
 from jaxpp_async.program.instructions import Aval
+from jaxpp_async.program.leaf_parts import Parts, leaf_names, part_positions
 
 
 def result_positions(traced: Traced) -> Any:
     """Return the step's result tree with each leaf replaced by its position among the traced results.
 
-    A leaf is None if the result has dtype `float0`, since no value is traced for such a result.
+    The position of a leaf that is divided is that of its first part. A leaf is None if the result has dtype
+    `float0`, since no value is traced for such a result.
     """
-    tree = tree_util.tree_unflatten(traced.out_tree, list(range(len(traced.out_names))))
+    tree = tree_util.tree_unflatten(traced.out_tree, traced.result_positions)
     return tree_util.tree_map(lambda k: k if isinstance(k, int) else None, tree)
 
 
@@ -150,6 +152,8 @@ def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping
     several = type(out) is tuple
     handed_back = {ref for ref in traced.flat.outputs if isinstance(ref, int)}
     found: list[str] = []
+    argument_names, argument_parts = _by_position(traced.arg_names, traced.argument_parts)
+    result_names, result_parts = _by_position(traced.out_names, traced.result_parts)
     for position, arg in enumerate(_argument_positions(traced)):
         leaves, treedef = tree_util.tree_flatten(arg)
         if not leaves or traced.arg_of[leaves[0]] not in donated or set(leaves) & set(continues.values()):
@@ -166,23 +170,35 @@ def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping
         for leaf, result in zip(leaves, match or (), strict=False):
             value, ref = traced.flat.inputs[leaf], traced.flat.outputs[result]
             is_loss = _aval(traced, value).shape != () == _aval(traced, ref).shape
-            was, now = _type_text(traced, value), _type_text(traced, ref)
+            was, now = (
+                _type_text(traced, value, argument_parts[leaf]),
+                _type_text(traced, ref, result_parts[result]),
+            )
             if was != now and value not in handed_back and not is_loss:
-                found.append(f"{traced.arg_names[leaf]} {was} as {traced.out_names[result]} {now}")
+                found.append(f"{argument_names[leaf]} {was} as {result_names[result]} {now}")
     return found
 
 
 def _argument_positions(traced: Traced) -> Any:
-    return tree_util.tree_unflatten(traced.in_tree, list(range(len(traced.arg_names))))
+    return tree_util.tree_unflatten(traced.in_tree, traced.argument_positions)
 
 
 def _holds_for_most(flags: Sequence[bool]) -> bool:
     return 2 * sum(flags) > len(flags)
 
 
-def _type_text(traced: Traced, ref: Any) -> str:
+def _by_position(
+    names: Sequence[str], leaves: Sequence[Parts | None]
+) -> tuple[dict[int, str], dict[int, Parts | None]]:
+    """Return the name and the parts of each leaf, by its position or that of its first part."""
+    leaves = leaves or (None,) * len(names)
+    firsts = [positions[0] for positions in part_positions(leaves)]
+    return dict(zip(firsts, leaf_names(names, leaves), strict=True)), dict(zip(firsts, leaves, strict=True))
+
+
+def _type_text(traced: Traced, ref: Any, parts: Parts | None) -> str:
     aval = _aval(traced, ref)
-    return f"{aval.dtype}{list(aval.shape)}"
+    return f"{aval.dtype}{list(aval.shape if parts is None else parts.whole_shape(aval.shape))}"
 
 
 def _aval(traced: Traced, ref: Any) -> Aval:

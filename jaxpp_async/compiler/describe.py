@@ -23,7 +23,8 @@ from jaxpp_async.compiler.partition import StagedLoop
 from jaxpp_async.compiler.task_graph import PlacedStep
 from jaxpp_async.compiler.task_variants import ScheduledLoop
 from jaxpp_async.program.actor_program import ActorProgram, format_program
-from jaxpp_async.program.instructions import ActorId, Node, ValueId, task_kind
+from jaxpp_async.program.instructions import ActorId, Node, ValueId
+from jaxpp_async.program.task_label import task_kind
 
 
 class PassTexts(Mapping[str, str]):

@@ -93,17 +93,21 @@ def _outline(recipe: Recipe) -> Hashable:
 
 
 def recipe_keys(
-    recipes: Sequence[Recipe], types: Types, specs: Specs, target: Target
+    recipes: Sequence[Recipe], types: Types, specs: Specs, target: Target, *, only_alike: bool
 ) -> tuple[Hashable, ...]:
     """Return one key for each recipe (the operations of one executable), by which equal recipes are found.
 
     Args:
         recipes: the recipes of one step.
         types, specs, target: as for `export.emit`.
+        only_alike: whether recipes that are like no other of the step may have a key that is equal to no
+            other, which is quicker to make.
     """
     context = _ExportContext(types, specs, target, jax_config.trace_settings())
     resembling = Counter(map(_outline, recipes))
-    return tuple(context.key(r) if resembling[_outline(r)] > 1 else _Identity(r) for r in recipes)
+    return tuple(
+        _Identity(r) if only_alike and resembling[_outline(r)] == 1 else context.key(r) for r in recipes
+    )
 
 
 # ---------------------------------------------------------------- keys of recipes
@@ -237,7 +241,7 @@ class _ContentKeys:
             return kind, value.hex()  # 0.0 and -0.0 differ
         if kind in (tuple, list):
             return kind, tuple([self.key(v) for v in value])
-        if (special := next((f for t, f in _SPECIAL.items() if isinstance(value, t)), None)) is not None:
+        if (special := _special(kind)) is not None:
             return special(self, value)
         if hasattr(value, "dtype") and hasattr(value, "__array__"):
             return self.array(value)
@@ -344,6 +348,13 @@ _SPECIAL: dict[type, Callable[[_ContentKeys, Any], Hashable]] = {
     dict: _ContentKeys.mapping,
     tuple: _ContentKeys.named,
 }
+
+
+@functools.lru_cache(maxsize=1024)
+def _special(kind: type) -> Callable[[_ContentKeys, Any], Hashable] | None:
+    """Return the method that makes the key of values of a type, or None if no method is for that type."""
+    return next((method for each, method in _SPECIAL.items() if issubclass(kind, each)), None)
+
 
 _NEVER_LOWERED = {
     # These parameters are rules of differentiation, which a task no longer needs.

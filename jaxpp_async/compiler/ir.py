@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from msgspec import structs
 
 from jaxpp_async.program.instructions import ActorId, Aval
+from jaxpp_async.program.leaf_parts import Parts, part_positions
 from jaxpp_async.schedules.cut import Cut
 
 Actors: TypeAlias = frozenset[ActorId]
@@ -142,7 +143,7 @@ class Loop:
         batch: the leaves of the batch, which are sliced along their leading axis.
         outputs: the ids of the loop's results.
         reductions: for each result, how the microbatches' values are combined.
-        schedule: the schedule that the user passed.
+        schedule: the schedule that the user passed; once the loop is cut, the one that is used.
         num_microbatches: the number of microbatches.
         line: `file:line` of the user's code.
         leaves: the name and type of each leaf of a microbatch, named after the user's argument, such as
@@ -210,15 +211,32 @@ class Types:
 
     def __init__(self) -> None:
         self._types: dict[int, ValueType] = {}
+        self._origins: dict[int, int] = {}
         self.sizes = _SizeCache(self._types)
 
-    def new(self, value_type: ValueType) -> int:
+    def new(self, value_type: ValueType, *, like: int | None = None) -> int:
+        """Add a value and return its id.
+
+        Args:
+            value_type: the type of the value.
+            like: the id of a value with whose sharding the new one is passed between executables, such as the
+                value that it recomputes; None if there is no such.
+        """
         value_id = len(self._types)
         self._types[value_id] = value_type
+        if like is not None:
+            self._origins[value_id] = self.origin(like)
         return value_id
+
+    def origin(self, value_id: int) -> int:
+        """Return the first value whose sharding this one has; this one if there is no other."""
+        return self._origins.get(value_id, value_id)
 
     def __getitem__(self, value_id: int) -> ValueType:
         return self._types[value_id]
+
+    def __len__(self) -> int:
+        return len(self._types)
 
     def items(self) -> Iterable[tuple[int, ValueType]]:
         return self._types.items()
@@ -272,21 +290,42 @@ class LoopPrints:
     num_microbatches: int
 
 
+@dataclass(frozen=True, slots=True)
+class KeptWhole:
+    """A stacked argument leaf that several stages read rows of, and that is not divided, with the reason.
+
+    Args:
+        leaf: the position of the argument leaf.
+        why: the operation that needs the leaf, or something computed from it, whole.
+        line: `file:line` of that operation; empty if there is none.
+    """
+
+    leaf: int
+    why: str
+    line: str
+
+
 @dataclass(frozen=True, eq=False)
 class Traced:
     """A traced step function.
 
     Args:
-        flat: the step's operations; its inputs are the arguments' leaves, then the captured arrays.
+        flat: the step's operations; its inputs are the arguments' leaves, then the captured arrays. A leaf
+            that is divided (see `argument_parts`) is as many inputs as it has parts, one after the other.
         types: the type of every value id.
-        arg_names: one name per argument leaf, such as `"state['w']"`.
-        arg_of: the argument number of each argument leaf.
+        arg_names: one name per input that is an argument leaf, such as `"state['w']"`, or a part of one, such
+            as `"state['w'][0:4]"`.
+        arg_of: the argument number of each of these inputs.
         captured: the large arrays that the function closes over, which are hidden arguments.
-        out_names: one name per result leaf.
+        out_names: one name per result leaf or part of one.
         in_tree: the tree structure of the arguments.
         out_tree: the tree structure of the results.
         prints: the host code to call when the step is over, in program order. The printed values are hidden
             results: `flat.outputs` has them after the result leaves.
+        argument_parts: for each argument leaf of `in_tree`, its parts, or None for an undivided leaf; empty
+            if no leaf is divided.
+        result_parts: the same for each result leaf of `out_tree`.
+        kept_whole: the stacked argument leaves that could not be divided.
     """
 
     flat: Flat
@@ -298,11 +337,26 @@ class Traced:
     in_tree: Any
     out_tree: Any
     prints: tuple[Print | LoopPrints, ...] = ()
+    argument_parts: tuple[Parts | None, ...] = ()
+    result_parts: tuple[Parts | None, ...] = ()
+    kept_whole: tuple[KeptWhole, ...] = ()
 
     @property
     def hidden_results(self) -> tuple[Ref, ...]:
         """The hidden results: the values that debug prints show."""
         return self.flat.outputs[len(self.out_names) :]
+
+    @property
+    def argument_positions(self) -> tuple[int, ...]:
+        """For each argument leaf of `in_tree`, the position of its input, or of its first part."""
+        leaves = self.argument_parts or (None,) * len(self.arg_names)
+        return tuple(positions[0] for positions in part_positions(leaves))
+
+    @property
+    def result_positions(self) -> tuple[int, ...]:
+        """For each result leaf of `out_tree`, the position of its result, or of its first part."""
+        leaves = self.result_parts or (None,) * len(self.out_names)
+        return tuple(positions[0] for positions in part_positions(leaves))
 
     def result_name(self, result: int) -> str:
         """Return the name of a result, hidden ones included, for reports and errors."""

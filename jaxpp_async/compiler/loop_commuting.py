@@ -4,8 +4,10 @@ A sum over microbatches commutes with linear operations. The last operations of 
 values of several stages. For example, the gradient of a weight that two stages share is the sum of two
 values, and the gradient of a stack of layers from several stages is a concatenation. These operations move to
 after the loop as an `Epilogue`, and each stage accumulates its own part, so that no array of a weight's size
-is sent inside the loop. Widening casts and scalings between the stages' values and the joining operations are
-instead computed in each stage before accumulating, since a sum in a narrower type would round.
+is sent inside the loop. Widening casts, scalings, negations and choices between the stages' values and the
+joining operations are instead computed in each stage before accumulating: a sum in a narrower type would
+round, and a factor or a choice may differ between microbatches. If such an operation also reads a value of
+another task, this value is sent only if it is small (a scalar, or an array that a scalar fills).
 
 Only gradients are accumulated in parts. Other results, such as metrics, are small, so this would save little.
 Their terms may also cancel in each microbatch, and would not cancel if each term were summed separately.
@@ -15,17 +17,28 @@ Source: the JaxPP paper, section "Weight Sharing" (loop commuting).
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from msgspec import structs
 
 from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType, literal_type
-from jaxpp_async.compiler.primitives import ADDITIONS, LINEAR_IN_STAGE, MOVES_ONLY, SPLITS
+from jaxpp_async.compiler.ir_slicing import select_needed
+from jaxpp_async.compiler.primitives import (
+    ADDITIONS,
+    CHOICES,
+    DIFFERENCES,
+    ENLARGING,
+    LINEAR_IN_STAGE,
+    MOVES_ONLY,
+    SPLITS,
+)
 from jaxpp_async.compiler.stage_assignment import StageAssignment, TaskKey
+from jaxpp_async.compiler.sum_distribution import PARTIAL_SUM
 from jaxpp_async.program.instructions import itemsize
 
 
@@ -111,6 +124,12 @@ class _Layout:
 
 _Expr: TypeAlias = _Leaf | _Sum | _Layout
 
+Run: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
+"""A function that runs an operation on its operands' arrays, as `Op.run`."""
+
+_MOVABLE = ADDITIONS | DIFFERENCES | CHOICES | MOVES_ONLY | LINEAR_IN_STAGE
+"""The primitives among the last operations of a summed result that may join values of several stages."""
+
 
 def commute_results(stages: StageAssignment, types: Types) -> LoopResults:
     """For every result of a loop, choose the parts to accumulate and the epilogue that joins them.
@@ -124,11 +143,13 @@ def commute_results(stages: StageAssignment, types: Types) -> LoopResults:
     """
     commuter = _Commuter(stages, types)
     found = [commuter.result(i) for i in range(len(stages.loop.outputs))]
+    read = {part.value for parts, _ in found for part in parts if isinstance(part.value, int)}
+    added = {task: list(select_needed(ops, read)) for task, ops in commuter.added.items()}
     return LoopResults(
         tuple(parts for parts, _ in found),
         tuple(epilogue for _, epilogue in found),
         frozenset(commuter.dropped),
-        commuter.added,
+        added,
     )
 
 
@@ -249,7 +270,7 @@ class _Commuter:
             if p is None or p in found or self.stages.num_uses[v] != 1:
                 continue
             op = self.stages.ops[p]
-            if op.name not in ADDITIONS | MOVES_ONLY | LINEAR_IN_STAGE or len(op.outputs) != 1:
+            if op.name not in _MOVABLE or len(op.outputs) != 1:
                 continue
             found.add(p)
             stack += [r for r in map(self.stages.resolve, op.inputs) if isinstance(r, int)]
@@ -277,9 +298,13 @@ class _Commuter:
         dropped = frozenset((position,)).union(*(e.dropped for e in operands if not isinstance(e, _Leaf)))
         # JAX stretches dimensions of size 1 in arithmetic; a sum does not commute with that.
         same = all(self._shape(e) == self.types[op.outputs[0]].aval.shape for e in operands)
-        if op.name in ADDITIONS and same and all(not isinstance(r, Lit) for r in op.inputs):
-            terms = tuple(t for e in operands for t in (e.terms if isinstance(e, _Sum) else (e,)))
-            return _Sum(terms, dropped)
+        if op.name in ADDITIONS | DIFFERENCES and same and all(not isinstance(r, Lit) for r in op.inputs):
+            first, second = operands
+            if op.name in DIFFERENCES:
+                second = self._negated(second, op)
+            return _Sum((*_terms(first), *_terms(second)), dropped)
+        if op.name in CHOICES:
+            return self._chosen(op, operands, dropped) or whole
         if op.name in MOVES_ONLY and (movable := self._movable(op, operands)) is not None:
             return _Layout(op, movable, dropped)
         if (
@@ -320,20 +345,128 @@ class _Commuter:
         if len(several) != 1 or (op.name == "div" and several != [0]):
             return None
         k = several[0]
-        others = [r for j, r in enumerate(op.inputs) if j != k]
-        if any(self.stages.task_of(self.stages.resolve(r)) is not None for r in others):
-            return None
         out, source = self.types[op.outputs[0]], self._type(operands[k])
         if op.name in ("convert_element_type", "div") and not (_is_real(out) and _is_real(source)):
             return None  # integer results are rounded, so the operation is not linear
         if op.name == "convert_element_type" and itemsize(out.aval.dtype) < itemsize(source.aval.dtype):
             return None  # a narrower type may overflow on a part where the sum fits
-        if op.name != "reduce_sum" and self._shape(operands[k]) != out.aval.shape:
+        if op.name == "reduce_sum":
+            others = () if not _has_layout(operands[k]) else None
+        elif self._shape(operands[k]) != out.aval.shape:
             return None
-        elementwise = op.name in ("convert_element_type", "neg") or all(isinstance(r, Lit) for r in others)
-        if not (elementwise and op.name != "reduce_sum") and _has_layout(operands[k]):
+        else:
+            others = self._in_every_stage([r for j, r in enumerate(op.inputs) if j != k], operands[k])
+        if others is None:
             return None
-        return _map_leaves(operands[k], lambda leaf: self._run_in_stage(op, k, leaf), dropped, out.aval.dtype)
+        read = tuple(self.stages.resolve(r) for j, r in enumerate(op.inputs) if j != k)
+        run = op.run if op.name == "reduce_sum" or others == read else _OnPart(op.run, k)
+        return _map_leaves(
+            operands[k], lambda leaf: self._run_in_stage(op, k, leaf, others, run), dropped, out.aval.dtype
+        )
+
+    def _negated(self, expr: _Expr, op: Op) -> _Expr:
+        """Return the negative of an expression, which each stage computes of its own value.
+
+        Args:
+            expr: the expression.
+            op: the subtraction that the negative is for.
+        """
+        negation = Op("neg", op.inputs[1:], op.outputs, _negate, op.line, op.transposed)
+        dropped = frozenset[int]() if isinstance(expr, _Leaf) else expr.dropped
+        dtype = self.types[op.outputs[0]].aval.dtype
+        return _map_leaves(
+            expr, lambda leaf: self._run_in_stage(negation, 0, leaf, (), _negate), dropped, dtype
+        )
+
+    def _chosen(self, op: Op, operands: Sequence[_Expr], dropped: frozenset[int]) -> _Expr | None:
+        """Return an expression for a choice between values: the sum of what is chosen of each.
+
+        Each stage replaces the elements of its value that are not chosen by zeros.
+
+        Args:
+            op: the choice, whose first operand says which of the others to take.
+            operands: one expression per operand.
+            dropped: the positions of the operations that the new expression replaces.
+
+        Returns:
+            The expression. None if what to choose is not available to every stage.
+        """
+        out = self.types[op.outputs[0]].aval
+        which, change = op.inputs[0], list[tuple[_Expr, Callable[[_Leaf], _Leaf]]]()
+        for k, expr in enumerate(operands[1:]):
+            if isinstance(expr, _Leaf) and self._is_zero(expr.value):
+                continue
+            others = self._in_every_stage((which,), expr)
+            is_light = isinstance(expr, _Leaf) and expr.task is None
+            if others is None or is_light or self._shape(expr) != out.shape:
+                return None
+            run = _ChosenPart(op.run, k, len(operands) - 1)
+            change.append((expr, functools.partial(self._run_in_stage, op, 1, others=others, run=run)))
+        if len({leaf.task for expr, _ in change for leaf in _leaves(expr)}) < 2:
+            return None
+        terms = [_map_leaves(expr, in_stage, dropped, out.dtype) for expr, in_stage in change]
+        return terms[0] if len(terms) == 1 else _Sum(tuple(t for e in terms for t in _terms(e)), dropped)
+
+    def _is_zero(self, ref: Ref) -> bool:
+        """Return whether a value is a constant, or an array filled with one, that is zero everywhere."""
+        *_, source = self._sources(ref)
+        return isinstance(source, Lit) and not np.any(source.value)
+
+    def _filling_scalar(self, ref: Ref) -> Ref:
+        """Return a scalar of the same type that fills a value everywhere; the value itself if there is
+        none."""
+        same = [r for r in self._sources(ref) if self._aval(r) == ((), self._aval(ref)[1])]
+        return same[-1] if same else self.stages.resolve(ref)
+
+    def _sources(self, ref: Ref) -> Iterable[Ref]:
+        """Yield a value, the value that it is cast, copied or enlarged from, and so on."""
+        ref = self.stages.resolve(ref)
+        yield ref
+        while isinstance(ref, int) and (p := self.stages.producer.get(ref)) is not None:
+            op = self.stages.ops[p]
+            if op.name not in ENLARGING or len(op.inputs) != 1:
+                return
+            ref = self.stages.resolve(op.inputs[0])
+            yield ref
+
+    def _aval(self, ref: Ref) -> tuple[tuple[int, ...], str]:
+        aval = (self.types[ref] if isinstance(ref, int) else literal_type(ref)).aval
+        return aval.shape, aval.dtype
+
+    def _in_every_stage(self, refs: Sequence[Ref], expr: _Expr) -> tuple[Ref, ...] | None:
+        """Return operands that each stage can combine with its own part of an expression.
+
+        A value that is computed in a task is sent to the stages if it is a scalar, or filled with one. A
+        value that every task can make by cheap operations is left as it is. If the parts are laid out in the
+        expression, only scalars fit each of them.
+
+        Args:
+            refs: the other operands of an operation on the expression.
+            expr: the expression.
+
+        Returns:
+            One value per operand; None if there is an operand that some stage does not have.
+        """
+        found: list[Ref] = []
+        for ref in map(self.stages.resolve, refs):
+            if self.stages.task_of(ref) is None and not _has_layout(expr):
+                found.append(ref)
+                continue
+            scalar = self._filling_scalar(ref)
+            if self._aval(scalar)[0] != () or not all(self._comes_before(scalar, e) for e in _leaves(expr)):
+                return None
+            found.append(scalar)
+        return tuple(found)
+
+    def _comes_before(self, ref: Ref, leaf: _Leaf) -> bool:
+        """Return whether a value is made before the task of a leaf ends, in every microbatch."""
+        task = self.stages.task_of(ref)
+        if task is None:
+            return True
+        kind, stage = leaf.place
+        if kind == "fwd":
+            return task[0] == "fwd" and task[1] <= stage
+        return task[0] == "fwd" or task[1] >= stage
 
     def _shape(self, expr: _Expr) -> tuple[int, ...]:
         if isinstance(expr, _Layout):
@@ -348,21 +481,25 @@ class _Commuter:
         assert isinstance(value, int)
         return self.types[value]
 
-    def _run_in_stage(self, op: Op, position: int, leaf: _Leaf) -> _Leaf:
+    def _run_in_stage(self, op: Op, position: int, leaf: _Leaf, others: Sequence[Ref], run: Run) -> _Leaf:
         """Add an operation to the task that computes one of its operands, and return the operation's result.
 
         Args:
             op: the operation.
-            position: the position of the operand among the operation's inputs.
+            position: the position of the operand among the inputs of the operation that is added.
             leaf: the operand.
+            others: the other inputs of the operation that is added.
+            run: the function that runs it.
         """
         assert isinstance(leaf.value, int)
         task, new_type = leaf.place, self.types[op.outputs[0]]
-        shape = (new_type if op.name == "reduce_sum" else self.types[leaf.value]).aval.shape
-        made = self.types.new(replace(new_type, aval=structs.replace(new_type.aval, shape=shape)))
-        inputs = [self.stages.resolve(r) for r in op.inputs]
-        inputs[position] = leaf.value
-        self.added[task].append(Op(op.name, tuple(inputs), (made,), op.run, op.line, op.transposed))
+        if op.name != "reduce_sum":  # the part may have another rank than what is laid out from it
+            part = self.types[leaf.value]
+            aval = structs.replace(part.aval, dtype=new_type.aval.dtype)
+            new_type = replace(part, aval=aval, weak=new_type.weak)
+        made = self.types.new(new_type)
+        inputs = (*others[:position], leaf.value, *others[position:])
+        self.added[task].append(Op(op.name, inputs, (made,), run, op.line, op.transposed))
         return _Leaf(made, task)
 
     # ---- the epilogue's operations
@@ -417,7 +554,7 @@ class _Commuter:
         total = terms[0]
         for t in terms[1:]:
             made = self._new_strong(total)
-            ops.append(Op("add_partial", (total, t), (made,), _add, self.stages.loop.line))
+            ops.append(Op(PARTIAL_SUM, (total, t), (made,), _add, self.stages.loop.line))
             total = made
         return total
 
@@ -474,5 +611,63 @@ def _is_real(value_type: ValueType) -> bool:
     return value_type.aval.dtype.startswith(("float", "bfloat"))
 
 
+def _terms(expr: _Expr) -> tuple[_Expr, ...]:
+    return expr.terms if isinstance(expr, _Sum) else (expr,)
+
+
 def _add(xs):
     return [xs[0] + xs[1]]
+
+
+def _negate(xs):
+    return [-xs[0]]
+
+
+@dataclass(frozen=True)
+class _OnPart:
+    """A callable for `Op.run` that applies an elementwise operation to a part; scalars are filled in.
+
+    Args:
+        run: the operation on arrays of equal shapes.
+        position: the position of the part among the operands.
+    """
+
+    run: Run
+    position: int
+
+    def __call__(self, xs: Sequence[Any]) -> Sequence[Any]:
+        part = xs[self.position]
+        return self.run([x if np.shape(x) == np.shape(part) else _filled(x, part) for x in xs])
+
+
+@dataclass(frozen=True)
+class _ChosenPart:
+    """A callable for `Op.run` that takes a choice's first operand and a part, and returns what is chosen of
+    the part, with zeros elsewhere.
+
+    Args:
+        run: the choice between arrays.
+        position: the position of the part among the arrays.
+        count: the number of arrays.
+    """
+
+    run: Run
+    position: int
+    count: int
+
+    def __call__(self, xs: Sequence[Any]) -> Sequence[Any]:
+        which, part = xs
+        others = _zeros_like(part)
+        return self.run([which, *(part if k == self.position else others for k in range(self.count))])
+
+
+def _filled(scalar: Any, like: Any) -> Any:
+    return _zeros_like(like) + scalar
+
+
+def _zeros_like(part: Any) -> Any:
+    """Return zeros of the shape, type and sharding of an array, by methods that it has under any trace.
+
+    XLA knows that the result does not depend on the array.
+    """
+    return ((part == part) & False).astype(part.dtype)  # also where it is not finite

@@ -23,6 +23,7 @@ from jaxpp_async.compiler.ir import (
 from jaxpp_async.compiler.partition import OutputPart, StagedLoop, StageTask, TaskKey
 from jaxpp_async.compiler.task_variants import ScheduledLoop, Variant
 from jaxpp_async.program.instructions import ActorId, Aval, Node, Task, ValueId, ValueKind, ValueTable
+from jaxpp_async.program.task_label import write_label
 
 
 def unroll_loop(graph: TaskGraphBuilder, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
@@ -208,7 +209,7 @@ class _LoopUnroller:
         if data.index is not None:
             inputs[data.index] = graph.value_on(graph.index_ids[task.i], actor)
         inputs += [self.accumulators[final] for final in data.finals]
-        label = f"{key[0]}(stage {task.stage}, mb {task.i})"
+        label = write_label(key[0], task.stage, task.i)
         num_made = len(data.makes)
         outputs = graph.add_values(data.ir_ids, data.avals, data.kinds, label, num_made)
         made.update(zip(data.makes, outputs, strict=False))

@@ -14,15 +14,12 @@ A lowered program has, in order of issue:
 Slots (the numbers of buffers in a program) are assigned once and count from zero in order of definition. Tags
 (the numbers of transfers) count from zero over all programs of the step in the order of the graph, so the
 tags between two actors rise in both of their programs.
-
-`peak_plan` finds the largest number of bytes that an actor's buffer table holds while it runs its program.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import compress
 
 import msgspec
@@ -46,7 +43,6 @@ from jaxpp_async.program.instructions import (
     TaskGraph,
     ValueId,
     avals_of,
-    buffers_made,
     kinds_of,
     runs,
 )
@@ -458,60 +454,3 @@ def delete_buffers(programs: Programs) -> Programs:
     # One `Delete` per slot is shared by all actors.
     deletes = list(map(Delete, range(max((len(p.avals) for p in programs), default=0))))
     return tuple(replace(p, instructions=_insert_deletes(p, deletes)) for p in programs)
-
-
-# ---------------------------------------------------------------- memory
-
-
-@dataclass(frozen=True, slots=True)
-class PeakPlan:
-    """The peak memory of an actor's buffer table during a step, as planned from its program.
-
-    Args:
-        peak_bytes: the bytes at the peak. A sharded array counts as one whole array (`Aval.size_bytes`),
-            however many devices the actor has. XLA's temporaries inside a run and unfinished sends do not
-            count.
-        instruction: the index of the first instruction at which the peak occurs; 0 for a program without
-            buffers.
-    """
-
-    peak_bytes: int
-    instruction: int
-
-
-def _buffers_freed(instruction: Instruction) -> tuple[BufferId, ...]:
-    if isinstance(instruction, Run):
-        return tuple(instruction.inputs[p] for p in instruction.donated)
-    return (instruction.buffer,) if isinstance(instruction, Delete | Output) else ()
-
-
-def peak_plan(program: ActorProgram) -> PeakPlan:
-    """Find the peak memory of a program's buffer table by walking over its instructions.
-
-    A receive counts from the moment it is posted. At a `Run`, the run's results are added and its donated
-    inputs are removed at the same moment. Other inputs count until their `Delete`. A buffer counts until its
-    `Output`, which passes it to the caller. Slots in `ActorProgram.uncounted` never count.
-
-    Args:
-        program: a program that is valid in the sense of `verify.verify_program`.
-
-    Returns:
-        The peak and the instruction at which it occurs. The executor measures the same number of bytes.
-    """
-    # Avals are looked up by identity: hashing one costs more than this whole walk, and equal avals are mostly
-    # the same object.
-    by_id = {id(a): a.size_bytes for a in {id(a): a for a in program.avals}.values()}
-    sizes = [by_id[id(a)] for a in program.avals]
-    held: dict[BufferId, int] = {}
-    now, peak, at = 0, 0, 0
-    for index, instruction in enumerate(program.instructions):
-        for b in _buffers_freed(instruction):
-            # A buffer may be two results; it stops counting at the first `Output`.
-            now -= held.pop(b, 0)
-        for b in buffers_made(instruction):
-            if b not in program.uncounted:
-                held[b] = sizes[b]
-                now += held[b]
-        if now > peak:
-            peak, at = now, index
-    return PeakPlan(peak, at)

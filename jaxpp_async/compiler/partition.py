@@ -51,7 +51,8 @@ class StagedLoop:
     Args:
         num_stages: the number of stages, one more than the number of stage markers in the loop's body.
         tasks: the tasks that have something to compute, by kind and stage: first the forward tasks from the
-            first stage to the last, then the backward tasks from the last stage to the first.
+            first stage to the last, then the backward tasks from the last stage to the first, then the
+            finish tasks, which wait for values of earlier stages' backwards.
         outputs: for each result of the loop, its parts, that is the values that stages accumulate separately.
         epilogues: for each result of the loop, the operations that combine the result's accumulated parts
             after the loop; None for a result with a single part.
@@ -155,12 +156,13 @@ def _tasks(stages: StageAssignment, results: LoopResults) -> dict[TaskKey, Stage
                 shared.add(part)
             adds[part.task].append((k, j))
     light_ops, tasks = LightOps(light), {}
+    fills = LightOps(light | {i: _without_markers(stages, i) for i in stages.fills_for_finish()})
     for key in sorted(members, key=task_order):
         own = {i: _without_markers(stages, i) for i in members[key]}
         added = results.added.get(key, [])
         reads = [r for op in (*own.values(), *added) for r in op.reads]
         reads += [v for k, j in adds[key] if isinstance(v := results.parts[k][j].value, int)]
-        ops = own | light_ops.needed(map(stages.root, reads))
+        ops = own | (fills if key[0] == "finish" else light_ops).needed(map(stages.root, reads))
         tasks[key] = StageTask(key, (*(ops[i] for i in sorted(ops)), *added), tuple(adds[key]))
     return tasks
 
@@ -181,6 +183,6 @@ def _without_markers(stages: StageAssignment, position: int) -> Op:
 
 def task_order(key: TaskKey) -> tuple[int, int]:
     """Return a sort key that puts forward tasks first, by ascending stage, then backward tasks by descending
-    stage."""
+    stage, then finish tasks."""
     ty, stage = key
-    return (0, stage) if ty == "fwd" else (1, -stage)
+    return (0, stage) if ty == "fwd" else (2 if ty == "finish" else 1, -stage)

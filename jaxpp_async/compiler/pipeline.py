@@ -3,7 +3,9 @@
 The passes, each with what it reads and what it makes:
 
 trace       step function          -> flat operations with markers and loops
+hoist       each loop's body       -> a smaller body, and operations before and after the loop
 cut         each loop's marks      -> the same loop, with only the marks that are stage boundaries
+divide      stacked leaves         -> the same step, in which each stage's layers are values of their own
 partition   each loop's body       -> forward and backward tasks
 schedule    each loop's schedule   -> tasks in order, one row per actor, and the variants that run
 place       all of these           -> task graph on actors, and one recipe per executable
@@ -28,13 +30,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import jax
 from jax.sharding import PartitionSpec
 from msgspec import structs
 
 from jaxpp_async import schedules
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.continued_arguments import continued_arguments
-from jaxpp_async.compiler.cut import cut_loops
+from jaxpp_async.compiler.cut import count_layers, cut_choice_of, cut_loops, cut_of
 from jaxpp_async.compiler.describe import (
     PassTexts,
     format_executables,
@@ -45,17 +48,24 @@ from jaxpp_async.compiler.describe import (
     format_specs,
     format_staged,
 )
+from jaxpp_async.compiler.divide import divide, expand_leaves, expand_pairs
 from jaxpp_async.compiler.export import Emitted, Target, explained, lowering_context, refuse_host_memory
 from jaxpp_async.compiler.export_cache import ExportCache
 from jaxpp_async.compiler.ir import Flat, Loop, Op, Traced, Types
+from jaxpp_async.compiler.loop_invariants import hoist_invariants
 from jaxpp_async.compiler.partition import StagedLoop, partition
+from jaxpp_async.compiler.pass_cache import PassCache
 from jaxpp_async.compiler.rematerialization import minimize_residuals
 from jaxpp_async.compiler.sharding_propagation import Spec, propagate, sharded
+from jaxpp_async.compiler.stack_division import find_division
 from jaxpp_async.compiler.task_graph import PlacedStep, StepBuilder
 from jaxpp_async.compiler.task_variants import ScheduledLoop, schedule_loop
 from jaxpp_async.compiler.trace import trace_ignoring_weak_types, warn_of_markers_outside
+from jaxpp_async.compiler.work import CountedWorks
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval, TaskGraph, ValueTable
+from jaxpp_async.program.leaf_parts import Parts, part_positions
+from jaxpp_async.program.work import CutChoice, LoopCut, TaskWork
 
 Passed: TypeAlias = Callable[[str], None]
 
@@ -79,9 +89,13 @@ class StepRequest:
         target: the mesh and platform that executables are lowered for.
         schedule: the schedule that replaces the schedule of every loop; None keeps those written in the step.
         result_homes: a dictionary. Its keys are positions of result leaves; its values are the actors that
-            must hold these leaves when the step ends. Placement chooses the actors of all other leaves.
+            must hold these leaves when the step ends, or, for a leaf in `result_parts`, a tuple with the
+            actors of each part. Placement chooses the actors of all other leaves.
+        result_parts: a dictionary. Its keys are positions of result leaves; its values are the parts in which
+            the step must make these leaves. The leaves of both dictionaries are those of the result tree.
         exports: a cache of executables that were lowered earlier; this step's executables are added to the
             cache.
+        shared: a cache of what compilations of this step under other schedules share with this one.
     """
 
     fn: Callable
@@ -94,8 +108,12 @@ class StepRequest:
     num_actors: int
     target: Target
     schedule: Any = None
-    result_homes: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    result_homes: Mapping[int, frozenset[int] | tuple[frozenset[int], ...]] = dataclasses.field(
+        default_factory=dict
+    )
+    result_parts: Mapping[int, Parts] = dataclasses.field(default_factory=dict)
     exports: ExportCache = dataclasses.field(default_factory=ExportCache)
+    shared: PassCache = dataclasses.field(default_factory=PassCache)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +134,8 @@ class CompilePlan:
             pass arrays of any sharding. Leaves that the step returns are left out if the user gave a spec for
             the leaf or for the result.
         target: the mesh and platform that the step was compiled for.
+        find_cut: a function that returns the cut of the step's one loop with the work of its layers, or None
+            if the step has no loop or several.
     """
 
     traced: Traced
@@ -127,6 +147,27 @@ class CompilePlan:
     weak_or_strong: frozenset[int]
     any_sharding: frozenset[int]
     target: Target
+    find_cut: Callable[[], LoopCut | None]
+
+    @functools.cached_property
+    def count_works(self) -> CountedWorks:
+        """A function that returns the work of each executable, and that keeps little of the plan alive."""
+        return CountedWorks(self.placed.recipes, self.placed.types, self.specs, self.target)
+
+    @property
+    def works(self) -> tuple[TaskWork, ...]:
+        """The work of each executable, for each device of an actor; counted when first read."""
+        return self.count_works()
+
+    @property
+    def cut(self) -> LoopCut | None:
+        """The cut of the step's one loop, without the work of its layers; None if it has none or several."""
+        return cut_of(self.traced.flat)
+
+    @functools.cached_property
+    def cut_choice(self) -> CutChoice:
+        """How the cuts of the step's loops were chosen."""
+        return cut_choice_of(self.traced.flat)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,13 +239,8 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
         ScheduleError: a schedule is invalid.
         ShardingError: a sharding is invalid.
     """
-    with lowering_context(request.target):
-        traced, weak_or_strong = trace_ignoring_weak_types(
-            request.fn,
-            request.args,
-            static_argnums=request.static_argnums,
-            argument_names=request.argument_names,
-        )
+    traced, weak_or_strong = trace_step(request)
+    known = request.shared.specs(traced, request.target.mesh)
     if not request.result_homes:  # `init` has them, and calls the model outside a loop
         warn_of_markers_outside(traced)
     in_specs, out_specs = request.in_specs(traced), request.out_specs(traced)
@@ -212,37 +248,91 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
     passed("trace")
     whole = traced.flat
     with lowering_context(request.target):
-        traced = cut_loops(traced, request.schedule)
-    found = {
-        i: partition(item, traced.types) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)
-    }
+        traced = hoist_invariants(traced)
+        hoisted = traced.flat
+        traced = cut_loops(traced, request.schedule, request.num_actors)
+    found, continues = _partition(traced), continued_arguments(traced)
+    shardings = dict(zip(traced.flat.inputs, in_specs, strict=False))
+    shardings |= {r: s for r, s in zip(traced.flat.outputs, out_specs, strict=False) if isinstance(r, int)}
+    division = find_division(traced, found, continues, shardings, request.result_parts)
+    traced = divide(traced, division, request.result_parts)
+    if traced.argument_parts:
+        found, continues = _partition(traced), expand_pairs(continues, traced)
+        in_specs = expand_leaves(in_specs, traced.argument_parts)
+        out_specs = expand_leaves(out_specs, traced.result_parts)
     with lowering_context(request.target):  # both passes make new values, whose types know the mesh
         staged = {i: minimize_residuals(loop, traced.types) for i, loop in found.items()}
         passed("partition")
-        loops = {i: _schedule(s, request, traced.types) for i, s in staged.items()}
+        loops = {i: _schedule(s, request.num_actors, traced.types) for i, s in staged.items()}
     passed("schedule")
-    continues = continued_arguments(traced)
     placed = StepBuilder(
         traced,
         loops,
         num_actors=request.num_actors,
         continues=continues,
         donated=[arg in request.donated for arg in traced.arg_of],
-        result_homes=dict(request.result_homes),
+        result_homes=_homes_of_parts(request.result_homes, traced),
     ).build()
     verify.verify_graph(placed.graph)
     refuse_host_memory(placed)
     passed("place")
     with explained(placed.recipes, placed.types, request.target):
-        specs = propagate(traced, placed, request.target, in_specs, out_specs, continues)
+        specs = propagate(traced, placed, request.target, in_specs, out_specs, continues, known)
     placed = dataclasses.replace(placed, graph=_insert_specs(placed, specs))
     passed("shard")
     programs = _lower_and_verify(placed.graph, passed)
-    texts = _pass_texts(whole, traced.types, staged, loops, placed, programs)
+    texts = _pass_texts(whole, hoisted, traced.types, staged, loops, placed, programs)
     free = _find_any_sharding(traced, placed, in_specs, out_specs)
     return CompilePlan(
-        traced, placed, specs, programs, texts, continues, weak_or_strong, free, request.target
+        traced,
+        placed,
+        specs,
+        programs,
+        texts,
+        continues,
+        weak_or_strong,
+        free,
+        request.target,
+        functools.cache(
+            functools.partial(count_layers, cut_of(traced.flat), hoisted, traced.types, request.target)
+        ),
     )
+
+
+def _partition(traced: Traced) -> dict[int, StagedLoop]:
+    """Split each loop of a step into the tasks of its stages; the keys are the positions of the loops."""
+    items = enumerate(traced.flat.ops)
+    return {i: partition(item, traced.types) for i, item in items if isinstance(item, Loop)}
+
+
+def _homes_of_parts(
+    homes: Mapping[int, frozenset[int] | tuple[frozenset[int], ...]], traced: Traced
+) -> dict[int, frozenset[int]]:
+    """Return the actors that must hold each part of a result, from `StepRequest.result_homes`."""
+    positions = part_positions(traced.result_parts or (None,) * len(traced.out_names))
+    found: dict[int, frozenset[int]] = {}
+    for leaf, actors in homes.items():
+        of_parts = (actors,) if isinstance(actors, frozenset) else actors
+        found.update(zip(positions[leaf], of_parts, strict=True))
+    return found
+
+
+def trace_step(request: StepRequest) -> tuple[Traced, frozenset[int]]:
+    """Trace the step of a request, unless it has been traced for these types and devices; see `trace`."""
+
+    def trace() -> tuple[Traced, frozenset[int]]:
+        with lowering_context(request.target):
+            return trace_ignoring_weak_types(
+                request.fn,
+                request.args,
+                static_argnums=request.static_argnums,
+                argument_names=request.argument_names,
+            )
+
+    leaves, treedef = jax.tree.flatten(
+        [a for i, a in enumerate(request.args) if i not in request.static_argnums]
+    )
+    return request.shared.trace((treedef, *leaves, request.target.mesh, request.target.platform), trace)
 
 
 def _find_any_sharding(
@@ -277,6 +367,7 @@ def _lower_and_verify(graph: TaskGraph, passed: Passed) -> lowering.Programs:
 
 def _pass_texts(
     whole: Flat,
+    hoisted: Flat,
     types: Types,
     staged: Mapping[int, StagedLoop],
     loops: Mapping[int, ScheduledLoop],
@@ -292,6 +383,7 @@ def _pass_texts(
     return PassTexts(
         {
             "trace": lambda: format_flat(whole, types),
+            "hoist": lambda: "as traced" if hoisted is whole else format_flat(hoisted, types),
             "partition": lambda: "\n".join(map(format_staged, staged.values())),
             "schedule": lambda: "\n".join(map(format_scheduled, loops.values())),
             "place": lambda: format_graph(placed),
@@ -305,13 +397,12 @@ def _pass_texts(
     )
 
 
-def _schedule(staged: StagedLoop, request: StepRequest, types: Types) -> ScheduledLoop:
-    schedule = request.schedule if request.schedule is not None else staged.loop.schedule
+def _schedule(staged: StagedLoop, num_actors: int, types: Types) -> ScheduledLoop:
     tasks = schedules.resolve(
-        schedule,
+        staged.loop.schedule,
         num_stages=staged.num_stages,
         num_microbatches=staged.loop.num_microbatches,
-        num_actors=request.num_actors,
+        num_actors=num_actors,
         where=staged.loop.line,
         forward_only=not any(ty == "bwd" for ty, _ in staged.tasks),
         markers=staged.boundaries,

@@ -30,6 +30,7 @@ from jaxpp_async.compiler.ir import (
     used_ids,
     without_dead,
 )
+from jaxpp_async.compiler.loop_invariants import HOISTED
 from jaxpp_async.compiler.primitives import CALLS, ENLARGING
 from jaxpp_async.compiler.reduction_grouping import GroupingInputs, regroup_reductions
 from jaxpp_async.program.instructions import ActorId
@@ -153,8 +154,9 @@ class _Placer:
 
     - Bound operations (`bound`) depend on a loop's results. Each runs on one actor.
     - Anchored operations (`anchored`) depend on no loop, and compute a small value from large inputs (the
-      norm of a parameter) or are conds over large inputs. Each runs on one actor that stores these inputs, so
-      that no other actor has to store a copy of them.
+      norm of a parameter), or a value that a loop reads and that is not larger than the inputs (a Cholesky
+      factor), or are conds over large inputs. Each runs on one actor that stores these inputs, so that no
+      other actor has to store a copy of them.
     - All others are free (`free`). Free operations run on every actor that needs their results, and the
       inputs that they read are put on these actors too.
     """
@@ -211,12 +213,24 @@ class _Placer:
             read = max((size[r] for r in op.reads if r in heavy), default=0)
             reduces = any(made <= limit < read for limit in (SCALAR_BYTES, SMALL_BYTES))
             follows = made <= SMALL_BYTES and any(r in taken for r in op.reads)
-            if reduces or follows or (read and i in self.can_expand):
+            if reduces or follows or (read and i in self.can_expand) or self._is_sent_to_loop(op):
                 ops.add(i)
                 taken.update(o for o in op.outputs if o >= 0 and size[o] <= SMALL_BYTES)
             if read:
                 heavy.update(o for o in op.outputs if o >= 0 and size[o] > SCALAR_BYTES)
         return ops
+
+    def _is_sent_to_loop(self, op: Op) -> bool:
+        """Return whether a loop reads the result of an operation, and sending it to all actors that read it
+        costs no more than sending the arguments from which it is computed."""
+        root_bytes = op.params.get(HOISTED)
+        if root_bytes is None:
+            return False
+        readers = set[ActorId]().union(
+            *(needs.get(o, ()) for needs in self.step.loop_needs.values() for o in op.outputs)
+        )
+        made = sum(self.size[o] for o in op.outputs if o >= 0)
+        return len(readers) > 0 and SMALL_BYTES < made <= root_bytes
 
     def _owned_ops(self) -> set[int]:
         """Return the positions of the free operations that make a floating-point result of the step.

@@ -8,6 +8,11 @@ changes a name. No other test would fail, since a missing name only makes progra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from jaxpp_async.program.work import CollectiveKind
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -97,6 +102,20 @@ LIGHT |= _names(  # choices and bits
 layout changes, casts, elementwise arithmetic and constants. Products, reductions, random bits and control
 flow are not among them, since computing those twice costs more than keeping a buffer."""
 
+PER_CALL = (
+    CALLBACKS
+    | {MARKER, MARKER_SIDE, LOOP}
+    | _names("random_bits random_gamma threefry2x32 rng_bit_generator")
+)
+"""Primitives that are never computed once for all microbatches. Random bits are cheap to draw again, and
+would take four bytes an element to keep."""
+
+CHEAP_OR_FIXED = (
+    LIGHT | PER_CALL | CALLS | CUSTOM_RULES | LAID_OUT_BY_USER | _names("optimization_barrier pvary")
+)
+"""Primitives that stay in the loop even if their operands are the same for all microbatches: XLA fuses them
+into their readers, or they hold what the user wants to be in one place."""
+
 REPEATED = LIGHT - _KEYS - {STACK, INDEX}
 REPEATED -= _names("concatenate cumsum pad reshard shard sharding_constraint stack unstack")
 """Light primitives that XLA fuses into their readers, so that running them again moves no bytes. Primitives
@@ -107,12 +126,35 @@ ENLARGING = _names("broadcast_in_dim convert_element_type copy iota reshape sque
 first. The large value is not sent to other actors, which make it again from the small operand. Transposes and
 slices are not in the set, since their operands are as large as their results."""
 
+ELEMENTWISE = TRANSCENDENTAL | _names(
+    "abs add add_any and bitcast_convert_type ceil clamp clz complex conj convert_element_type copy digamma"
+    " div eq eq_to floor ge gt igamma igammac imag integer_pow is_finite le le_to lgamma lt lt_to max min mul"
+    " mulhi ne neg nextafter not one_minus_square or polygamma population_count real reduce_precision"
+    " regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic"
+    " shift_right_logical sign sqrt square stop_gradient sub threefry2x32 xor zeta"
+)
+"""Primitives of which each element of the result depends on those at the same place of the operands."""
+
+KEY_ARRAYS = _names("random_bits random_fold_in random_gamma random_split random_unwrap random_wrap")
+"""Primitives that compute something for each key of an array of keys."""
+
+BATCHED_MATRIX = _names("cholesky eigh householder_product lu qr schur svd triangular_solve tridiagonal")
+"""Primitives that compute something for each matrix of a batch of matrices."""
+
 # ---------------------------------------------------------------- sums
 
 ADDITIONS = _names("add add_any")
 """Primitives that add two values; JAX adds gradients with `add_any`."""
 
-MOVES_ONLY = _names("broadcast_in_dim concatenate copy pad reshape rev slice squeeze transpose") | {STACK}
+DIFFERENCES = _names("sub")
+"""Primitives that subtract the second of two values from the first."""
+
+CHOICES = _names("select_n")
+"""Primitives that take each element from one of several values. The first operand says from which."""
+
+MOVES_ONLY = _names("broadcast_in_dim concatenate copy pad reshape rev slice squeeze stack transpose") | {
+    STACK
+}
 """Linear primitives that are exact, so that they may run once after the loop, on a sum over microbatches.
 Casts are not in the set, since they round."""
 
@@ -123,6 +165,36 @@ into one are made by them."""
 LINEAR_IN_STAGE = _names("convert_element_type div mul neg reduce_sum")
 """Primitives for which f(a + b) = f(a) + f(b) up to rounding. Each stage applies them to its own part of a
 sum, before accumulating."""
+
+_POSITIONS = range(1024)
+
+AFFINE: Mapping[str, frozenset[int]] = MappingProxyType(
+    {
+        **dict.fromkeys(_names("add add_any sub concatenate stack"), frozenset(_POSITIONS)),
+        "select_n": frozenset(_POSITIONS[1:]),
+        "scatter-add": frozenset({0, 2}),
+        "dynamic_update_slice": frozenset({0, 1}),
+        "pad": frozenset({0, 1}),
+    }
+)
+"""The primitives that are linear in several operands together, and the positions of these operands. The sum
+over microbatches of an operand that is the same for all of them is the operand times their number."""
+
+LINEAR_IN_ONE: Mapping[str, frozenset[int]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            _names(
+                "neg copy reshape transpose broadcast_in_dim squeeze reduce_sum rev slice cumsum real imag"
+                " gather dynamic_slice div split unstack sharding_constraint"
+            ),
+            frozenset({0}),
+        ),
+        "triangular_solve": frozenset({1}),
+        **dict.fromkeys(_names("mul dot_general conv_general_dilated"), frozenset({0, 1})),
+    }
+)
+"""The primitives that are linear in one operand while all others stay the same, and the positions where this
+operand may stand."""
 
 ASSOCIATIVE = _names("add add_any mul max min and or")
 """Associative primitives of two operands, so that each actor can combine its own values first."""
@@ -157,10 +229,17 @@ NOT_FUSED = READS_ALL | _names(
 """Primitives whose operands and results XLA reads from memory and writes to memory, while it fuses
 elementwise primitives into their neighbours."""
 
-EXCHANGES = {
-    **dict.fromkeys(_names("psum psum_invariant unreduced_psum pmax pmin"), "all-reduce"),
-    **dict.fromkeys(_names("all_gather all_gather_invariant all_gather_reduced ppermute"), "all-gather"),
-    **dict.fromkeys(_names("reduce_scatter unreduced_reduce_scatter"), "reduce-scatter"),
+RENAMES = _names(
+    "copy device_put optimization_barrier pvary reshape reshard shard sharding_constraint squeeze"
+    " stop_gradient"
+)
+"""Primitives whose results XLA keeps in the memory of their operands."""
+
+EXCHANGES: dict[str, CollectiveKind] = {
+    **{name: "all-reduce" for name in _names("psum psum_invariant unreduced_psum pmax pmin")},
+    **{name: "all-gather" for name in _names("all_gather all_gather_invariant all_gather_reduced")},
+    **{name: "reduce-scatter" for name in _names("reduce_scatter unreduced_reduce_scatter")},
     "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
 }
 """The kind of exchange between devices that each primitive inside a `shard_map` makes."""

@@ -19,11 +19,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jaxpp_async.compiler.ir import Op, Types, renamed
 from jaxpp_async.compiler.ir_slicing import select_needed
+from jaxpp_async.compiler.minimum_cut import END, INFINITE, START, cost_scale, end_side
 from jaxpp_async.compiler.partition import StagedLoop
 from jaxpp_async.compiler.primitives import REPEATED, TRANSCENDENTAL
 
@@ -33,7 +32,6 @@ keeping a byte (writing, storing and reading it) costs 1. Light operations are f
 move no bytes of their own. A tanh or an exp takes some twenty instructions."""
 
 _UNIT = 16  # the cost of keeping a byte, so that all costs are integers: the largest denominator above
-_INFINITE = 2**30  # more than any sum of costs
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ def choose_recomputation(
                     pending.append(u)
                 edges.append((nodes[u], nodes[v]))
     chosen = _cut(tuple(keep), tuple(recompute), tuple(edges), num_taken)
-    new_ids = {v: types.new(types[v]) for k, v in enumerate(pending) if k in chosen}
+    new_ids = {v: types.new(types[v], like=v) for k, v in enumerate(pending) if k in chosen}
     repeated = [op for op in ops if not new_ids.keys().isdisjoint(op.outputs)]
     copies = RecomputePlan((), new_ids).read_recomputed(repeated)
     made = tuple(replace(op, outputs=tuple(new_ids.get(o, -1) for o in op.outputs)) for op in copies)
@@ -168,20 +166,15 @@ def _cut(
     """
     if not num_taken:
         return frozenset()
-    scale = 1 + (sum(keep) + sum(recompute)) // (_INFINITE // 2)
-    start, end, count = 0, 1, len(keep)
+    scale, count = cost_scale(sum(keep) + sum(recompute)), len(keep)
     # Each value is two nodes. A cut between the two means that the value is kept; a cut between the start and
     # the first of them means that it is recomputed.
     enters, leaves = 2 + 2 * np.arange(count), 3 + 2 * np.arange(count)
     operands, values = np.array(edges, int).reshape(-1, 2).T
-    heads = np.concatenate([enters, np.full(count, start), leaves[operands], leaves[:num_taken]])
-    tails = np.concatenate([leaves, enters, enters[values], np.full(num_taken, end)])
-    recompute_costs = [_INFINITE if cost < 0 else -(-cost // scale) for cost in recompute]
-    costs = [*(-(-cost // scale) for cost in keep), *recompute_costs, *[_INFINITE] * (len(edges) + num_taken)]
-    size = 2 + 2 * count
-    graph = csr_array((np.array(costs, np.int32), (heads, tails)), shape=(size, size))
-    left = graph - maximum_flow(graph, start, end).flow
-    left.eliminate_zeros()
-    # Of several minimum cuts the one nearest to the end is chosen, since it repeats the fewest operations.
-    reaching = set(breadth_first_order(csr_array(left.T), end, return_predecessors=False).tolist())
+    heads = np.concatenate([enters, np.full(count, START), leaves[operands], leaves[:num_taken]])
+    tails = np.concatenate([leaves, enters, enters[values], np.full(num_taken, END)])
+    recompute_costs = [INFINITE if cost < 0 else -(-cost // scale) for cost in recompute]
+    costs = [*(-(-cost // scale) for cost in keep), *recompute_costs, *[INFINITE] * (len(edges) + num_taken)]
+    # Of several minimum cuts the one nearest to the end repeats the fewest operations.
+    reaching = end_side(2 + 2 * count, heads, tails, costs)
     return frozenset(k for k in range(count) if int(enters[k]) in reaching)

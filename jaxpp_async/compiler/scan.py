@@ -95,7 +95,9 @@ def unroll(flattener: Flattener, eqn: Any, inputs: Sequence[Ref], ops: list, whe
     for k, var in enumerate(eqn.outvars[scan.num_carry :]):
         made = flattener.types.new(value_type(var.aval))
         flattener.stacks[made] = [row[k] for row in rows]
-        ops.append(Op(STACK, tuple(flattener.stacks[made]), (made,), _stack, where.line, where.transposed))
+        ops.append(
+            Op(STACK, tuple(flattener.stacks[made]), (made,), stack_rows, where.line, where.transposed)
+        )
         stacked.append(made)
     return [*carry, *stacked]
 
@@ -117,15 +119,17 @@ def _element(flattener: Flattener, stack: Ref, i: int, element: ValueType, ops: 
     if isinstance(stack, int) and stack in flattener.stacks:
         return flattener.stacks[stack][i]
     made = flattener.types.new(element)
-    ops.append(Op(INDEX, (stack,), (made,), partial(_index, i), line))
+    ops.append(Op(INDEX, (stack,), (made,), partial(pick_row, i), line))
     return made
 
 
-def _stack(xs: Sequence[Any]) -> list[Any]:
+def stack_rows(xs: Sequence[Any]) -> list[Any]:
+    """Stack values along a new leading axis; this is the `Op.run` of the operation `STACK`."""
     return [jnp.stack(xs)]
 
 
-def _index(i: int, xs: Sequence[Any]) -> list[Any]:
+def pick_row(i: int, xs: Sequence[Any]) -> list[Any]:
+    """Return row `i` of the leading axis; a `functools.partial` of it is the `Op.run` of `INDEX`."""
     return [lax.index_in_dim(xs[0], i, 0, keepdims=False)]
 
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxpp_async.compiler.flop_counts import equation_flops
-from jaxpp_async.compiler.primitives import CUMULATIVE, EXCHANGES, NOT_FUSED, REDUCTIONS
-from jaxpp_async.program.work import Collective
+from jaxpp_async.compiler.live_bytes import Operation, OperationKind, peak_live_bytes
+from jaxpp_async.compiler.primitives import CUMULATIVE, EXCHANGES, NOT_FUSED, READS_ALL, REDUCTIONS, RENAMES
+from jaxpp_async.program.work import Collective, CollectiveKind
 
 Axes = tuple[tuple[str, ...], ...]
 """The mesh axes that split each dimension of an array; () for a dimension that no axis splits."""
@@ -57,6 +58,7 @@ class Tally:
         collectives: the exchanges between devices, in the order of the operations.
         counted: the arrays whose bytes are already in `size_bytes`.
         read: the arrays that some operation reads.
+        operations: the operations in their order, for the estimate of temporaries.
     """
 
     sizes: Mapping[str, int]
@@ -65,6 +67,7 @@ class Tally:
     collectives: list[Collective] = field(default_factory=list)
     counted: set[ShardedArray] = field(default_factory=set)
     read: set[ShardedArray] = field(default_factory=set)
+    operations: list[Operation] = field(default_factory=list)
     _moved: dict[tuple[ShardedArray, Axes], ShardedArray] = field(default_factory=dict)
 
     def num_devices(self, axes: Iterable[str]) -> int:
@@ -85,9 +88,28 @@ class Tally:
         self.size_bytes += self.local_bytes(x) if size_bytes is None else size_bytes
         self.counted.add(x)
 
-    def exchange(self, kind: str, axes: Iterable[str], size_bytes: float) -> None:
-        if (devices := self.num_devices(axes)) > 1:
-            self.collectives.append(Collective(kind, devices, size_bytes))
+    def note(
+        self,
+        kind: OperationKind,
+        reads: Sequence[ShardedArray],
+        makes: Sequence[ShardedArray],
+        inside_bytes: float = 0.0,
+    ) -> None:
+        """Append an operation to `operations`."""
+        self.operations.append(Operation(kind, reads, makes, inside_bytes))
+
+    def temp_bytes(self, outside: Iterable[ShardedArray]) -> float:
+        """Return the estimate of temporaries of the operations so far.
+
+        Args:
+            outside: the arguments and results, which do not count.
+        """
+        return peak_live_bytes(self.operations, set(outside), self.local_bytes)
+
+    def exchange(self, kind: CollectiveKind, axes: Iterable[str], size_bytes: float) -> None:
+        """Count an exchange along mesh axes; there is none along axes of one device."""
+        if split := tuple((a, self.sizes[a]) for a in axes if self.sizes[a] > 1):
+            self.collectives.append(Collective(kind, split, size_bytes))
 
     def sum_over(self, x: ShardedArray, axes: tuple[str, ...]) -> ShardedArray:
         """Count an all-reduce of an array over mesh axes, and return the array that it makes."""
@@ -115,13 +137,19 @@ class Tally:
             old, added = self.collectives[x.exchange], [a for a in wants if a not in had]
             kind = "reduce-scatter" if all(a in wants for a in x.summed) else old.kind
             size = old.size_bytes / self.num_devices(a for a in added if a not in x.summed)
-            self.collectives[x.exchange] = Collective(kind, old.devices, size)
+            self.collectives[x.exchange] = Collective(kind, old.axes, size)
         moved = replace(x, axes=wanted, summed=(), exchange=-1)
         self.exchange(
             "all-to-all", [a for a in had if wants.get(a, had[a]) != had[a]], self.local_bytes(moved)
         )
         self.exchange("all-gather", [a for a in had if a not in wants], self.local_bytes(moved))
         self.read.add(x)
+        # Without an exchange each device takes a part of what it has.
+        self.note(
+            "kernel" if any(a not in wants or wants[a] != d for a, d in had.items()) else "fused",
+            [x],
+            [moved],
+        )
         self._moved[x, wanted] = moved
         return moved
 
@@ -157,6 +185,13 @@ def count_equation(
         rule = _find_rule(name, operands, results)
         operands, made, split = rule(tally, params, list(operands), list(results))
     tally.flops += flops / tally.num_devices(split)
+    if name in RENAMES or name == "dynamic_update_slice":
+        kind: OperationKind = "alias"
+    elif name in READS_ALL:
+        kind = "reduction"
+    else:
+        kind = "kernel" if name in NOT_FUSED else "fused"
+    tally.note(kind, operands, made)
     if name in NOT_FUSED:
         _touch(tally, name, operands, made)
     elif name == "dynamic_update_slice":  # in place, so that only the part is written
@@ -482,8 +517,6 @@ def count_exchange(
     named = params["axes"] if "axes" in params else params["axis_name"]
     axes = [a for a in ((named,) if isinstance(named, str) else named) if a in tally.sizes]
     for x, made in zip(operands, results, strict=True):
-        if name == "ppermute":  # each device sends its array to one other device
-            tally.collectives.append(Collective(kind, 2, 2 * tally.local_bytes(x)))
-        else:
-            tally.exchange(kind, axes, tally.local_bytes(made if kind == "all-gather" else x))
+        tally.exchange(kind, axes, tally.local_bytes(made if kind == "all-gather" else x))
+        tally.note("kernel", [x], [made])
     return True

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxpp_async.compiler import evaluate, export
 from jaxpp_async.compiler.ir import Loop, Op, Traced, Types, ValueType
+from jaxpp_async.compiler.pass_cache import KnownSpecs
 from jaxpp_async.compiler.task_graph import PlacedStep
 from jaxpp_async.compiler.task_variants import ScheduledLoop
 from jaxpp_async.errors import ShardingError
@@ -35,6 +36,7 @@ def propagate(
     in_specs: Sequence[Spec | None],
     out_specs: Sequence[Spec | None],
     continues: Mapping[int, int],
+    known: KnownSpecs | None = None,
 ) -> dict[int, Spec]:
     """Infer the sharding spec of every value that is passed between executables.
 
@@ -46,6 +48,8 @@ def propagate(
         out_specs: the spec that the user gave for each result leaf; one that is None is inferred.
         continues: a dictionary. Its keys are positions of result leaves; its values are the positions of the
             argument leaves whose shardings these results get.
+        known: the specs that were inferred earlier for values of the same traced step. If all that are needed
+            are known, nothing is inferred; else those that are inferred are added.
 
     Returns:
         A dictionary from value id to spec. Empty if each actor has one device and no mesh.
@@ -61,7 +65,7 @@ def propagate(
             v: t.sharding.spec.partitions if t.sharding is not None else () for v, t in placed.types.items()
         }
     else:
-        specs = _inferred(traced, placed, target, in_specs)
+        specs = _inferred(traced, placed, target, in_specs, known or KnownSpecs())
     for result, arg in continues.items():
         specs[placed.output_ids[result]] = specs[traced.flat.inputs[arg]]
     for result, spec in enumerate(out_specs):
@@ -95,11 +99,17 @@ def sharded(aval: Aval, value_type: ValueType, spec: Spec) -> Aval:
 
 
 def _inferred(
-    traced: Traced, placed: PlacedStep, target: export.Target, in_specs: Sequence[Spec | None]
+    traced: Traced,
+    placed: PlacedStep,
+    target: export.Target,
+    in_specs: Sequence[Spec | None],
+    known: KnownSpecs,
 ) -> dict[int, Spec]:
     mesh = target.mesh
     assert mesh is not None
     boundary = sorted(_boundary_ids(placed) - set(traced.flat.inputs))
+    if (specs := known.find(placed.types, [*boundary, *traced.flat.inputs])) is not None:
+        return specs
     named = [*in_specs, *[None] * (len(traced.flat.inputs) - len(in_specs))]
     shardings = tuple(
         private_api.unspecified() if s is None else NamedSharding(mesh, PartitionSpec(*s)) for s in named
@@ -113,6 +123,7 @@ def _inferred(
         arg_specs, result_specs = private_api.propagated_specs(step, avals, target.platform)
     specs = dict(zip(boundary, result_specs, strict=True))
     specs.update(zip(traced.flat.inputs, arg_specs, strict=True))
+    known.add(placed.types, specs)
     return specs
 
 

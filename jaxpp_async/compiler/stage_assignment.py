@@ -9,18 +9,29 @@ Source: the JaxPP paper, sections "Stage Marking" and "Placement Inference".
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import cached_property
 from typing import TypeAlias
 
+from jaxpp_async.compiler.cond_split import SMALL_BYTES
+from jaxpp_async.compiler.finish_tasks import BackwardOps, choose_finishes
 from jaxpp_async.compiler.ir import Loop, Op, Ref, Types
-from jaxpp_async.compiler.primitives import LIGHT, MARKER, MARKER_SIDE
+from jaxpp_async.compiler.late_forward import ForwardOps, choose_late_forwards
+from jaxpp_async.compiler.primitives import ENLARGING, LIGHT, MARKER, MARKER_SIDE
 from jaxpp_async.errors import StageError, UnsupportedError
 
 TaskKey: TypeAlias = tuple[str, int]
-"""The kind and stage of a task, such as `("fwd", 0)` or `("bwd", 2)`."""
+"""The kind and stage of a task, such as `("fwd", 0)`, `("bwd", 2)` or `("finish", 1)`."""
 
 FORWARD, BACKWARD, LIGHTWEIGHT, MARK = "forward", "backward", "light", "mark"
+FINISH = "finish"
+
+MUCH_SMALLER = 16
+"""By what factor a value has to be smaller than a gradient to be sent to it rather than the gradient."""
+
+_TASK_KINDS = {FORWARD: "fwd", BACKWARD: "bwd", FINISH: "finish", MARK: "fwd"}
 
 
 class StageAssignment:
@@ -36,7 +47,8 @@ class StageAssignment:
         types: the type of each value.
 
     Attributes:
-        kind: for each operation, one of `FORWARD`, `BACKWARD`, `LIGHTWEIGHT` (a light operation) and `MARK`
+        kind: for each operation, one of `FORWARD`, `BACKWARD`, `FINISH` (an operation on gradients that waits
+            for an earlier stage's backward; see `finish_tasks`), `LIGHTWEIGHT` (a light operation) and `MARK`
             (a marker of the forward).
         stage: the stage of each operation; None for light operations.
         alias: a dictionary. Its keys are the ids of the results of markers and of operations in `skipped`;
@@ -72,8 +84,10 @@ class StageAssignment:
         self._classify()
         self.forward_stages: dict[int, set[int]] = {}
         self._place_forward()
+        self._move_late_forwards()
         self.forward_stages = self._find_forward_stages()
         self._place_backward()
+        self._defer_finishes()
         self.skipped = self._find_skipped()
         if self.skipped:
             self.forward_stages = self._find_forward_stages()
@@ -219,6 +233,70 @@ class StageAssignment:
             elif self.stage[i] is None:
                 self.stage[i] = self._stage_beside_weights(self.ops[i], self.num_stages - 1, 0)
 
+    def _move_late_forwards(self) -> None:
+        """Move forward operations whose results only later stages read to these stages, if this sends fewer
+        bytes; see `late_forward`."""
+        behind = list(itertools.accumulate(op.name == MARKER for op in self.ops))
+        forward = {
+            i: stage
+            for i, (kind, stage) in enumerate(zip(self.kind, self.stage, strict=True))
+            if kind == FORWARD and stage is not None
+        }
+        free = {
+            i: behind[i]
+            for i in forward
+            if i not in self._ancestors and self._latest_operand(self.ops[i]) is not None
+        }
+        if not any(behind[i] > forward[i] for i in free):
+            return
+        moved = choose_late_forwards(
+            ForwardOps(
+                stage=forward,
+                written_in=free,
+                reads={i: self._made_forward(self.ops[i]) for i in forward},
+                makes={i: [o for o in self.ops[i].outputs if o >= 0] for i in forward},
+                users=self._users_behind_markers,
+                weights={i: self._large_weights(self.ops[i]) for i in forward},
+                sizes=self.types.sizes,
+            )
+        )
+        self.stage = [moved.get(i, stage) for i, stage in enumerate(self.stage)]
+        for i in free if moved else ():  # what reads the results of a moved operation is not earlier
+            latest, own = self._latest_operand(self.ops[i]), self.stage[i]
+            if latest is not None and own is not None:
+                self.stage[i] = max(own, latest)
+
+    def _made_forward(self, op: Op) -> list[int]:
+        """Return the values of forward operations that an operation reads, also through light operations."""
+        found: dict[int, None] = {}
+        stack = list(op.reads)
+        while stack:
+            v = self.root(stack.pop())
+            if (p := self.producer.get(v)) is None:
+                continue
+            if self.kind[p] == LIGHTWEIGHT:
+                stack += self.ops[p].reads
+            elif self.kind[p] == FORWARD:
+                found[v] = None
+        return list(found)
+
+    def _large_weights(self, op: Op) -> set[int]:
+        roots = {r for v in op.reads for r in self._roots(v) if r in self.invariants}
+        return {r for r in roots if self.types.sizes[r] > SMALL_BYTES}
+
+    def _users_behind_markers(self, value: int) -> list[int]:
+        return self._users_of_root[value]
+
+    @cached_property
+    def _users_of_root(self) -> dict[int, list[int]]:
+        """The positions of the operations that read each value, also as the result of stage markers."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for i, op in enumerate(self.ops):
+            if self.kind[i] not in (LIGHTWEIGHT, MARK) and op.name != MARKER_SIDE:
+                for r in op.reads:
+                    found[self.root(r)].append(i)
+        return found
+
     def _latest_operand(self, op: Op) -> int | None:
         """Return the latest stage that makes an operand of `op`; None if no operand has a stage yet."""
         stages = [self.stage[p] for p in self._producers(op)]
@@ -315,6 +393,93 @@ class StageAssignment:
                 self.stage[i] = wanted if wanted is not None else last or 0
             elif wanted is not None:
                 self.stage[i] = max(stage, wanted)
+
+    def _defer_finishes(self) -> None:
+        """Move operations that scale gradients by a scalar of an earlier stage's backward to finish tasks."""
+        backward = {
+            i: stage
+            for i, (kind, stage) in enumerate(zip(self.kind, self.stage, strict=True))
+            if kind == BACKWARD and self.ops[i].name != MARKER_SIDE and stage is not None
+        }
+        if not any(
+            self.kind[p] == BACKWARD and (stage := self.stage[p]) is not None and stage > backward[i]
+            for i in backward
+            for r in self.ops[i].reads
+            if (p := self.producer.get(self.root(r))) is not None
+        ):
+            return
+        gradients, fits = dict[int, list[int]](), dict[int, bool]()
+        unbound = self._unbound_forwards()
+        for i in backward:
+            made = [
+                (v, p)
+                for v in dict.fromkeys(map(self.root, self.ops[i].reads))
+                if (p := self.producer.get(v)) is not None
+                and self.kind[p] != LIGHTWEIGHT
+                and p not in self._fills
+                and p not in unbound
+            ]
+            small = max([SMALL_BYTES, *(self.types.sizes[v] // MUCH_SMALLER for v, _ in made)])
+            large = [(v, p) for v, p in made if self.types.sizes[v] > small]
+            gradients[i] = [v for v, p in large if p in backward]
+            # What comes across a boundary is the gradient of an activation, and belongs to this stage.
+            crosses = any(
+                (p := self.producer.get(r)) is not None and self.ops[p].name == MARKER_SIDE
+                for r in self.ops[i].reads
+            )
+            fits[i] = len(gradients[i]) == len(large) and not crosses
+        found = choose_finishes(
+            BackwardOps(backward, gradients, fits, self.producer.__getitem__, self._readers_of_results)
+        )
+        for i, stage in found.items():
+            self.kind[i], self.stage[i] = FINISH, stage
+        for i in sorted(unbound, reverse=True) if found else ():
+            readers = self._readers_of_results(i) or ()
+            homes = {(self.kind[u], self.stage[u]) for u in readers}
+            if len(homes) == 1:
+                self.kind[i], self.stage[i] = homes.pop()
+
+    def _unbound_forwards(self) -> set[int]:
+        """Return the positions of the forward operations that any task can run and that only a backward
+        reads, such as noise that is added to gradients."""
+        found: set[int] = set()
+        for i, op in enumerate(self.ops):
+            if self.kind[i] == FORWARD and i not in self._ancestors:
+                made = self._made_forward(op)
+                if all(self.producer[v] in found for v in made):
+                    found.add(i)
+        for i in sorted(found, reverse=True):
+            readers = self._readers_of_results(i)
+            if not readers or any(self.kind[u] != BACKWARD and u not in found for u in readers):
+                found.remove(i)
+        return found
+
+    def _readers_of_results(self, position: int) -> list[int] | None:
+        """Return the positions of the operations that read the results of an operation; None if a marker
+        reads them, too."""
+        made = [o for o in self.ops[position].outputs if o >= 0]
+        if any(self.ops[u].name == MARKER_SIDE for o in made for u in self.users.get(o, ())):
+            return None
+        return [u for o in made for u in self._users_of_root[o]]
+
+    @cached_property
+    def _fills(self) -> frozenset[int]:
+        """The positions of the operations that only fill an array with a value that is much smaller."""
+        found: set[int] = set()
+        for i, op in enumerate(self.ops):
+            if op.name in ENLARGING and len(op.reads) == 1 and op.outputs[0] >= 0:
+                source = self.root(op.reads[0])
+                limit = max(SMALL_BYTES, self.types.sizes[op.outputs[0]] // MUCH_SMALLER)
+                if self.producer.get(source) in found or self.types.sizes[source] <= limit:
+                    found.add(i)
+        return frozenset(found)
+
+    def fills_for_finish(self) -> dict[int, Op]:
+        """Return the operations that fill an array with a small value, which finish tasks repeat, by
+        position."""
+        if FINISH not in self.kind:
+            return {}
+        return {i: self.ops[i] for i in self._fills if self.kind[i] in (BACKWARD, FORWARD)}
 
     def _last_forward_stage(self, op: Op, limit: int) -> int | None:
         """Return the last stage whose forward makes or uses all operands of a backward operation.
@@ -462,4 +627,4 @@ class StageAssignment:
             return None
         stage = self.stage[p]
         assert stage is not None
-        return ("bwd" if self.kind[p] == BACKWARD else "fwd", stage)
+        return (_TASK_KINDS[self.kind[p]], stage)

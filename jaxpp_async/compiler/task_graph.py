@@ -31,6 +31,7 @@ from jaxpp_async.compiler.loop_commuting import Epilogue
 from jaxpp_async.compiler.loop_unrolling import TaskGraphBuilder, needs_index, unroll_loop
 from jaxpp_async.compiler.partition import OutputPart
 from jaxpp_async.compiler.placement import Placement, place
+from jaxpp_async.compiler.sum_distribution import distribute_sums
 from jaxpp_async.compiler.task_variants import ScheduledLoop
 from jaxpp_async.program.instructions import (
     ActorId,
@@ -112,7 +113,7 @@ class StepBuilder:
         # Final accumulators: loop position to result to part to IR id.
         self.parts: dict[int, list[list[int]]] = {}
         self.outer_levels: dict[str, int] = {}
-        self.outer = self._outer_step()
+        self.outer = distribute_sums(self._outer_step(), self.types)
         placement = place(self.outer, self.types)
         inputs = self._inputs(placement)
         self._add_nodes(placement)
@@ -241,7 +242,7 @@ class StepBuilder:
             staged.outputs, staged.epilogues, loop.reductions, loop.outputs, strict=True
         ):
             if epilogue is None:
-                ids = [self.types.new(self.types[result]) if reduction.has_end else result]
+                ids = [self.types.new(self.types[result], like=result) if reduction.has_end else result]
             else:
                 ids = [
                     totals[p] if p in totals else totals.setdefault(p, self._new_total_id(p, result))
@@ -252,7 +253,7 @@ class StepBuilder:
             whole = ids[0]
             if epilogue is not None:
                 names: dict[Ref, Ref] = {**body, **{p.value: i for p, i in zip(parts, ids, strict=True)}}
-                whole = result if not reduction.has_end else self.types.new(self.types[result])
+                whole = result if not reduction.has_end else self.types.new(self.types[result], like=result)
                 names[epilogue.value] = whole
                 after += self._renamed(epilogue, names)
             if reduction.has_end:
@@ -267,8 +268,9 @@ class StepBuilder:
             part: the value that is accumulated.
             result: the id of the loop's result.
         """
-        value_type = self.types[part.value if isinstance(part.value, int) else result]
-        return self.types.new(dataclasses.replace(value_type, weak=self.types[result].weak))
+        like = part.value if isinstance(part.value, int) else result
+        value_type = dataclasses.replace(self.types[like], weak=self.types[result].weak)
+        return self.types.new(value_type, like=like)
 
     def _renamed(self, epilogue: Epilogue, names: dict[Ref, Ref]) -> list[Op]:
         """Return copies of an epilogue's operations (which run after a loop) with ids outside the loop.

@@ -18,6 +18,7 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024, arXiv:2401.10241, sec
 from __future__ import annotations
 
 import itertools
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,7 @@ _WHOLE_TASKS: Mapping[str, tuple[str, ...]] = {
     "bwd_weight": ("bwd",),
     "fwd_bwd": ("fwd", "bwd"),
     "fwd_bwd_input": ("fwd", "bwd"),
+    "finish": ("finish",),
 }
 """For each kind of variant (form of a task), the kinds of the whole tasks from which the variant is made."""
 
@@ -46,7 +48,7 @@ class Variant:
 
     Args:
         task: the computation of the variant; its kind is one of `fwd`, `bwd`, `bwd_input`, `bwd_weight`,
-            `fwd_bwd`, `fwd_bwd_input`.
+            `fwd_bwd`, `fwd_bwd_input`, `finish`.
         takes: the ids of the values that the variant needs from other tasks, in order of first use.
         makes: the ids of the values that the variant makes for other tasks.
     """
@@ -104,10 +106,62 @@ def schedule_loop(staged: StagedLoop, tasks: Sequence[Sequence[Task]], types: Ty
             stored_keys[key] = None if variants.find(key) is None else variants.canonical_key(key)
         if (stored := stored_keys[key]) is not None:
             order.append((actor, task, stored))
+    order = insert_finishes(order, staged, variants.finishes())
     used = dict.fromkeys(key for _, _, key in order)
     used_variants = {key: variants.variant(key) for key in sorted(used, key=lambda k: (task_order(k), k))}
     rows = tuple(tuple(row) for row in tasks)
     return ScheduledLoop(staged, rows, schedules.stage_actors(rows), used_variants, tuple(order))
+
+
+def insert_finishes(
+    order: Sequence[tuple[ActorId, Task, TaskKey]],
+    staged: StagedLoop,
+    finishes: Mapping[int, Collection[TaskKey]],
+) -> list[tuple[ActorId, Task, TaskKey]]:
+    """Return an order of tasks with the finish of each stage and microbatch added.
+
+    A finish comes after the tasks whose values it reads and two more tasks of its actor: one may run at the
+    same time as the last of these tasks, and the values travel during the other.
+
+    Args:
+        order: the tasks, in an order in which one process could run them all, each with its actor and the key
+            of its variant.
+        staged: the loop, split into the tasks of its stages.
+        finishes: for each stage with a finish task, the whole tasks whose values the finish reads.
+    """
+    if not finishes:
+        return list(order)
+    actors = {task.stage: actor for actor, task, _ in order}
+    waiting: dict[tuple[int, int], set[TaskKey]] = {}  # by microbatch and stage
+    left = Counter[tuple[int, TaskKey]]()
+    for _, task, key in order:
+        left.update((task.i, (kind, task.stage)) for kind in _WHOLE_TASKS[key[0]])
+    found: list[tuple[ActorId, Task, TaskKey]] = []
+    ready: dict[ActorId, deque[list]] = defaultdict(deque)  # finishes, with the tasks to let pass
+
+    def add(actor: ActorId, i: int, stage: int) -> None:
+        found.append((actor, Task(i, "bwd", stage), ("finish", stage)))
+
+    for actor, task, key in order:
+        found.append((actor, task, key))
+        for entry in ready[actor]:
+            entry[0] -= 1
+        while ready[actor] and ready[actor][0][0] <= 0:
+            add(actor, *ready[actor].popleft()[1:])
+        for kind in _WHOLE_TASKS[key[0]]:
+            left[task.i, (kind, task.stage)] -= 1
+            if left[task.i, (kind, task.stage)]:
+                continue
+            for stage, needs in finishes.items():
+                if (kind, task.stage) in needs:
+                    missing = waiting.setdefault((task.i, stage), set(needs))
+                    missing.discard((kind, task.stage))
+                    if not missing:
+                        ready[actors[stage]].append([2, task.i, stage])
+    for actor, entries in ready.items():
+        for _, i, stage in entries:
+            add(actor, i, stage)
+    return found
 
 
 def _fuse_last_stage(
@@ -159,6 +213,15 @@ class _Variants:
             self._make(*key)
         return self._made[key]
 
+    def finishes(self) -> dict[int, set[TaskKey]]:
+        """Return the whole tasks whose values each finish task reads, by the stage of the finish task."""
+        found: dict[int, set[TaskKey]] = {stage: set() for ty, stage in self.staged.tasks if ty == "finish"}
+        for v, readers in self._readers.items() if found else ():
+            for stage in (stage for ty, stage in readers if ty == "finish"):
+                tasks = self.staged.tasks.items()
+                found[stage].add(next(key for key, task in tasks if v in task.made and key[0] != "finish"))
+        return found
+
     def canonical_key(self, key: TaskKey) -> TaskKey:
         """Return the key under which to store a variant (version of a task); equal variants share a key.
 
@@ -191,7 +254,12 @@ class _Variants:
     def _make(self, ty: str, stage: int) -> None:
         whole = self.staged.tasks.get(("bwd", stage))
         if ty in ("bwd_input", "bwd_weight"):
-            parts = whole and split_backward(self.staged, whole, self._makes(whole), self.types)
+            wanted = (
+                [v for v in self._makes(whole) if any(k[1] != stage for k in self._readers[v])]
+                if whole
+                else ()
+            )
+            parts = whole and split_backward(self.staged, whole, wanted, self.types)
             self._made["bwd_input", stage], self._made["bwd_weight", stage] = parts or (None, None)
         elif ty in ("fwd_bwd", "fwd_bwd_input"):
             first, second = self.find(("fwd", stage)), self.find((ty.removeprefix("fwd_"), stage))

@@ -16,8 +16,8 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, KeysView, Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -37,6 +37,7 @@ from jaxpp_async.compiler.ir import (
     Traced,
     Types,
     ValueType,
+    renamed,
     used_ids,
 )
 from jaxpp_async.compiler.ir_slicing import eliminate_dead
@@ -226,7 +227,7 @@ def _make_jaxpr(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
         advice = (
             "give spmd_mesh that axis or correct the constraint" if axes else "give RemoteMesh an spmd_mesh"
         )
-        if "shard_map" in str(error):
+        if private_api.is_other_mesh_error(error):
             advice = "call shard_map without `mesh=`, which then takes the actors' mesh"
         raise ShardingError(
             f"{tracebacks.error_line(error)}: a sharding in the step does not fit the mesh, whose axes are "
@@ -417,11 +418,22 @@ class _Flattener:
             parts = private_api.scan_parts(eqn)
             return dataclasses.replace(op, split=functools.partial(scan.split, self, parts))
 
+        inner: list[Any] = []
+        where = Where(op.line, op.transposed, in_loop=True)
+        results = self.inline(private_api.inner_jaxpr(eqn), op.inputs, inner, where)
+        made = [o for each in inner for o in each.outputs if o >= 0]
+
         def expand() -> tuple[tuple[Op, ...], tuple[Ref, ...]]:
-            inner: list[Any] = []
-            where = Where(op.line, op.transposed, in_loop=True)
-            results = self.inline(private_api.inner_jaxpr(eqn), op.inputs, inner, where)
-            return tuple(inner), tuple(results)
+            new: dict[Ref, Ref] = {o: self.types.new(self.types[o], like=o) for o in made}
+            ids = cast(KeysView[int], new.keys())
+            copies = [
+                dataclasses.replace(
+                    renamed(each, ids, lambda r: new.get(r, r)),
+                    outputs=tuple(cast(int, new.get(o, o)) for o in each.outputs),
+                )
+                for each in inner
+            ]
+            return tuple(copies), tuple(new.get(r, r) if isinstance(r, int) else r for r in results)
 
         return dataclasses.replace(op, expand=expand)
 

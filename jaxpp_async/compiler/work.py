@@ -13,7 +13,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,28 +28,52 @@ from jaxpp_async.jax_bridge import private_api
 from jaxpp_async.markers import logical_axes
 from jaxpp_async.program.work import TaskWork
 
-if TYPE_CHECKING:  # the pipeline's passes count operations, too
-    from jaxpp_async.compiler.pipeline import CompilePlan
 
+class CountedWorks:
+    """The work of each executable of a compiled step, counted when it is first asked for, and once.
 
-def works(compiled: CompilePlan) -> tuple[TaskWork, ...]:
-    """Return the work of each executable of a compiled step, for each device of an actor.
+    Until then an object of this class keeps the operations of the executables alive, but no executable, and
+    nothing that lies on actors. So a timeline can hold it.
 
     Args:
-        compiled: the compiled step, with or without lowered executables.
-
-    Returns:
-        One entry per executable, in the order of the executables. The key of an entry depends on the
-        operations, types and shardings of the executable alone, so that equal tasks have equal keys in all
-        steps, in all processes, and whether or not the step was lowered.
+        recipes: the recipes of the executables, in the order of the executables.
+        types: the type of each value id.
+        specs: the sharding of each value id.
+        target: the mesh and platform that the step was compiled for.
+        known: the work of recipes that were counted earlier, by their keys, to which those of this step are
+            added; None if there are none.
     """
-    recipes, types, specs = compiled.placed.recipes, compiled.placed.types, compiled.specs
-    keys = recipe_keys(recipes, types, specs, compiled.target)
-    known: dict[Hashable, TaskWork] = {}
-    for key, recipe in zip(keys, recipes, strict=True):
-        if key not in known:
-            known[key] = recipe_work(recipe, types, specs, compiled.target)
-    return tuple(known[key] for key in keys)
+
+    def __init__(
+        self,
+        recipes: Sequence[Recipe],
+        types: Types,
+        specs: Specs,
+        target: Target,
+        known: dict[Hashable, TaskWork] | None = None,
+    ):
+        self._todo: tuple[Sequence[Recipe], Types, Specs, Target] | None = recipes, types, specs, target
+        self._works: tuple[TaskWork, ...] = ()
+        self._known = known
+
+    def __call__(self) -> tuple[TaskWork, ...]:
+        """Return the work of each executable, for each device of an actor.
+
+        The key of a work depends on the operations, types and shardings of the executable alone, so that
+        equal tasks have equal keys in all steps, in all processes, and whether or not the step was lowered.
+        """
+        if (todo := self._todo) is not None:
+            recipes, types, specs, target = todo
+            keys = recipe_keys(recipes, types, specs, target, only_alike=self._known is None)
+            known = {} if self._known is None else self._known
+            works = list[TaskWork]()
+            for key, recipe in zip(keys, recipes, strict=True):
+                if (work := known.get(key)) is None:  # a key takes long to hash
+                    work = known[key] = recipe_work(recipe, types, specs, target)
+                works.append(work)
+            self._works = tuple(works)
+            self._todo = None
+        return self._works
 
 
 def recipe_work(recipe: Recipe, types: Types, specs: Specs, target: Target) -> TaskWork:
@@ -82,7 +106,8 @@ def recipe_work(recipe: Recipe, types: Types, specs: Specs, target: Target) -> T
         tally.touch(x, tally.local_bytes(x) / max(1, x.shape[0]) if x in sliced else None)
     text = repr((_ADDRESS.sub("", str(closed)), ins, outs, sizes, target.platform))
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return TaskWork(key, tally.flops, tally.size_bytes, tuple(tally.collectives))
+    temp_bytes = tally.temp_bytes([*args, *pinned])
+    return TaskWork(key, tally.flops, tally.size_bytes, tuple(tally.collectives), temp_bytes)
 
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
@@ -173,6 +198,7 @@ def _count_eqn(tally: Tally, eqn: Any, operands: list[ShardedArray]) -> list[Sha
     ):  # such as a custom linear solve: each jaxpr once
         for jaxpr in inside:
             _count_closed(tally, jaxpr, [_array(v.aval) for v in jaxpr.invars])
+        tally.note("kernel", operands, results)
         return results
     if count_exchange(tally, name, eqn.params, operands, results):
         return results
@@ -201,6 +227,7 @@ def _typed(tally: Tally, x: ShardedArray, aval: Any) -> ShardedArray:
     """Give an array the sharding in its type, which it has on a mesh with explicit axes."""
     if not tally.sizes or (known := logical_axes.explicit_sharding(aval)) is None:
         return x
+    made = x
     if logical_axes.unreduced_axes(known) and x.exchange == len(tally.collectives) - 1 >= 0:
         tally.collectives.pop()  # each device keeps its part of the sum
         x = dataclasses.replace(x, summed=(), exchange=-1)
@@ -209,7 +236,10 @@ def _typed(tally: Tally, x: ShardedArray, aval: Any) -> ShardedArray:
     wanted = tuple(
         (*to, *(a for a in now if a not in explicit)) for to, now in zip(given, x.axes, strict=True)
     )
-    return tally.reshard(x, wanted)
+    typed = tally.reshard(x, wanted)
+    if typed is not made:
+        tally.note("alias", [made], [typed])
+    return typed
 
 
 def _summed(tally: Tally, x: ShardedArray, eqn: Any) -> ShardedArray:
@@ -218,7 +248,10 @@ def _summed(tally: Tally, x: ShardedArray, eqn: Any) -> ShardedArray:
         logical_axes.unreduced_axes(logical_axes.explicit_sharding(v.aval))
         for v in (eqn.invars[0], eqn.outvars[0])
     )
-    return tally.sum_over(x, tuple(a for a in before if a not in after))
+    summed = tally.sum_over(x, tuple(a for a in before if a not in after))
+    if summed is not x:
+        tally.note("kernel", [x], [summed])
+    return summed
 
 
 def _count_call(tally: Tally, eqn: Any, inner: Any, operands: list[ShardedArray]) -> list[ShardedArray]:
@@ -238,9 +271,11 @@ def _count_shard_map(tally: Tally, eqn: Any, inner: Any, operands: list[ShardedA
     for x, spec in zip(operands, eqn.params["in_specs"], strict=True):
         tally.read.add(x)
         tally.reshard(x, _axes(spec, len(x.shape)))
-    _count_closed(tally, inner, [_array(v.aval) for v in inner.jaxpr.invars])
+    parts = _count_closed(tally, inner, [_array(v.aval) for v in inner.jaxpr.invars])
     specs = eqn.params["out_specs"]
-    return [_array(v.aval, _axes(spec, v.aval.ndim)) for v, spec in zip(eqn.outvars, specs, strict=True)]
+    results = [_array(v.aval, _axes(spec, v.aval.ndim)) for v, spec in zip(eqn.outvars, specs, strict=True)]
+    tally.note("alias", [*parts, *operands], results)
+    return results
 
 
 def _add(tally: Tally, inner: Tally, times: int = 1) -> None:
@@ -287,6 +322,7 @@ def _count_scan(tally: Tally, eqn: Any, operands: list[ShardedArray]) -> list[Sh
         tally.touch(x)
     tally.read.update(operands)
     tally.counted.update(carry)
+    tally.note("kernel", operands, [*settled, *stacked], inner.temp_bytes(ended[parts.num_carry :]))
     return [*settled, *stacked]
 
 
@@ -297,15 +333,20 @@ def _count_while(tally: Tally, eqn: Any, operands: list[ShardedArray]) -> list[S
     ended = _count_closed(inner, eqn.params["body_jaxpr"], [*_free(consts), *_free(carry)])
     _add(tally, inner)
     tally.read.update(operands)
-    return ended if len(ended) == len(eqn.outvars) else [_array(v.aval) for v in eqn.outvars]
+    results = _free(ended) if len(ended) == len(eqn.outvars) else [_array(v.aval) for v in eqn.outvars]
+    tally.note("kernel", operands, results, inner.temp_bytes(()))
+    return results
 
 
 def _count_cond(tally: Tally, eqn: Any, operands: list[ShardedArray]) -> list[ShardedArray]:
-    tallies, results = [], list[list[ShardedArray]]()
+    tallies, ends = [], list[list[ShardedArray]]()
     for branch in eqn.params["branches"]:
         inner = Tally(tally.sizes)
-        results.append(_free(_count_closed(inner, branch, _free(operands[1:]))))
+        ends.append(_count_closed(inner, branch, _free(operands[1:])))
         tallies.append(inner)
     _add(tally, max(tallies, key=lambda t: t.flops))
     tally.read.update(operands)
-    return [functools.reduce(_common, found) for found in zip(*results, strict=True)]
+    made = [functools.reduce(_common, found) for found in zip(*map(_free, ends), strict=True)]
+    inside = max(t.temp_bytes(ended) for t, ended in zip(tallies, ends, strict=True))
+    tally.note("kernel", operands, made, inside)
+    return made

@@ -16,6 +16,7 @@ Modules in reading order:
     device_checks: checks that the processes of a mesh can work together with their devices and libraries.
     deploy: loads programs onto actors, and makes the NCCL links that the programs need.
     host_values: moves numpy arrays between the controller and its actors.
+    profiling: records XLA's profiles of the actors, and gathers their files.
     health_monitor: observes deaths, lost connections, silences and steps that stand still.
     failure_detector: decides which processes are silent (pure functions of heartbeats and time).
     stall_detector: decides which actors cannot continue a step, and why (pure functions of reports).

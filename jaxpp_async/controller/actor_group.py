@@ -102,12 +102,13 @@ class ActorGroup:
         self.listener = ControlListener(self._secret, version=version, max_frame_bytes=longest)
         timeout_s = options.launch_timeout_s
         self._startup = Startup(
-            launcher, self.listener, requests, timeout_s=timeout_s, on_progress=on_progress
+            launcher, self.listener, requests, timeout_s=timeout_s, on_progress=self._note_ready
         )
         self.handles = self._startup.handles
         self._address: tuple[str, int] | None = None
         self._host_transfers: HostTransfers | None = None
         self._incarnations: dict[ProcessId, int] = {}
+        self._num_ready = 0
         self.hardware: dict[ProcessId, m.Hardware] = {}
         self.scattering = Scattering(options.actors.spmd_mesh, processes.per_actor)
 
@@ -123,6 +124,11 @@ class ActorGroup:
     def epoch(self) -> int:
         """The present epoch of the mesh."""
         return self._recovery.epoch
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Whether all processes of the mesh run on this machine, as far as the launcher knows."""
+        return self._address is None or is_loopback(self._address[0])
 
     @property
     def infos(self) -> tuple[ActorInfo, ...]:
@@ -176,6 +182,13 @@ class ActorGroup:
             self.scattering,
             self._options,
         )
+
+    def _note_ready(self, text: str) -> None:
+        """Report that a process is ready, and at the start of the mesh also how many are."""
+        if not self._recovery.is_restarting:
+            self._num_ready += 1
+            text = f"{text} ({self._num_ready} of {self.processes.count})"
+        self._on_progress(text)
 
     def check_devices(self) -> None:
         """Check that the devices of all actors can be used together.

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
+import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,13 +25,20 @@ from jaxpp_async.base.events import EventLog
 from jaxpp_async.base.install_hints import page
 from jaxpp_async.base.spinning import LoopSpin, has_spare_core
 from jaxpp_async.controller.actor_group import ActorGroup
-from jaxpp_async.controller.deploy import Deployment, LinkSetup, LoadableProgram, LoadedPrograms
+from jaxpp_async.controller.deploy import (
+    Deployment,
+    LinkSetup,
+    LoadableProgram,
+    LoadedPrograms,
+    OnCompiled,
+)
 from jaxpp_async.controller.error_messages import abandoned
 from jaxpp_async.controller.failure_policy import FailureFound, FailurePolicy, Observation, TransferFailed
 from jaxpp_async.controller.health_monitor import HealthMonitor
 from jaxpp_async.controller.host_values import HostValue, Sending
 from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ControllerOptions
+from jaxpp_async.controller.profiling import Profiling
 from jaxpp_async.controller.recovery import MeshStarted, Recovery, ReplicaWanted, StepSent
 from jaxpp_async.controller.recovery_driver import RecoveryDriver
 from jaxpp_async.controller.request_history import OutgoingRequest
@@ -47,7 +56,7 @@ from jaxpp_async.launch import Launcher
 from jaxpp_async.layout.array_parts import Gathering
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId
 from jaxpp_async.protocol import messages as m
-from jaxpp_async.protocol.actor_info import ActorInfo, Topology
+from jaxpp_async.protocol.actor_info import Activity, ActorInfo, Topology
 from jaxpp_async.protocol.clocks import OWN_CLOCK, Clock
 from jaxpp_async.protocol.task_group import OwnedTasks, all_of, wait_uninterrupted
 
@@ -66,6 +75,7 @@ class Controller:
         mesh_events: publishes what happens to the mesh as events that the user can read.
         num_steps: the number of steps that the user has started so far, which is also the number of the next
             step.
+        profiling: records XLA's profiles of the actors.
         processes: the numbering of the mesh's processes, which says which processes each actor has.
         scattering: a description of how arrays are split over the processes of one actor.
     """
@@ -79,7 +89,7 @@ class Controller:
         events: EventLog | None,
         on_progress: Callable[[str], None],
     ):
-        self.processes, self._on_progress = processes, on_progress
+        self.processes = processes
         self._loop = asyncio.get_running_loop()
         self.cause: ActorError | None = None
         self.mesh_events = MeshEvents(events)
@@ -104,7 +114,7 @@ class Controller:
             links,
             self.requests,
             self._recovery,
-            on_progress=self._report_progress,
+            on_progress=on_progress,
             on_transfer_error=self._on_transfer_error,
             on_routes=self.mesh_events.connected,
         )
@@ -121,6 +131,7 @@ class Controller:
             self._observe,
         )
         self._clock_of: Callable[[ProcessId], Clock] = self._health_monitor.clocks.clock_of
+        self.profiling = Profiling(self._actor_group, self.requests, self._under_way, lambda: self.is_closed)
         self._linking = LinkSetup(self._actor_group, self.requests, self._programs)
         self._deployment = Deployment(
             self._actor_group,
@@ -128,7 +139,7 @@ class Controller:
             self._programs,
             self._linking,
             paused=self._health_monitor.paused,
-            on_progress=self._report_progress,
+            on_progress=on_progress,
         )
         self._recovery_driver = RecoveryDriver(
             self._recovery,
@@ -162,7 +173,8 @@ class Controller:
             launcher: starts the actors' processes; owned by the controller, which also closes it.
             options: how actors are set up, started, watched and replaced; None: the defaults.
             events: the log that gets the events of the mesh; None: they are dropped.
-            on_progress: called with a line of text at each stage of launching and loading.
+            on_progress: called with a line of text at each stage of launching and loading; None: the lines
+                are logged.
 
         Raises:
             LaunchError: an actor did not start; the error has the end of the actor's output.
@@ -172,9 +184,7 @@ class Controller:
         """
         options = options or ControllerOptions()
         processes = Topology(num_actors, options.actors.processes_per_actor)
-        self = cls(
-            processes, launcher, options, events=events, on_progress=on_progress or (lambda text: None)
-        )
+        self = cls(processes, launcher, options, events=events, on_progress=on_progress or _log_progress)
         actor_group = self._actor_group
         try:
             await actor_group.start()
@@ -211,16 +221,57 @@ class Controller:
         """Whether the mesh has failed, has been closed, or is being closed."""
         return self.cause is not None or self._closing is not None
 
+    @property
+    def num_under_way(self) -> int:
+        """The number of programs that have been sent and have not ended: steps, and moves of arrays."""
+        return len(self._under_way)
+
+    @property
+    def under_way_since_s(self) -> float | None:
+        """The time at which the oldest step under way was sent, in `time.monotonic()`; None without one."""
+        return min((step.sent_s for step in self._under_way.values()), default=None)
+
+    def activities(self) -> dict[ActorId, Activity]:
+        """Return what each actor does that has not finished all steps, by the actor's id.
+
+        Nobody is asked: this is what actors' last heartbeats and the pages of their progress say.
+        """
+        return self._health_monitor.activities()
+
+    def device_bytes(self, actor: ActorId) -> int | None:
+        """Return the memory of each device of an actor; None if it is not known.
+
+        The memory of a CPU is that of its host, of which each of the mesh's devices there has an equal part.
+        That of other hosts is not known.
+
+        Args:
+            actor: the id of the actor.
+        """
+        hardware = self._actor_group.hardware.get(self.processes.process(actor, 0))
+        if hardware is not None and hardware.memory_bytes:
+            return hardware.memory_bytes
+        here, actors = socket.gethostname(), self.actors
+        if actor not in {each.id for each in actors if each.host == here}:
+            return None
+        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return host_bytes // max(1, sum(len(each.devices) for each in actors if each.host == here))
+
     # ------------------------------------------------------------ programs and steps
 
     def new_array_id(self) -> m.ArrayId:
         """Return an id that no array of this mesh has had before."""
         return next(self._arrays)
 
-    async def load(self, program: LoadableProgram) -> tuple[int, dict[ActorId, m.Loaded]]:
+    async def load(
+        self, program: LoadableProgram, on_compiled: OnCompiled = lambda *_: None
+    ) -> tuple[int, dict[ActorId, m.Loaded]]:
         """Compile one program on every actor that runs a part of it.
 
         Loading has no time limit. If an actor dies and is not replaced, loading fails.
+
+        Args:
+            program: the program.
+            on_compiled: called whenever an actor has compiled an executable.
 
         Returns:
             The id by which `start_step` runs the program, and the reply of each actor's first process, by
@@ -231,7 +282,7 @@ class Controller:
             ActorError: the mesh failed.
         """
         self.check_usable()
-        return await self._deployment.deploy(program)
+        return await self._deployment.deploy(program, on_compiled)
 
     def start_step(
         self,
@@ -359,13 +410,32 @@ class Controller:
             RemoteError: an actor does not have the array; the mesh remains usable.
             ActorError: the mesh failed.
         """
+        return await self.start_fetch(wanted)
+
+    def start_fetch(
+        self, wanted: Sequence[tuple[ActorId, m.ArrayId, Aval]], *, awaited: bool = True
+    ) -> Coroutine[Any, Any, list[np.ndarray[Any, Any]]]:
+        """Send the requests of a `fetch` before this method returns, so that a step that is started later
+        cannot donate the arrays first. Return a coroutine that returns the arrays.
+
+        Args:
+            wanted: as for `fetch`; the errors are the same.
+            awaited: whether a caller gets the error if the mesh fails; see `Requests.send`.
+        """
         self.check_usable()
         for actor, array_ids in self._frees.take().items():
             for process in self.processes.processes_of(actor):
                 self.requests.send(process, m.Store((), array_ids), awaited=False)
         gathering = Gathering(wanted, self.scattering)
-        fetches = {process: self._fetch_from(process, asked) for process, asked in gathering.requests.items()}
-        return gathering.arrays(await all_of(fetches, "fetch"))
+        fetches = {
+            process: self._fetch_from(process, asked, awaited)
+            for process, asked in gathering.requests.items()
+        }
+
+        async def gathered() -> list[np.ndarray[Any, Any]]:
+            return gathering.arrays(await all_of(fetches, "fetch"))
+
+        return gathered()
 
     def free(self, actor: ActorId, array_id: m.ArrayId) -> None:
         """Free an array of an actor. The array's id is sent along with the next step or other request that
@@ -406,15 +476,12 @@ class Controller:
         )
 
     def _fetch_from(
-        self, process: ProcessId, wanted: Sequence[tuple[m.ArrayId, Aval]]
+        self, process: ProcessId, wanted: Sequence[tuple[m.ArrayId, Aval]], awaited: bool
     ) -> Coroutine[Any, Any, list[np.ndarray[Any, Any]]]:
         """Send a request for arrays of one process immediately, and return a coroutine that returns the
-        arrays.
-
-        The request is sent before this method returns. Therefore a step that is started later cannot donate
-        the arrays before they have been read.
+        arrays; `awaited` is as in `start_fetch`.
         """
-        message, fetch = self._actor_group.host_transfers.fetch(process, wanted)
+        message, fetch = self._actor_group.host_transfers.fetch(process, wanted, awaited=awaited)
         self.requests.post(OutgoingRequest(process, message, fetch, fetch.start))
         return self.requests.reply_to(process, fetch)
 
@@ -451,7 +518,9 @@ class Controller:
             self._act_on(self._failure_policy.observe(seen, self._loop.time()))
 
     def _on_transfer_error(self, error: TransferError) -> None:
-        self._observe(TransferFailed(error))
+        # A restart aborts all transfers, and its own commands tell of transfers that fail.
+        if not self._recovery.is_restarting:
+            self._observe(TransferFailed(error))
 
     def _end_grace(self, now_s: float) -> None:
         if not self.is_closed:
@@ -468,9 +537,9 @@ class Controller:
         if due_s is not None:
             self._grace_timer = self._loop.call_at(due_s, self._end_grace, due_s)
 
-    def _on_restarted(self, actors: Sequence[ActorId], steps: int) -> None:
+    def _on_restarted(self, actors: Sequence[ActorId], steps: int, seconds: float) -> None:
         self._drop_suspicion()
-        self.mesh_events.restarted([self._actor_group.info(actor) for actor in actors], steps)
+        self.mesh_events.restarted([self._actor_group.info(actor) for actor in actors], steps, seconds)
 
     def _act_on(self, failure: FailureFound | None) -> None:
         """Let the recovery decide about a failure that the failure policy reports: it begins a restart, or
@@ -552,6 +621,16 @@ class Controller:
 
     # ------------------------------------------------------------ end
 
+    def abandon(self) -> None:
+        """Begin to close, when nobody is left who could await `aclose`; any thread may call this."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_closing)
+
+    def _begin_closing(self) -> asyncio.Task[None]:
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close(), name="close the mesh")
+        return self._closing
+
     async def aclose(self) -> None:
         """Stop every actor and release everything. This ends within about ten seconds, whatever the actors
         do.
@@ -560,9 +639,7 @@ class Controller:
         second call waits for the first one to end. If a call is cancelled, the actors are killed immediately
         and everything else is still released.
         """
-        if self._closing is None:
-            self._closing = self._loop.create_task(self._close(), name="close the mesh")
-        await wait_uninterrupted(self._closing, on_cancel=self._actor_group.kill)
+        await wait_uninterrupted(self._begin_closing(), on_cancel=self._actor_group.kill)
 
     async def _close(self) -> None:
         if not self.ended.done():
@@ -580,6 +657,6 @@ class Controller:
         await self._tasks.aclose()
         self.mesh_events.closed(self.cause)
 
-    def _report_progress(self, text: str) -> None:
-        _LOG.info("%s", text)
-        self._on_progress(text)
+
+def _log_progress(text: str) -> None:
+    _LOG.info("%s", text)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
@@ -28,10 +29,23 @@ from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.program.actor_program import ActorProgram, format_instruction
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId, Recv, Send, Tag
 from jaxpp_async.protocol.actor_info import Position, ProcessRank, Topology
-from jaxpp_async.protocol.messages import JoinLink, JoinLinks, LinksOffered, Load, Loaded, OfferLinks
+from jaxpp_async.protocol.messages import (
+    CompileProgress,
+    JoinLink,
+    JoinLinks,
+    LinksOffered,
+    Load,
+    Loaded,
+    OfferLinks,
+)
 from jaxpp_async.protocol.task_group import OwnedTasks, all_of
 from jaxpp_async.transport.nccl.order import NcclLink, links_by_maker, rounds
 from jaxpp_async.transport.registry import kind_of
+
+OnCompiled: TypeAlias = Callable[[int, int, int], None]
+"""A function that is told how many executables of all actors are compiled, how many have to be as far as the
+actors have said, and how many came from JAX's compilation cache.
+"""
 
 
 class Deployment:
@@ -61,15 +75,33 @@ class Deployment:
         self._programs, self._linking = programs, linking
         self._paused, self._on_progress = paused, on_progress
 
-    async def deploy(self, program: LoadableProgram) -> tuple[int, dict[ActorId, Loaded]]:
+    async def deploy(
+        self, program: LoadableProgram, on_compiled: OnCompiled = lambda *_: None
+    ) -> tuple[int, dict[ActorId, Loaded]]:
         """Load a program onto its actors, and return its new id and the reply of each actor's first process.
 
         A program whose loading fails or is cancelled is removed from the record of loaded programs.
+
+        Args:
+            program: the program.
+            on_compiled: called whenever a process has compiled an executable.
         """
         program_id, parts = self._programs.add(program), program.parts
+        counts: dict[ProcessId, CompileProgress] = {}
+
+        def note(process: ProcessId, message: CompileProgress) -> None:
+            if message.program_id == program_id:
+                counts[process] = message
+                each = counts.values()
+                on_compiled(
+                    sum(c.done for c in each), sum(c.total for c in each), sum(c.cached for c in each)
+                )
+
         self._on_progress(f"compiling on {len(parts)} actor{'s' if len(parts) != 1 else ''}")
         processes = self._actor_group.processes
         try:
+            for process in processes.processes_of_all(parts):
+                self._actor_group.links[process].on_compiled = partial(note, process)
             with self._paused():
                 loading = {
                     process: self._load(program_id, process) for process in processes.processes_of_all(parts)

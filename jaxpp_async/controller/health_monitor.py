@@ -33,10 +33,10 @@ from jaxpp_async.controller.stall_detector import Stall, StallDetector, describe
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorError, ProtocolError
 from jaxpp_async.program.instructions import ActorId, ProcessId
-from jaxpp_async.protocol.actor_info import furthest_behind
+from jaxpp_async.protocol.actor_info import Activity, Position, furthest_behind
 from jaxpp_async.protocol.clocks import TICK_S, Clocks, SuspendAwareClock, clock_name
 from jaxpp_async.protocol.frames import Identity
-from jaxpp_async.protocol.messages import Beat, Failed, Reported
+from jaxpp_async.protocol.messages import Beat, Failed, Reported, step_text
 from jaxpp_async.protocol.task_group import OwnedTasks
 
 REPORT_S = 2.0
@@ -247,6 +247,28 @@ class HealthMonitor:
                 if process not in found and handle.waits_for(process):
                     found[process] = step
         return found
+
+    def activities(self) -> dict[ActorId, Activity]:
+        """Return what each actor does that has not finished all steps, by the actor's id."""
+        unfinished = self._unfinished(self._failure_detector.watched)
+        found: dict[ActorId, Activity] = {}
+        for actor, processes in sorted(self._by_actor(unfinished).items()):
+            known = [self._position(process) for process in processes]
+            at = furthest_behind(known)
+            steps = [unfinished[process] for process in processes]
+            # the position may be of an earlier step, whose reply is on its way
+            is_current = at is not None and at.step in steps
+            found[actor] = (
+                Activity(describe_position(self._programs.part, actor, at), at.waiting)
+                if at is not None and is_current
+                else Activity(step_text(min(steps)))
+            )
+        return found
+
+    def _position(self, process: ProcessId) -> Position | None:
+        link = self._actor_group.links.get(process)
+        page = link.handle.progress() if link is not None else None
+        return page or self._failure_detector.position(process)
 
     def _by_actor(self, unfinished: Mapping[ProcessId, int]) -> dict[ActorId, list[ProcessId]]:
         found: dict[ActorId, list[ProcessId]] = {}

@@ -180,12 +180,15 @@ class HostTransfers:
         self.expect(process, sends, sum(data.nbytes for _, data in sendings))
         return sends
 
-    def fetch(self, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]) -> tuple[Fetch, PendingFetch]:
+    def fetch(
+        self, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]], *, awaited: bool = True
+    ) -> tuple[Fetch, PendingFetch]:
         """Make a request for arrays of a process, and a handler that waits for the reply and for the arrays.
 
         Args:
             process: the process that has the arrays.
             wanted: the id and aval of each array.
+            awaited: whether a caller gets the error if the mesh fails; see `PendingRequest`.
 
         Returns:
             The request, to be sent by the caller, and its handler. The handler's `start` must be called each
@@ -193,7 +196,7 @@ class HostTransfers:
         """
         sequences = tuple(self._next_sequence(process) for _ in wanted)
         message = Fetch(tuple(array_id for array_id, _ in wanted), sequences)
-        return message, PendingFetch(self, process, [aval for _, aval in wanted], sequences)
+        return message, PendingFetch(self, process, [aval for _, aval in wanted], sequences, awaited=awaited)
 
     def receive(
         self, process: ProcessId, size_bytes: int, sequence: int
@@ -291,12 +294,19 @@ class PendingFetch(PendingRequest):
         avals: the aval of each array.
         sequences: one sequence number per array. A large array is sent under its number; for a small array,
             the number is not used.
+        awaited: whether a caller gets the error if the mesh fails.
     """
 
     def __init__(
-        self, transfers: HostTransfers, process: ProcessId, avals: Sequence[Aval], sequences: Sequence[int]
+        self,
+        transfers: HostTransfers,
+        process: ProcessId,
+        avals: Sequence[Aval],
+        sequences: Sequence[int],
+        *,
+        awaited: bool = True,
     ):
-        super().__init__()
+        super().__init__(awaited=awaited)
         self._transfers, self._process, self._avals, self._sequences = transfers, process, avals, sequences
         self._arriving: dict[int, tuple[np.ndarray[Any, Any], Transfer]] = {}
         self._reply: Fetched | None = None

@@ -108,19 +108,21 @@ class MeshEvents:
             what = {"host": error.host, "pid": error.pid, "error": type(error).__name__}
             self._emit("died", str(error), actor=error.actor, step=error.step, **what)
 
-    def restarted(self, infos: Sequence[ActorInfo], num_steps: int) -> None:
+    def restarted(self, infos: Sequence[ActorInfo], num_steps: int, seconds: float) -> None:
         """Report that all actors work again after a restart.
 
         Args:
             infos: the actors that were replaced; empty if only a connection broke and no actor had to be
                 replaced.
             num_steps: the number of steps that had already finished and are run again.
+            seconds: the seconds since the failure was reported.
         """
-        what = f"is at work again; steps that are run again: {num_steps}"
+        what = f"is at work again after {seconds:.1f} s; steps that are run again: {num_steps}"
+        details = {"num_steps": num_steps, "seconds": seconds}
         for info in infos:
-            self._emit("restarted", f"{info} {what}", **location(info), num_steps=num_steps)
+            self._emit("restarted", f"{info} {what}", **location(info), **details)
         if not infos:
-            self._emit("restarted", f"the mesh {what}", num_steps=num_steps)
+            self._emit("restarted", f"the mesh {what}", **details)
 
     def closed(self, cause: BaseException | None) -> None:
         """Report that the mesh is closed.

@@ -66,8 +66,8 @@ class RecoveryDriver:
         health_monitor: watches the processes that are started.
         options: the deadline of transfers.
         suspect: called with the error of a transfer that may be only the consequence of another failure.
-        on_restarted: called when a restart has succeeded, with the replaced actors, and with the number of
-            steps that had already finished and are run again.
+        on_restarted: called when a restart has succeeded, with the replaced actors, the number of steps that
+            had already finished and are run again, and the seconds since the failure.
         end: called with the error with which the mesh has to end, and with the process that died, or None.
     """
 
@@ -82,7 +82,7 @@ class RecoveryDriver:
         options: ControllerOptions,
         *,
         suspect: Callable[[TransferError], None],
-        on_restarted: Callable[[tuple[ActorId, ...], int], None],
+        on_restarted: Callable[[tuple[ActorId, ...], int, float], None],
         end: Callable[[ActorError, ProcessId | None], None],
     ):
         self.recovery = recovery
@@ -239,9 +239,11 @@ class RecoveryDriver:
     async def _load(self, command: r.LoadPrograms) -> None:
         link = self._actor_group.links[command.process]
         actor = link.info.id
+        sent: set[str] = set()  # those that `link` knows may be in requests that wait for the restart's end
         for program_id in self._programs.programs_of(actor):
-            message = self._programs.load_message(program_id, actor, link.known_blobs)
+            message = self._programs.load_message(program_id, actor, sent)
             await self._requests.call(command.process, message, in_restart=True)
+        link.known_blobs |= sent
 
     async def _roll_back(self, command: r.RollBack) -> None:
         message = Rollback(command.generation)
@@ -265,7 +267,7 @@ class RecoveryDriver:
             steps,
             "s" * (steps != 1),
         )
-        self._on_restarted(command.replaced, steps)
+        self._on_restarted(command.replaced, steps, command.took_s)
 
     # ------------------------------------------------------------ replicas
 

@@ -138,7 +138,7 @@ class RequestHistory:
     def take_again(self) -> list[OutgoingRequest]:
         """Return the requests that a restart makes again now, and remember them as if they were new.
 
-        They come after every mark so far, since no replica contains their effects any more.
+        The requests come after every mark so far, since no replica contains their effects any more.
         """
         self._keep(self.needed())
         for request in self._requests:

@@ -36,6 +36,7 @@ from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.log_forwarding import log_remote
 from jaxpp_async.protocol.messages import (
     ArrayId,
+    CompileProgress,
     Failed,
     Log,
     Message,
@@ -128,6 +129,7 @@ class ActorLink:
     Attributes:
         info: the host, pid, devices and state of the process.
         known_blobs: the content keys of the executables that have been sent to the process.
+        on_compiled: called with each report of how far the process is with a `Load`.
         address: the process's address on the data plane, in a form that depends on the transport.
         open: the requests without a reply, by number. The requests of a process count up from 0.
         is_detached: whether `detach` has been called; if so, messages of the process are ignored.
@@ -139,6 +141,7 @@ class ActorLink:
         self.info, self.handle, self.connection = info, handle, connection
         self.open: dict[int, OutgoingRequest] = {}
         self.known_blobs: set[str] = set()
+        self.on_compiled: Callable[[CompileProgress], None] = lambda _: None
         self.address = b""
         self._next_number = self._first_number = 0
 
@@ -197,6 +200,9 @@ class ActorLink:
         """
         if type(message) is Log:
             log_remote(self.info, message)
+            return None
+        if type(message) is CompileProgress:
+            self.on_compiled(message)
             return None
         request = self.open.get(number) if number is not None else None
         if number is None or request is None:

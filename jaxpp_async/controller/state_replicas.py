@@ -1,7 +1,7 @@
 """Decide when replicas of the state are made, which one is whole, and where its parts lie.
 
 A replica of the state is a copy of all actors' arrays in host memory, to which all actors return in a
-restart. It has one part per process. The process keeps its part, and sends it to a process of another actor
+restart, and has one part per process. The process keeps its part, and sends it to a process of another actor
 (the holder), which keeps it too. A replica is whole when each part lies in both places and all requests from
 before the replica have been answered. Only then are the replica before it and the requests from before the
 new one forgotten. The code is pure: it sends nothing and waits for nothing.
@@ -326,8 +326,9 @@ class StateReplicas:
     def hand_over(self, lost: Collection[ActorId]) -> list[ReplicaCommand]:
         """Return the commands that give the successors of lost actors the parts that these kept for others.
 
-        Until that is done, the loss of one more actor could lose its state. It is done after `restore`, since
-        no two parts may travel from one process to another at the same time: their transfers have equal tags.
+        Until that is done, the loss of one more actor could lose its state. The commands come after
+        `restore`, since no two parts may travel from one process to another at the same time: their transfers
+        have equal tags.
 
         Args:
             lost: the actors that have been replaced.

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxpp_async.base.printable import first_line
 from jaxpp_async.errors import MeshError, ProtocolError
 from jaxpp_async.program.actor_program import ActorProgram
-from jaxpp_async.program.instructions import ActorId, ProcessId
-from jaxpp_async.program.work import TaskWork
+from jaxpp_async.program.instructions import ActorId, ProcessId, Send
+from jaxpp_async.program.work import CutChoice, LoopCut, TaskWork
 from jaxpp_async.protocol.actor_info import ActorInfo
 from jaxpp_async.protocol.clocks import Clock, Readings
 from jaxpp_async.protocol.messages import RunKind, StepId, StepStats, step_number, step_text
-from jaxpp_async.timeline import Recorded, Timeline, make_timeline
+from jaxpp_async.timeline import Recorded, Timeline, make_timeline, no_cut
 
 if TYPE_CHECKING:
     from jaxpp_async.controller.requests import ActorLink
@@ -86,6 +86,8 @@ class SubmittedStep:
         name: the name of the step function; empty if no user gets to see it.
         kind: the kind of the step.
         count_works: a function that returns the work of each executable of the step, for its timeline.
+        find_cut: a function that returns the cut of the step's loop into stages, for its timeline.
+        cut_choice: how that cut was chosen, for the timeline's advice.
 
     Attributes:
         id: the step's id; not set until the step's turn has come (see `assign`).
@@ -120,8 +122,12 @@ class SubmittedStep:
         name: str = "",
         kind: RunKind = "step",
         count_works: Callable[[], Sequence[TaskWork]] = tuple,
+        find_cut: Callable[[], LoopCut | None] = no_cut,
+        cut_choice: CutChoice = "",
     ):
-        self.program_id, self.name, self._count_works = program_id, name, count_works
+        self.program_id, self.name = program_id, name
+        self._count_works, self._find_cut = count_works, find_cut
+        self._cut_choice: CutChoice = cut_choice
         self.kind: RunKind = kind
         self.loop = asyncio.get_running_loop()
         self.begun_s = self.loop.time()
@@ -311,6 +317,15 @@ class SubmittedStep:
         self._check_finished("stats")
         return [self._replies[actor].stats for actor in sorted(self._replies)]
 
+    def sent_bytes(self) -> int:
+        """Return the bytes that the actors send to each other in one run of the step's programs."""
+        return sum(
+            program.avals[instruction.buffer].size_bytes
+            for program in self._programs.values()
+            for instruction in program.instructions
+            if isinstance(instruction, Send)
+        )
+
     def timeline(self) -> Timeline:
         """Return what each actor did in this step, and when. Until this is called, nothing is computed.
 
@@ -319,7 +334,15 @@ class SubmittedStep:
         """
         self._check_finished("a timeline")
         recorded = {actor: reply.recorded(self._programs[actor]) for actor, reply in self._replies.items()}
-        return make_timeline(step_number(self.id), self.name, self.sent_s, recorded, self._count_works)
+        return make_timeline(
+            step_number(self.id),
+            self.name,
+            self.sent_s,
+            recorded,
+            self._count_works,
+            self._find_cut,
+            self._cut_choice,
+        )
 
     def _check_finished(self, wanted: str) -> None:
         if not self._done:

@@ -1,4 +1,4 @@
-"""The doctor is the command `python -m jaxpp_async doctor`. The command checks whether a run on the given
+"""The doctor is the command `jaxpp-async doctor`. The command checks whether a run on the given
 hosts would work, and says what is missing on each host.
 
 facts             defines plain data: the run that the user asked for, facts about hosts, and findings

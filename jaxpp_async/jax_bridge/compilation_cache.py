@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.monitoring
 
 from jaxpp_async.base.private_folder import NotPrivateError, make_private_folder
 from jaxpp_async.errors import MeshError
@@ -102,6 +103,33 @@ class SharedCache:
                     ours = [name for name in self._given if getattr(jax.config, name) == self._given[name]]
                     jax_config.set_cache({name: self._before[name] for name in ours})
                     self._given, self._before = {}, {}
+
+
+_listening = threading.Lock()
+_hits = threading.local()
+
+
+@contextmanager
+def cache_hits() -> Iterator[list[str]]:
+    """Return a context that finds out whether JAX compiles or takes executables from its compilation cache.
+
+    Yields:
+        A list, to which an entry is added for each executable that this thread finds in the cache.
+    """
+    if _listening.acquire(blocking=False):  # once, and for good: JAX has no way to remove one listener
+        jax.monitoring.register_event_listener(_note_hit)
+    before, found = getattr(_hits, "found", None), list[str]()
+    _hits.found = found
+    try:
+        yield found
+    finally:
+        _hits.found = before
+
+
+def _note_hit(event: str, **_: Any) -> None:
+    found = getattr(_hits, "found", None)
+    if found is not None and event == "/jax/compilation_cache/cache_hits":
+        found.append(event)
 
 
 SHARED_CACHE = SharedCache()

@@ -68,6 +68,40 @@ def copied_config() -> dict[str, Any]:
     return found
 
 
+_R = TypeVar("_R")
+
+_CONTEXTS = ("mesh_context_manager", "compute_on_context_manager", "xla_metadata_context_manager")
+
+
+def with_settings_of_this_thread(fn: Callable[..., _R]) -> Callable[..., _R]:
+    """Return a function that runs `fn` in any thread under the settings of JAX that this thread has now.
+
+    A context manager such as `jax.enable_x64(True)` changes a setting of one thread. Context variables do not
+    carry it to another one.
+    """
+    states = [*_settings.config_states.values(), *[getattr(_settings, name) for name in _CONTEXTS]]
+    mine = [
+        (state, value) for state in states if (value := state.get_local()) is not _settings.config_ext.unset
+    ]
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> _R:
+        with contextlib.ExitStack() as restored:
+            for state, value in mine:
+                restored.callback(_set_local, state, state.get_local())
+                _set_local(state, value)
+            return fn(*args, **kwargs)
+
+    return call
+
+
+def _set_local(state: Any, value: Any) -> None:
+    """Give a setting a value in this thread, and tell JAX's own code that has asked to be told."""
+    state.set_local(value)
+    if (hook := getattr(state, "_update_thread_local_hook", None)) is not None:
+        hook(None if value is _settings.config_ext.unset else value)
+
+
 _CHECKS = ("jax_debug_nans", "jax_debug_infs")
 """The names of the JAX settings that each actor reads when it runs an executable; a compiled executable does
 not depend on them."""

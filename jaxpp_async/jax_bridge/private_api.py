@@ -465,14 +465,26 @@ def has_effects(eqn: Any) -> bool:
 
 
 def is_unknown_axis_error(error: BaseException) -> bool:
-    """Return whether an error of JAX says that a `PartitionSpec` names an axis that is not in the mesh."""
+    """Return whether an error of JAX says that a sharding names an axis that the mesh in context lacks."""
     # Recognized by the text: the type is a plain ValueError or RuntimeError, and JAX removes its frames.
     text = str(error)
     return (
         ("Resource axis" in text and "not found in mesh" in text)
         or "requires a non-empty mesh in context" in text
-        or "should match the mesh passed to shard_map" in text
+        or is_other_mesh_error(error)
+        or re.search(r"axis_names=\S+ to be a subset of mesh.axis_names=", text) is not None
+        or any(
+            axis not in jax.sharding.get_abstract_mesh().shape for axis in _SPLIT_BY_SHARD_MAP.findall(text)
+        )
     )
+
+
+_SPLIT_BY_SHARD_MAP = re.compile(r"^  (?:in|out)_specs\S* refers to '(\w+)'", re.MULTILINE)
+
+
+def is_other_mesh_error(error: BaseException) -> bool:
+    """Return whether an error of JAX says that `shard_map` got another mesh than the one in context."""
+    return "should match the mesh passed to shard_map" in str(error)
 
 
 _NEEDS_GPU = re.compile(
@@ -549,7 +561,8 @@ def propagated_specs(jitted: Any, avals: Sequence[Any], platform: str) -> tuple[
 
     module = jitted.trace(*avals).lower(lowering_platforms=(platform,)).compiler_ir()
     with module.context:
-        passes = passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)")
+        # One constant for all its uses first: Shardy splits them again, but only those that are used.
+        passes = passmanager.PassManager.parse("builtin.module(canonicalize,sdy-propagation-pipeline)")
         passes.enable_verifier(False)  # it checks the whole module after each pass: 2/3 of the time
         passes.run(module.operation)
     main = next(op for op in module.body.operations if "main" in str(getattr(op, "name", "")))

@@ -236,12 +236,25 @@ def place(
 
 
 KEEP_MEMORY = MappingProxyType(
-    {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_ARENA_MAX": "1"}
+    {
+        "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+        "MALLOC_MMAP_MAX_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "-1",
+        "MALLOC_ARENA_MAX": "1",
+    }
 )
-"""Environment variables that make glibc's malloc keep freed memory. Without them malloc returns large blocks
-to the system, and each step requests as much again, which causes some ten thousand page faults per step and
-takes 8 % of its CPU time. There is only one arena, because the arenas of threads are limited to 64 MiB. Other
-C libraries ignore these variables.
+"""Environment variables that make glibc's malloc keep the memory of freed arrays of less than 32 MiB. Without
+them malloc returns large blocks to the system, and each step requests as much again, which causes some ten
+thousand page faults per step and takes 8 % of its CPU time. Arrays of 32 MiB and more, the largest threshold
+that malloc takes, have mappings of their own: in the heap the holes between them made a process up to twice
+as large as its arrays. There is only one arena, because the arenas of threads are limited to 64 MiB. Other C
+libraries ignore these variables.
+"""
+
+_WHOLE_BLOCKS = "glibc.malloc.tcache_count=0"
+"""A glibc setting that lets a freed array become one block again. For an aligned array glibc takes a somewhat
+larger block and frees its ends. Without this setting the ends stay in a cache of the thread, and the block
+that is left is too small for the next aligned array of the same size.
 """
 
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -250,7 +263,10 @@ task reads its weights from end to end, and each page of 4 KiB would need an add
 """
 
 DEFAULTS = MappingProxyType(
-    {**KEEP_MEMORY, "GLIBC_TUNABLES": ":".join([COPIES_PAST_CACHES["GLIBC_TUNABLES"], _HUGE_PAGES])}
+    {
+        **KEEP_MEMORY,
+        "GLIBC_TUNABLES": ":".join([COPIES_PAST_CACHES["GLIBC_TUNABLES"], _HUGE_PAGES, _WHOLE_BLOCKS]),
+    }
 )
 """Environment variables of an actor's process, which the settings of its host override."""
 

@@ -12,7 +12,7 @@ shardings. On meshes whose axes are all automatic these functions do nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -165,7 +165,7 @@ def shard(x: Any, names: Sequence[str | None]) -> Any:
         `x`, with the same values.
 
     Raises:
-        ShardingError: there are more names than dimensions.
+        ShardingError: there are more names than dimensions, or a name is that of a mesh axis and has no rule.
     """
     with HiddenFrames():
         ndim = jax.typeof(x).ndim
@@ -176,6 +176,8 @@ def shard(x: Any, names: Sequence[str | None]) -> Any:
             )
         names = (*names, *[None] * (ndim - len(names)))
         types = set(_axis_types().values())
+        if _rules.value is not None:
+            _check_rules(names, dict(_rules.value), _axis_types(), f"{tracebacks.caller_line()}: shard")
         if _rules.value is not None and AxisType.Explicit in types:
             x = _reshard_explicit(x, names)
             if types == {AxisType.Explicit}:
@@ -199,6 +201,27 @@ def resolve_names(names: Sequence[str | None], axis_rules: Mapping[str, Any]) ->
         used.update(free)
         spec.append(_entry_of(free))
     return tuple(spec)
+
+
+def _check_rules(
+    names: Sequence[str | None], rules: Mapping[str, Any], axes: Collection[str], where: str
+) -> None:
+    """Raise a `ShardingError` if a logical name is that of a mesh axis and has no rule.
+
+    A name without a rule splits nothing, which nobody wants who writes the name of a mesh axis.
+
+    Args:
+        names: the logical names that the user wrote, one per dimension.
+        rules: for each logical name, the mesh axis or axes that split a dimension of this name.
+        axes: the names of the mesh axes.
+        where: the text that begins the error message: the user's line, and what has the names.
+    """
+    for name in names:
+        if name in axes and name not in rules:
+            raise ShardingError(
+                f"{where} names {name!r}, an axis of the mesh, but axis_rules has no entry for it; give "
+                f"RemoteMesh axis_rules={{{name!r}: {name!r}, ...}}, or {name!r}: None to split nothing"
+            )
 
 
 # ---------------------------------------------------------------- in_shardings and out_shardings
@@ -241,8 +264,8 @@ def leaf_specs(
         One spec per leaf; None for a leaf whose sharding the user left open.
 
     Raises:
-        ShardingError: `prefix` is no prefix of the tree, names an unknown axis, or splits a dimension by an
-            axis that does not divide it.
+        ShardingError: `prefix` is no prefix of the tree, names an unknown axis, splits a dimension by an
+            axis that does not divide it, or has a logical name that is a mesh axis and has no rule.
     """
     found: list[Any] = []
     try:
@@ -283,6 +306,8 @@ def _plain_spec(
             "step can be; use jax.sharding.reshard in the step"
         )
     plain = isinstance(spec, tuple) and not isinstance(spec, PartitionSpec)
+    if plain:
+        _check_rules(spec, rules, axes, f"{where} of {name}")
     entries = resolve_names(spec, rules) if plain else tuple(getattr(spec, "spec", spec))
     if len(entries) > len(shape):
         raise ShardingError(

@@ -70,6 +70,13 @@ class Reduction:
         """Return the final result, given the accumulator after the last microbatch."""
         return accumulator
 
+    def total_weight(self, num_microbatches: int) -> int:
+        """Return how often a value counts in the final result that all microbatches have in common.
+
+        Only operators with `commutes_with_add` are asked.
+        """
+        return num_microbatches
+
     def check(self, dtype: Any, ndim: int) -> str | None:
         """Return the text of an error if values of this dtype and rank cannot be joined; None if they can."""
         if private_api.is_key_dtype(dtype):
@@ -103,6 +110,9 @@ class Mean(Sum):
 
     def end(self, accumulator, num_microbatches):
         return accumulator / jnp.asarray(num_microbatches, accumulator.dtype)
+
+    def total_weight(self, num_microbatches):
+        return 1
 
     def check(self, dtype, ndim):
         if not jnp.issubdtype(dtype, jnp.inexact):

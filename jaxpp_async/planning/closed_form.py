@@ -49,16 +49,6 @@ def estimate_step_s(schedule: Schedule, stages: StageCosts, num_microbatches: in
     return _estimate_of(schedule, num_microbatches, num_actors).step_s(stages)
 
 
-def peak_bytes(
-    schedule: Schedule, stages: StageCosts, num_microbatches: int, num_actors: int
-) -> tuple[float, ...]:
-    """Return the memory of each actor under a named schedule; the arguments are those of `estimate_step_s`.
-
-    The result is exact: the moments at which an actor may need the most do not depend on the stages' bytes.
-    """
-    return named_order(schedule, num_microbatches, num_actors).peak_bytes(stages)
-
-
 @dataclass(slots=True)
 class _Costs:
     """The times of the stages in the order of a formula's letters.
@@ -79,10 +69,7 @@ class _Costs:
     @classmethod
     def of(cls, stages: StageCosts) -> _Costs:
         f, t = stages.forward_s, stages.transfer_s
-        b = [
-            i + w - stages.dispatch_s
-            for i, w in zip(stages.input_gradient_s, stages.weight_gradient_s, strict=True)
-        ]
+        b = list(map(stages.backward_s, range(len(stages))))
         lead = list(accumulate(map(float.__add__, f[:-1], t), initial=0.0))
         return cls(f, stages.input_gradient_s, stages.weight_gradient_s, b, t, lead)
 
@@ -176,22 +163,24 @@ _FORMULAS: dict[type[Any], Callable[[_Costs, int, int], float]] = {
 # ---------------------------------------------------------------- any order
 
 
+NUM_CHANGES = 2
+"""The number of times that the ways of an `OrderEstimate` may change from one actor to another."""
+
+
 class OrderEstimate:
     """An estimate for any task lists, made once for all cuts.
 
     The estimate is the longest of the ways through the lists that go from the step's start directly to some
     task, work through its actor's list up to another one, change to another actor, work through that actor's
     list, and so on, and at last go directly to the step's end. A replay looks at ways with any number of
-    changes, an estimate at those with few.
+    changes, an estimate at those with `NUM_CHANGES`.
 
     Args:
         rows: one list of tasks per actor.
         num_stages: the number of stages.
-        num_changes: how often such a way may change from one actor to another.
     """
 
-    def __init__(self, rows: Sequence[Sequence[Task]], num_stages: int, num_changes: int = 2) -> None:
-        self.num_changes = num_changes
+    def __init__(self, rows: Sequence[Sequence[Task]], num_stages: int) -> None:
         tasks = [task for row in rows for task in row]
         places = {task: place for place, task in enumerate(tasks)}
         actors = stage_actors(rows)
@@ -241,7 +230,7 @@ class OrderEstimate:
         if self.hops[0] < 0:
             return float(np.max(np.maximum.accumulate(starts + shift) - shift + times + ends))
         ways = times[self.sources] + hops[self.hops]
-        for _ in range(self.num_changes):
+        for _ in range(NUM_CHANGES):
             starts = np.maximum.accumulate(starts + shift) - shift
             crossing = starts[self.sources] + ways
             starts[self.targets] = np.maximum(starts[self.targets], crossing)

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
+from operator import itemgetter
 
 from jaxpp_async.planning.problem import Boundaries, PipelineProblem
 from jaxpp_async.program.instructions import ActorId, Task
@@ -163,6 +164,8 @@ class _Fold:
         self.num_moments = [max(1, len(m)) for m in by_actor]
         # The actors that have a stage to come: what others hold does not matter any more.
         self.open = [sorted(set(actors[stage:])) for stage in range(self.num_stages + 1)]
+        # With one actor twice, since `itemgetter` of one position returns no tuple.
+        self.of_open = [itemgetter(*open_, open_[-1]) for open_ in self.open[:-1]]
         self.max_states, self.num_unanswered = max_states, 0
 
     def busiest(self, cut: Boundaries) -> float:
@@ -175,7 +178,7 @@ class _Fold:
     def improved(self, cut: Boundaries) -> Boundaries:
         """Return a cut from which no move of one or two boundaries by a layer gives less busy actors.
 
-        What is minimised is the sum of high powers of the actors' works, so that moves that leave the busiest
+        The search minimises the sum of high powers of the actors' works, so that moves that leave the busiest
         actor as it is count, too.
         """
         bounds = [0, *cut, self.num_layers]
@@ -227,6 +230,7 @@ class _Fold:
         """Return a cut that gives no actor more work than `limit`, or None."""
         self.limit, self.failed, self.num_states = limit * (1 + 1e-12), set(), 0
         loads = [0.0] * (max(self.actors) + 1)
+        self.rounded = [0] * len(loads)  # what a state has of the loads
         bytes_ = [(0.0,) * count for count in self.num_moments]
         bounds: list[int] = []
         found = self._extend(0, 0, loads, bytes_, bounds)
@@ -250,37 +254,43 @@ class _Fold:
         self.num_states += 1
         if self.num_states > self.max_states:
             return False
-        actor, left, open_ = self.actors[stage], self.num_stages - stage - 1, self.open[stage]
-        state = (stage, first, *[round(loads[a] * self.scale) for a in open_], *[bytes_[a] for a in open_])
+        actor, left, of_open = self.actors[stage], self.num_stages - stage - 1, self.of_open[stage]
+        rounded, work, limit = self.rounded, self.work, self.limit
+        state = stage, first, of_open(rounded), of_open(bytes_)
         if state in self.failed:
             return False
-        had, had_bytes, cap = loads[actor], bytes_[actor], self.caps[actor]
+        had, had_rounded, had_bytes, cap = loads[actor], rounded[actor], bytes_[actor], self.caps[actor]
         # The first layer behind the stage: not so late that this actor has too much work, and not so early
         # that the actors of the later stages have.
         slack = 1e-9 * self.total
-        latest = bisect_right(self.work, self.work[first] + self.limit - had - self.per_stage + slack) - 1
+        latest = bisect_right(work, work[first] + limit - had - self.per_stage + slack) - 1
         latest = min(latest, self.num_layers - left)
         later = self.open[stage + 1]
-        space = sum(self.limit - loads[a] for a in later) - left * self.per_stage
+        space = len(later) * limit - sum([loads[a] for a in later]) - left * self.per_stage
         if actor in later:  # the sum then counts this stage's work as space
-            space -= self.work[-1] - self.work[first] + self.per_stage
+            space -= work[-1] - work[first] + self.per_stage
             earliest = first + 1 if space >= -slack else self.num_layers + 1
         else:
-            earliest = max(first + 1, bisect_left(self.work, self.work[-1] - space - slack))
+            earliest = max(first + 1, bisect_left(work, work[-1] - space - slack))
         if not left:
             earliest = max(earliest, self.num_layers)
-        # StageCosts near the average first, since such cuts fit more often.
-        share = self.work[first] + (self.work[-1] - self.work[first]) / (left + 1)
-        for end in sorted(range(earliest, latest + 1), key=lambda end: abs(self.work[end] - share)):
-            held = tuple(b + n[end] - n[first] for b, n in zip(had_bytes, self.needs[stage], strict=True))
+        # Stages with work near the average first, since such cuts fit more often.
+        share = work[first] + (work[-1] - work[first]) / (left + 1)
+        ends: Sequence[int] = range(earliest, latest + 1)
+        if len(ends) > 1:
+            ends = sorted(ends, key=lambda end: abs(work[end] - share))
+        before = [(b, sums, sums[first]) for b, sums in zip(had_bytes, self.needs[stage], strict=True)]
+        for end in ends:
+            held = tuple([b + sums[end] - start for b, sums, start in before])
             if max(held) > cap:
                 continue
-            loads[actor] = had + self.work[end] - self.work[first] + self.per_stage
+            loads[actor] = had + work[end] - work[first] + self.per_stage
+            rounded[actor] = round(loads[actor] * self.scale)
             bytes_[actor] = held
             bounds.append(end)
             if self._extend(stage + 1, end, loads, bytes_, bounds):
                 return True
             bounds.pop()
-            loads[actor], bytes_[actor] = had, had_bytes
+            loads[actor], rounded[actor], bytes_[actor] = had, had_rounded, had_bytes
         self.failed.add(state)
         return False

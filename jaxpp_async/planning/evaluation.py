@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import isfinite
 
-from jaxpp_async.errors import ScheduleError
+from jaxpp_async.errors import CostError, ScheduleError
 from jaxpp_async.planning.problem import Assignment, PipelineProblem, StageCosts
 from jaxpp_async.program.instructions import ActorId, Task, TaskType
 
@@ -97,9 +98,7 @@ class TaskTable:
                 self.delays += [delay] * num_microbatches
                 self.durations += [times[stage]] * num_microbatches
                 self.changes += [changes[kind][stage]] * num_microbatches
-        self.static_bytes = [0.0] * num_actors
-        for stage, actor in enumerate(actors):
-            self.static_bytes[actor] += stages.static_bytes[stage]
+        self.static_bytes = stages.static_bytes_of_actors(actors, num_actors)
 
     def number(self, task: Task) -> int:
         """Return the number of a task."""
@@ -201,11 +200,14 @@ def evaluate(problem: PipelineProblem, assignment: Assignment) -> Evaluation:
 
     Raises:
         ScheduleError: the lists deadlock.
+        CostError: a task or a transfer takes no finite time.
     """
     table = table_of(problem, assignment)
     rows = table.rows_of(assignment.rows)
     step_s = table.step_s(rows)
-    if step_s == float("inf"):
+    if not isfinite(step_s):
+        if not all(map(isfinite, table.durations)):
+            raise CostError("a task takes no finite time by the costs of the layers; correct the costs")
         raise ScheduleError(f"the task lists of {assignment.name or 'the assignment'} deadlock")
     peaks = table.peak_bytes(rows)
     busy = tuple(sum(map(table.durations.__getitem__, row)) for row in rows)

@@ -9,7 +9,6 @@ count twice, and the compiler may keep other values. `planning.plan` therefore c
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,15 +16,18 @@ from typing import Any
 
 import jax
 
+from jaxpp_async.compiler.cut import marks_of
 from jaxpp_async.compiler.ir import Loop
+from jaxpp_async.compiler.pipeline import gc_paused
 from jaxpp_async.errors import PlanError
-from jaxpp_async.planning.cost_model import CostModel
-from jaxpp_async.planning.machine import Machine, PlannedStep
+from jaxpp_async.planning.calibration import TaskTimes
+from jaxpp_async.planning.cost_model import CostModel, TaskFormula
+from jaxpp_async.planning.machine import Machine, PlannedStep, StepCompiler
 from jaxpp_async.planning.memory import (
-    RECEIVE_BUFFERS,
+    ARGUMENT,
+    BUFFER_TABLE,
     RESULTS,
-    SENDS,
-    TEMPORARIES,
+    MemoryRow,
     device_aval,
     memory_needs,
 )
@@ -33,8 +35,9 @@ from jaxpp_async.planning.plan import PlannedSchedule
 from jaxpp_async.planning.problem import Layer, PipelineProblem
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import BufferId, Input, Recv, Run, Send, Task, runs
-from jaxpp_async.schedules import GPipe
+from jaxpp_async.program.task_label import LabelType, TaskLabel, TaskPart
 from jaxpp_async.schedules.cut import Mark
+from jaxpp_async.schedules.validate import plural
 
 PROFILED_MICROBATCHES = 2
 """The number of microbatches of the step that is planned to find the costs of its layers."""
@@ -64,13 +67,16 @@ class LayerCosts:
     batch_bytes: tuple[float, ...]
     assumed: tuple[str, ...]
 
-    def problem(self, num_actors: int, num_microbatches: int, cap_bytes: float) -> PipelineProblem:
+    def problem(
+        self, num_actors: int, num_microbatches: int, cap_bytes: float, num_stages: int | None = None
+    ) -> PipelineProblem:
         """Return the problem of running the layers on some actors.
 
         Args:
             num_actors: the number of actors.
             num_microbatches: the number of microbatches.
             cap_bytes: the memory of each device; the reserve is taken off.
+            num_stages: the number of stages that a cut must have; None for any.
         """
         layers = tuple(
             replace(layer, static_bytes=layer.static_bytes + num_microbatches * each)
@@ -84,27 +90,40 @@ class LayerCosts:
             latency_s=self.latency_s,
             bytes_per_s=self.bytes_per_s,
             dispatch_s=self.dispatch_s,
+            num_stages=num_stages,
         )
 
 
-def find_marks(step: PlannedStep) -> tuple[Mark, ...]:
-    """Return the marks of a step that was compiled as a single stage.
+def find_marks(name: str, loops: Sequence[Loop]) -> tuple[Mark, ...]:
+    """Return the marks of the one loop of a step that is cut into stages.
+
+    Args:
+        name: the name of the step function, for errors.
+        loops: the microbatch loops of the traced step.
 
     Raises:
-        PlanError: the step has no microbatch loop with a mark.
+        PlanError: no loop has marks, or several have.
     """
-    found = {item.cut.marks for item in step.compiled.traced.flat.ops if isinstance(item, Loop) and item.cut}
-    marks = max(found, key=len, default=())
-    if not marks:
+    marked = [loop for loop in loops if marks_of(loop)]
+    if not marked:
         raise PlanError(
-            f"step {step.name!r} has no pipeline_yield inside accumulate_grads, so that there is nothing to "
+            f"step {name!r} has no pipeline_yield inside accumulate_grads, so that there is nothing to "
             "cut; call pipeline_yield behind each layer"
         )
-    return marks
+    if len(marked) > 1:
+        lines = " and ".join(loop.line for loop in marked)
+        raise PlanError(
+            f"step {name!r} has {len(marked)} loops with pipeline_yield, at {lines}, and a plan is of one "
+            "loop; give each loop a schedule of its own, such as Std1F1B(num_stages, stages='balanced'), or "
+            "plan steps with one loop each"
+        )
+    return marks_of(marked[0])
 
 
+@gc_paused()
 def profile_layers(
-    compile_step: Callable[[Machine, Any], PlannedStep],
+    compiler: StepCompiler,
+    args: Sequence[Any],
     machine: Machine,
     costs: CostModel,
     num_microbatches: int,
@@ -113,19 +132,19 @@ def profile_layers(
     """Return the costs of each layer of a step.
 
     Args:
-        compile_step: a function that compiles the step, with few microbatches, for a machine and a schedule.
+        compiler: compiles the step.
+        args: the types of a call's arguments, with few microbatches.
         machine: the machine; its number of actors says which links there are.
         costs: the costs of tasks and transfers.
-        num_microbatches: the number of microbatches with which `compile_step` traces.
+        num_microbatches: the number of microbatches in `args`.
         batch_leaves: a function that says whether the argument at a position is a batch, whose bytes grow
             with the number of microbatches.
 
     Raises:
-        PlanError: the step has no marks.
+        PlanError: the step has no marks, or several loops with marks.
         MissingCost: the cost model has no cost for a task or a link.
     """
-    alone = compile_step(replace(machine, actors=1), GPipe(1, stages=()))
-    marks = find_marks(alone)
+    marks = find_marks(compiler.name, compiler.loops(machine, args))
     count = len(marks) + 1
     order = tuple(
         tuple(
@@ -134,9 +153,10 @@ def profile_layers(
         for stage in range(count)
     )
     finest = PlannedSchedule(order, tuple(range(len(marks))), "every mark")
-    step = compile_step(replace(machine, actors=count), finest)
+    step = compiler.compile(replace(machine, actors=count), args, finest)
     overhead_s = costs.formula.overhead_s if costs.formula is not None else 0.0
-    profiles = [_Profile(step, program, costs, overhead_s) for program in step.compiled.programs]
+    times = TaskTimes(costs, step.compiled.cut)
+    profiles = [_Profile(step, program, times, overhead_s) for program in step.compiled.programs]
     needs = memory_needs(step)
     sent = _sent_bytes(step.compiled.programs, num_microbatches)
     layers, batch_bytes = [], []
@@ -155,12 +175,11 @@ def profile_layers(
             )
         )
     latency_s, bytes_per_s = slowest_link(costs, machine.num_actors)
-    reserve = max(
-        sum(each.row(what).size_bytes for what in (TEMPORARIES, SENDS, RECEIVE_BUFFERS)) for each in needs
-    )
+    reserve = max(sum(row.size_bytes for row in each.rows if not _is_of_layers(row)) for each in needs)
     assumed = [
+        _how_measured(sum(profile.is_measured for profile in profiles), count, costs.formula),
         "a stage's time and memory are the sums of its layers', as a step cut at every mark has them; the "
-        "candidates that are compiled have their own"
+        "candidates that are compiled have their own",
     ]
     if any(profile.is_fused for profile in profiles):
         assumed.append("half of a task that is forward and backward at once is the forward")
@@ -176,6 +195,26 @@ def profile_layers(
     )
 
 
+def _is_of_layers(row: MemoryRow) -> bool:
+    """Return whether the bytes of a row are those of the layers: `Layer.static_bytes` and `kept_bytes`."""
+    return row.what in (RESULTS, BUFFER_TABLE) or row.what.startswith(ARGUMENT)
+
+
+def _how_measured(measured: int, count: int, formula: TaskFormula | None) -> str:
+    """Return a sentence that says how many of some layers have measured times."""
+    by = [
+        f"{what} at {rate / 1e9:.3g} {unit}"
+        for what, rate, unit in (
+            ("FLOPs", formula and formula.flops_per_s, "GFLOP/s"),
+            ("bytes", formula and formula.bytes_per_s, "GB/s"),
+        )
+        if rate
+    ]
+    text = f"{measured} of {plural(count, 'layer')} by the times of the measured stages that contain them"
+    rest = f"; {count - measured} by {' and '.join(by) or 'a fixed time'}"
+    return text if measured == count else text + rest
+
+
 def slowest_link(costs: CostModel, num_actors: int) -> tuple[float, float]:
     """Return the latency and the rate of the slowest link between neighbouring actors."""
     if num_actors < 2:
@@ -187,16 +226,16 @@ def slowest_link(costs: CostModel, num_actors: int) -> tuple[float, float]:
     return max(link.latency.mean for link in links) + waiting_s, rate
 
 
-_KIND = re.compile(r"(fwd_bwd_input|fwd_bwd|fwd|bwd_input|bwd_weight|bwd|start)\(")
-_PARTS: Mapping[str, tuple[tuple[str, float], ...]] = {
+_SHARES: Mapping[LabelType, tuple[tuple[TaskPart, float], ...]] = {
     "fwd": (("fwd", 1.0),),
     "bwd_input": (("bwd_input", 1.0),),
     "bwd_weight": (("bwd_weight", 1.0),),
+    "finish": (("bwd_weight", 1.0),),
     "bwd": (("bwd_weight", 1.0),),  # nothing waits for an input's gradient
     "fwd_bwd_input": (("fwd", 0.5), ("bwd_input", 0.5)),
     "fwd_bwd": (("fwd", 0.5), ("bwd_weight", 0.5)),
 }
-"""The parts of a layer's time to which a kind of task belongs."""
+"""The parts of a layer's time to which a type of task belongs, and the share of its time in each."""
 
 
 class _Profile:
@@ -205,7 +244,7 @@ class _Profile:
     Args:
         step: the step under the finest cut.
         program: the actor's program.
-        costs: the costs of tasks.
+        times: the times of tasks.
         overhead_s: the part of each task's time that does not depend on its work.
 
     Attributes:
@@ -213,14 +252,15 @@ class _Profile:
         kept: the bytes that forwards leave for backwards, over all microbatches.
         weight_kept: the bytes that weight gradients read, over all microbatches.
         sums: the bytes of the sums of gradients.
+        is_measured: whether each task was measured, or the stages that contained its layer.
         is_fused: whether a forward and its backward are one task.
     """
 
-    def __init__(self, step: PlannedStep, program: ActorProgram, costs: CostModel, overhead_s: float) -> None:
+    def __init__(self, step: PlannedStep, program: ActorProgram, times: TaskTimes, overhead_s: float) -> None:
         self._step, self._program = step, program
         self.seconds: dict[str, float] = defaultdict(float)
         self.kept = self.weight_kept = self.sums = 0.0
-        self.is_fused = False
+        self.is_fused, self.is_measured = False, True
         axes = step.compiled.target.axes
         sizes = [device_aval(aval, axes).size_bytes for aval in program.avals]
         made: dict[BufferId, str] = {}  # by buffer, the kind of what made it
@@ -230,11 +270,13 @@ class _Profile:
             elif isinstance(i, Recv):
                 made[i.buffer] = "received"
             elif isinstance(i, Run):
-                match = _KIND.match(i.label)
-                kind = match[1] if match else "outer"
-                for part, share in _PARTS.get(kind, ()):
-                    task_s = max(0.0, costs.task_s(step.works[i.executable]) - overhead_s)
-                    self.seconds[part] += share * task_s
+                kind = TaskLabel.parse(i.label).type
+                if kind in _SHARES:
+                    work = step.works[i.executable]
+                    task_s = max(0.0, times.task_s(work, i.label) - overhead_s)
+                    self.is_measured &= times.is_known(work, i.label)
+                    for part, share in _SHARES[kind]:
+                        self.seconds[part] += share * task_s
                 self.is_fused |= kind.startswith("fwd_bwd")
                 if kind == "fwd":
                     for b in i.inputs:
@@ -285,9 +327,9 @@ def _sent_bytes(programs: Sequence[ActorProgram], num_microbatches: int) -> list
         made: dict[BufferId, bool] = {}  # whether a buffer is sent for each microbatch
         for i in program.instructions:
             if isinstance(i, Run):
-                match = _KIND.match(i.label)
+                is_in_loop = bool(TaskLabel.parse(i.label).traits.parts)
                 for k, b in enumerate(i.outputs):
-                    made[b] = match is not None and match[1] != "start" and (i.executable, k) not in sums
+                    made[b] = is_in_loop and (i.executable, k) not in sums
             elif isinstance(i, Recv):
                 made[i.buffer] = True
             elif isinstance(i, Send) and made.get(i.buffer, False):

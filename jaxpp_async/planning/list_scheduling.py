@@ -1,7 +1,8 @@
 """Make task lists by priorities: of the tasks that could run now, an actor runs the one with the least key.
 
-A stage's backwards are all split or all whole while lists are made; `merge_backwards` in `order_search` then
-makes single ones whole where that costs no time.
+A stage's backwards are all split or all whole while lists are made, except that one is whole where its two
+halves would need more memory than there is. `merge_backwards` in `order_search` then makes single ones whole
+where that costs no time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Priorities:
         limits: for each stage, how many forwards may be ahead of the input gradients.
         patience: an actor waits for a task with a smaller key that arrives within this fraction of the time
             of the task that it would run instead.
-        whole: for each stage, whether its backwards are whole; their keys are those of the input gradients.
+        whole: for each stage, whether all its backwards are whole; the keys of whole backwards are those of
+            the input gradients.
     """
 
     period_s: float
@@ -44,7 +46,8 @@ def list_schedule(
 
     The microbatches pass each stage in order. A forward runs only if its bytes fit below the actor's cap, and
     if all microbatches under way can then still finish, the oldest first: so no order of other actors' tasks
-    leads to a deadlock.
+    leads to a deadlock. A backward is split only if the bytes that stay for its weight gradient fit, and is
+    whole otherwise, which only frees memory.
 
     Args:
         table: the tasks of a cut and a placement.
@@ -75,6 +78,7 @@ def list_schedule(
         return None
     pending = [0.0] * table.num_actors  # bytes that weight gradients would free at once
     forwards, inputs, weights = [0] * num, [0] * num, [0] * num  # how many of each have begun, by stage
+    split: list[list[int]] = [[] for _ in range(num)]  # the microbatches whose input gradient has begun alone
     # When the result that a task waits for arrives, by number of the forward or input gradient.
     arrivals = [0.0] * count + [_NEVER] * ((2 * num - 1) * count)
     last = 2 * num - 1
@@ -121,9 +125,8 @@ def list_schedule(
                             coming, coming_at = key, arrival
                     elif key < best:
                         best, place = key, num + stage
-            i = weights[stage]
-            if i < done and not whole[stage]:
-                key = offsets[2 * num + stage] + i * period
+            if weights[stage] < len(split[stage]):
+                key = offsets[2 * num + stage] + split[stage][weights[stage]] * period
                 if key < best:
                     best, place = key, 2 * num + stage
         if place < 0:
@@ -132,9 +135,10 @@ def list_schedule(
                 heappush(events, (next_arrival, actor))
             continue
         kind, stage = divmod(place, num)
-        i = (forwards, inputs, weights)[kind][stage]
+        i = split[stage][weights[stage]] if kind == 2 else (forwards, inputs)[kind][stage]
         number = place * count + i
-        if kind == 1 and whole[stage]:
+        is_whole = kind == 1 and (whole[stage] or space + kept[stage] < weight_kept[stage])
+        if is_whole:
             number += 2 * num * count
         if patience and coming < best and coming_at - now < patience * durations[number]:
             wake[actor] = coming_at
@@ -149,14 +153,15 @@ def list_schedule(
             successor = stage + 1 if stage + 1 < num else -1
         elif kind == 1:
             inputs[stage] = i + 1
-            if whole[stage]:
+            if is_whole:
                 free[actor] = space + kept[stage]
             else:
+                split[stage].append(i)
                 free[actor] = space + kept[stage] - weight_kept[stage]
                 pending[actor] += weight_kept[stage]
             successor = num + stage - 1 if stage else -1
         else:
-            weights[stage] = i + 1
+            weights[stage] += 1
             free[actor] = space + weight_kept[stage]
             pending[actor] -= weight_kept[stage]
         lasts[actor] = wake[actor] = ends[number] = ends[place * count + i] = end

@@ -11,17 +11,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from jaxpp_async.errors import CostError
-from jaxpp_async.planning.samples import LinkCost, Samples, fit_line
-from jaxpp_async.program.work import TaskWork
-from jaxpp_async.timeline import ActorTimeline, Timeline, TimelineTransfer
+import msgspec
 
-MEMORY, SAME_HOST, BETWEEN_HOSTS = "memory", "same host", "between hosts"
-"""The kinds of links between two actors: within one process, within one host, and between two hosts."""
+from jaxpp_async.errors import CostError
+from jaxpp_async.planning.devices import BETWEEN_HOSTS, MEMORY, SAME_HOST
+from jaxpp_async.planning.samples import LinkCost, Samples, fit_line
+from jaxpp_async.program.task_label import task_kind
+from jaxpp_async.program.work import LoopCut, TaskWork
+from jaxpp_async.timeline import ActorTimeline, Timeline, TimelineTransfer
 
 LARGE_BYTES = 256 << 10
 """The size in bytes below which the bytes of a message are taken to add nothing to its latency, if no other
 size was measured."""
+
+
+class MeasuredCut(msgspec.Struct, frozen=True):
+    """The tasks that were measured under one cut of a step into stages.
+
+    Args:
+        cut: the cut, with the work of its layers.
+        works: the work of each kind of task, such as `"fwd(stage 0)"`.
+    """
+
+    cut: LoopCut
+    works: dict[str, TaskWork]
 
 
 @dataclass
@@ -31,6 +44,7 @@ class Measurements:
     Attributes:
         tasks: the times of every task, by the key of its work.
         works: the work of each task, by its key.
+        cuts: the cuts that were measured, the latest one at the end.
         transfers: by kind of link: for each transfer its size in bytes, and how long it took once its send
             had started, its receive was posted and the link was free.
         dispatch: the delays from the end of a run until the next one begins, if it waits for nothing else.
@@ -46,6 +60,7 @@ class Measurements:
 
     tasks: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     works: dict[str, TaskWork] = field(default_factory=dict)
+    cuts: list[MeasuredCut] = field(default_factory=list)
     transfers: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
     dispatch: list[float] = field(default_factory=list)
     wake: list[float] = field(default_factory=list)
@@ -66,15 +81,21 @@ def read_timelines(timelines: Iterable[Timeline]) -> Measurements:
     Raises:
         CostError: there is no timeline, or one without the works of its tasks or without a task.
     """
-    timelines = tuple(timelines)
     how = "collect `mesh.last_step_timeline()` after some steps"
+    if isinstance(timelines, Timeline) or not isinstance(timelines, Iterable):
+        raise CostError(f"timelines is {timelines!r:.60}; write a list of timelines, and {how}")
+    timelines = tuple(timelines)
     if not timelines:
         raise CostError(f"costs are measured in steps, and there is no timeline of one; {how}")
     found = Measurements()
+    cuts: dict[LoopCut, dict[str, TaskWork]] = {}
     for timeline in timelines:
+        if not isinstance(timeline, Timeline):
+            raise CostError(f"{timeline!r:.60} is no timeline of a step; {how}")
         runs = [run for a in timeline.actors for run in a.runs]
         if not runs:
             raise CostError(f"the timeline of step {timeline.step} of {timeline.name!r} has no task; {how}")
+        works: dict[str, TaskWork] = {}
         for run in runs:
             work = timeline.works_of(run)
             if work is None:
@@ -84,6 +105,9 @@ def read_timelines(timelines: Iterable[Timeline]) -> Measurements:
                 )
             found.tasks[work.key].append(run.duration_s)
             found.works[work.key] = work
+            works[task_kind(run.label)] = work
+        if timeline.cut is not None:
+            cuts[timeline.cut] = {**cuts.pop(timeline.cut, {}), **works}
         found.queue.append(timeline.begin_s)
         found.reply.append(timeline.duration_s - timeline.end_s)
         for actor in timeline.actors:
@@ -91,22 +115,20 @@ def read_timelines(timelines: Iterable[Timeline]) -> Measurements:
                 _read_actor(found, actor, timeline.begin_s)
         _read_transfers(found, timeline)
         found.actors_per_host = found.actors_per_host or _actors_per_host(timeline.actors)
+    found.cuts = [MeasuredCut(cut, works) for cut, works in cuts.items()]
     return found
 
 
 def _read_actor(found: Measurements, actor: ActorTimeline, first_s: float) -> None:
     found.skew.append(actor.begin_s - first_s)
     ends = {e.instruction: e.end_s for e in actor.events if e.kind in ("recv", "input")}
-    bound_s = actor.begin_s  # when its arguments are there
+    passed_s = posted_s = actor.begin_s  # when the last run ended; when a send could start after it
+    waited: set[int] = set()
     for e in actor.events:
         if e.kind == "input":
             found.arguments[_argument(e.label)].append(e.end_s - actor.begin_s)
-            bound_s = max(bound_s, e.end_s)
-    passed_s = posted_s = bound_s  # when the last run ended; when a send could start after it
-    waited: set[int] = set()
-    for e in actor.events:
-        if e.kind == "run":
-            there_s = max((ends[i] for i in e.needs if i in ends and i not in waited), default=bound_s)
+        elif e.kind == "run":
+            there_s = max((ends[i] for i in e.needs if i in ends and i not in waited), default=passed_s)
             waited.update(e.needs)
             if there_s > passed_s:
                 found.wake.append(e.start_s - there_s)

@@ -16,10 +16,10 @@ from typing import Literal, Protocol
 
 from msgspec import structs
 
-from jaxpp_async.compiler.lowering import peak_plan
 from jaxpp_async.compiler.pipeline import CompilePlan
 from jaxpp_async.planning.machine import Machine
 from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.buffer_table import buffer_sizes, peak_plan
 from jaxpp_async.program.instructions import (
     ActorId,
     Aval,
@@ -38,7 +38,7 @@ from jaxpp_async.program.work import TaskWork
 Source = Literal["exact", "measured", "assumed"]
 """How the number in a row was found."""
 
-BUFFER_TABLE, RESULTS, TEMPORARIES = "buffer table", "results", "temporaries of a task"
+ARGUMENT, BUFFER_TABLE, RESULTS, TEMPORARIES = "argument ", "buffer table", "results", "temporaries of a task"
 SENDS, RECEIVE_BUFFERS = "sends under way", "unused receive buffers"
 
 
@@ -95,6 +95,12 @@ class ActorMemory:
         return sum(row.size_bytes for row in self.rows)
 
     @property
+    def batch_bytes(self) -> int:
+        """The bytes that grow with the size of a microbatch, at most: all but arguments and results."""
+        kinds = (BUFFER_TABLE, TEMPORARIES, SENDS, RECEIVE_BUFFERS)
+        return sum(row.size_bytes for row in self.rows if row.what in kinds)
+
+    @property
     def fits(self) -> bool | None:
         """Whether the step fits into each device's memory; None if the memory is unknown."""
         return None if self.limit_bytes is None else self.total_bytes <= self.limit_bytes
@@ -128,9 +134,11 @@ def memory_needs(step: StepWithWork, machine: Machine | None = None) -> tuple[Ac
 def _actor_memory(step: StepWithWork, program: ActorProgram, limit: int | None) -> ActorMemory:
     compiled, actor = step.compiled, program.actor
     local = _on_device(program, compiled.target.axes)
+    besides = _without_updates(local)
+    peak = peak_plan(besides).peak_bytes
     rows = [
         MemoryRow(
-            f"argument {name}", size, "exact", f"{count} array{'s' * (count != 1)}, held before the step"
+            f"{ARGUMENT}{name}", size, "exact", f"{count} array{'s' * (count != 1)}, held before the step"
         )
         for name, (count, size) in _arguments(compiled, actor).items()
     ]
@@ -140,14 +148,17 @@ def _actor_memory(step: StepWithWork, program: ActorProgram, limit: int | None) 
         ),
         MemoryRow(
             BUFFER_TABLE,
-            peak_plan(_without_updates(local)).peak_bytes,
+            peak,
             "exact",
             "the most held between tasks at one time, besides the memory of donated arguments",
         ),
         _temporaries(step, local),
         MemoryRow(SENDS, *_sends(local)),
         MemoryRow(
-            RECEIVE_BUFFERS, _receive_bytes(local), "exact", "memory for later messages, kept between steps"
+            RECEIVE_BUFFERS,
+            _receive_bytes(besides, peak),
+            "exact",
+            "memory for later messages, kept between steps",
         ),
     ]
     return ActorMemory(actor, tuple(rows), peak_plan(program).peak_bytes, limit)
@@ -251,11 +262,10 @@ def _temporaries(step: StepWithWork, program: ActorProgram) -> MemoryRow:
     if measured is not None:
         note = "the largest of any task, as XLA reported when it compiled"
         return MemoryRow(TEMPORARIES, max(measured.values(), default=0), "measured", note)
-    largest = 0.0
-    for run in {run.executable: run for run in runs(program.instructions)}.values():
-        outside = sum(program.avals[b].size_bytes for b in (*run.inputs, *run.outputs))
-        largest = max(largest, (step.works[run.executable].size_bytes - outside) / 2)
-    note = "half of what a task's products and reductions read and write besides its arguments and results"
+    largest = max((step.works[run.executable].temp_bytes for run in runs(program.instructions)), default=0.0)
+    note = (
+        "the most that is live at one time in any task, in program order, with elementwise operations fused"
+    )
     return MemoryRow(TEMPORARIES, math.ceil(largest), "assumed", note)
 
 
@@ -272,15 +282,17 @@ def _sends(program: ActorProgram) -> tuple[int, Source, str]:
     )
 
 
-def _receive_bytes(program: ActorProgram) -> int:
+def _receive_bytes(program: ActorProgram, peak: int) -> int:
     """Return the most bytes of receive buffers that lie unused, beyond the peak of the buffer table.
 
     An actor keeps as many buffers for each type of array as its program uses at one time. A buffer in use is
     a part of the buffer table.
+
+    Args:
+        program: a program in which updates of donated arguments do not count.
+        peak: the peak of its buffer table.
     """
-    sizes = [aval.size_bytes for aval in program.avals]
-    program = _without_updates(program)
-    peak = peak_plan(program).peak_bytes
+    sizes = buffer_sizes(program)
     received: dict[BufferId, Aval] = {}
     now, most = Counter[Aval](), Counter[Aval]()
     table: dict[BufferId, int] = {}

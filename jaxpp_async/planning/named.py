@@ -11,38 +11,7 @@ from jaxpp_async.planning.cut import KeptCounts, best_cut, equal_cut, peak_count
 from jaxpp_async.planning.evaluation import TaskTable, fits, task_number
 from jaxpp_async.planning.problem import Assignment, Boundaries, PipelineProblem, StageCosts
 from jaxpp_async.program.instructions import ActorId, Task
-from jaxpp_async.schedules import (
-    ControllableMemory,
-    DualPipeV,
-    Eager1F1B,
-    GPipe,
-    Interleaved1F1B,
-    LoopedBFS,
-    Schedule,
-    Std1F1B,
-    VHalf,
-    VMin,
-    ZeroBubbleH1,
-    ZeroBubbleH2,
-    ZeroBubbleV,
-    stage_actors,
-)
-from jaxpp_async.schedules.base import BuiltIn
-
-FOLDS: dict[type[BuiltIn], tuple[int, ...]] = {
-    GPipe: (1,),
-    Std1F1B: (1,),
-    Eager1F1B: (1,),
-    ZeroBubbleH1: (1,),
-    ZeroBubbleH2: (1,),
-    Interleaved1F1B: (2, 3, 4),
-    LoopedBFS: (2, 4),
-    ZeroBubbleV: (2,),
-    DualPipeV: (2,),
-    VHalf: (2,),
-    VMin: (2,),
-}
-"""The named schedules, each with the numbers of stages an actor that are tried."""
+from jaxpp_async.schedules import NAMED, ControllableMemory, Schedule, stage_actors
 
 QUICK_STATES = 3_000
 """The states of `best_cut` for one schedule; boundaries then move while that helps."""
@@ -73,9 +42,7 @@ class NamedOrder:
 
     def peak_bytes(self, stages: StageCosts) -> tuple[float, ...]:
         """Return the memory of each actor, exactly as a replay of the lists counts it."""
-        static = [0.0] * len(self.rows)
-        for stage, actor in enumerate(self.actors):
-            static[actor] += stages.static_bytes[stage]
+        static = stages.static_bytes_of_actors(self.actors, len(self.rows))
         peaks = list(static)
         for moment in self.moments:
             held = sum(map(mul, moment.kept, stages.kept_bytes))
@@ -96,18 +63,23 @@ def named_order(schedule: Schedule, num_microbatches: int, num_actors: int) -> N
     return NamedOrder(name, num_stages, rows, stage_actors(rows), peak_counts(rows, num_stages), numbers)
 
 
-def named_schedules(num_layers: int, num_actors: int) -> Iterator[Schedule]:
+def named_schedules(num_layers: int, num_actors: int, num_stages: int | None = None) -> Iterator[Schedule]:
     """Yield all named schedules that have at most as many stages as there are layers.
 
     Args:
         num_layers: the number of layers.
         num_actors: the number of actors.
+        num_stages: the number of stages that they must have; None for any.
     """
-    for schedule, folds in FOLDS.items():
-        for fold in folds:
-            if (num_stages := fold * num_actors) <= num_layers:
-                yield schedule(num_stages)
-    if 2 * num_actors <= num_layers:
+    for schedule in NAMED:
+        folds = schedule.stages_per_actor
+        counts = [fold * num_actors for fold in folds]
+        if num_stages is not None:
+            above, left = divmod(num_stages, num_actors)
+            suits = num_stages < num_actors if folds == (1,) else len(folds) > 1 and above > 1 and not left
+            counts = [num_stages] if suits or num_stages in counts else []
+        yield from (schedule(count) for count in counts if count <= num_layers)
+    if 2 * num_actors <= num_layers and num_stages in (None, 2 * num_actors):
         half = (num_actors + 2) // 2  # of `VHalf`; with as many as actors the order is that of `ZeroBubbleV`
         for activations in sorted({(half + num_actors) // 2, num_actors - 1}):
             if half < activations < num_actors:
@@ -116,7 +88,7 @@ def named_schedules(num_layers: int, num_actors: int) -> Iterator[Schedule]:
 
 def named_orders(problem: PipelineProblem) -> Iterator[NamedOrder]:
     """Yield the task lists of all named schedules for a problem."""
-    for schedule in named_schedules(len(problem.layers), problem.num_actors):
+    for schedule in named_schedules(len(problem.layers), problem.num_actors, problem.num_stages):
         yield named_order(schedule, problem.num_microbatches, problem.num_actors)
 
 
@@ -146,7 +118,7 @@ def on_equal_cut(problem: PipelineProblem) -> list[Timed]:
     return sorted(found, key=lambda timed: timed.step_s)
 
 
-def on_best_cut(problem: PipelineProblem, *, rounds: int = 8) -> list[Timed]:
+def on_best_cut(problem: PipelineProblem, *, rounds: int = 8, name: str | None = None) -> list[Timed]:
     """Return every named schedule that fits into the memory on some cut, the fastest first.
 
     Each starts on a cut with little work on the busiest actor, or on the equal one if that is faster. For the
@@ -155,9 +127,12 @@ def on_best_cut(problem: PipelineProblem, *, rounds: int = 8) -> list[Timed]:
     Args:
         problem: the layers and the machine.
         rounds: how often all boundaries are tried.
+        name: the name of the only schedule that is tried; None for all.
     """
     found: list[tuple[NamedOrder, Timed]] = []
     for order in named_orders(problem):
+        if name not in (None, order.name):
+            continue
         cuts = [
             best_cut(problem, order.actors, order.moments, max_states=QUICK_STATES),
             equal_cut(len(problem.layers), order.num_stages),

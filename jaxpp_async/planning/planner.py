@@ -1,26 +1,29 @@
 """Choose the cut, the schedule, the microbatches and the order of a step under a memory cap.
 
 `plan` goes from cheap to exact. The costs of layers give a `PipelineProblem` for each machine and number of
-microbatches. Those whose lower bound is above a step already found are left out. Named schedules are timed on
-their best cuts, a search improves on the best of them, and the compiler compiles the very best. The plan is
-the candidate whose compiled form fits into the memory and has the shortest simulated step.
+microbatches. Problems whose lower bound is above a step already found are left out. Named schedules are timed
+on their best cuts, a search improves on the best of them, and the compiler compiles the very best. The plan
+is the candidate whose compiled form fits into the memory and has the shortest simulated step.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
-from jaxpp_async.errors import PlanError
-from jaxpp_async.planning.bound import bound_of_all, bound_of_cut
+from jaxpp_async.base.byte_counts import parse_bytes
+from jaxpp_async.compiler.pipeline import gc_paused
+from jaxpp_async.errors import CostError, PlanError
+from jaxpp_async.planning.bound import bound_of_all
+from jaxpp_async.planning.calibration import TaskTimes
+from jaxpp_async.planning.candidates import Case, Option, in_order_of_stages, ratios_of
 from jaxpp_async.planning.cost_model import CostModel
-from jaxpp_async.planning.devices import find_device
-from jaxpp_async.planning.evaluation import evaluate
+from jaxpp_async.planning.evaluation import fits
 from jaxpp_async.planning.layers import (
     PROFILED_MICROBATCHES,
     LayerCosts,
@@ -29,15 +32,28 @@ from jaxpp_async.planning.layers import (
     shortened,
     slowest_link,
 )
-from jaxpp_async.planning.machine import BETWEEN_HOSTS, Machine, PlannedStep, argument_types, compile_for
-from jaxpp_async.planning.memory import ActorMemory, memory_needs
-from jaxpp_async.planning.named import Timed, on_best_cut, on_equal_cut
-from jaxpp_async.planning.plan import Candidate, Plan, PlannedSchedule, describe_arguments, format_row
-from jaxpp_async.planning.problem import PipelineProblem
-from jaxpp_async.planning.search import WORTHWHILE, search
-from jaxpp_async.planning.simulation import Simulation, simulate
+from jaxpp_async.planning.least_memory import held_bytes, least_estimate, least_order
+from jaxpp_async.planning.loop_bound import bounds_of_loop
+from jaxpp_async.planning.machine import Machine, StepCompiler, argument_types
+from jaxpp_async.planning.memory import memory_needs
+from jaxpp_async.planning.named import Timed, on_best_cut
+from jaxpp_async.planning.plan import Plan, describe_arguments, format_row
+from jaxpp_async.planning.plan_options import check_plan_options
+from jaxpp_async.planning.problem import Assignment, PipelineProblem
+from jaxpp_async.planning.ranking import ROUNDS, rank_named
+from jaxpp_async.planning.search import (
+    SEARCHED,
+    WORTHWHILE,
+    NothingFits,
+    SearchResult,
+    search,
+    usual_iterations,
+)
+from jaxpp_async.planning.search_moves import SearchPoint
+from jaxpp_async.planning.simulation import simulate
+from jaxpp_async.planning.verdicts import advice_for, nothing_fits, ranked_candidates, search_text
+from jaxpp_async.schedules.planned import PlannedSchedule
 from jaxpp_async.schedules.validate import plural
-from jaxpp_async.timeline import Timeline
 
 NUM_COMPILED = 3
 """The number of candidates that are compiled in a round, beside those that turn out not to fit."""
@@ -45,12 +61,44 @@ NUM_COMPILED = 3
 MAX_ROUNDS = 4
 """The number of times that the estimate of memory is corrected by compiled candidates."""
 
+ESTIMATE_ERROR, FEW_TASKS = 0.02, 2_000
+"""The share of a step by which estimates may order two candidates wrongly, so that both are compiled. Where
+layers times microbatches are more than `FEW_TASKS`, so that compiling is slow, a quarter of it counts."""
 
-FIRST_STEPS, KEPT_TIMELINES = 2, 6
-"""The number of a mesh's first steps in which much is done for the first time, and the number of last steps
-by which a mesh plans."""
+CATEGORY_ERROR = 0.12
+"""The share of a step by which the estimate may be too long in a category of which none was compiled (see
+`Option.category`). Where compiling is slow, a twelfth of it counts."""
+
+MAX_PROMISING = 12
+"""The most candidates that are compiled because corrected estimates say that they may be the fastest. Where
+there are many tasks it is fewer."""
+
+DOUBTFUL_SHARE = 0.1
+"""The share of the memory by which the estimate of a candidate may be too large. Where compiling is slow, a
+quarter of it counts."""
+
+MAX_SEARCHES = 6
+"""The number of searches for one case, each with an estimate of memory that earlier ones have corrected."""
+
+MAX_REFITS = 3
+"""How often a named schedule that does not fit when it is compiled is compiled again on another cut."""
+
+NUM_SEARCHED, OTHERS_PART = 3, 4
+"""The number of cases that are searched, and the part of the candidates that all but the first one get."""
+
+FIRST_PART, FIRST_PART_OF_MANY = 3, 12
+"""The part of its candidates after which a search that has won nothing ends, and that of a problem of more
+than `FEW_TASKS`. Each later search of a case, for another estimate of memory, looks at such a part."""
+
+NEAR_BOUND = "a search has nothing to win: by estimate, no order is 1 % shorter than the best named schedule"
+
+NOTHING_ELSE_FITS = "nothing faster was found that fits; no order was found that needs less memory"
+
+OnProgress: TypeAlias = Callable[[str], None]
+"""A function that is told, as text, what the planner does."""
 
 
+@gc_paused()
 def plan(
     train_step: Callable,
     args: Sequence[Any],
@@ -60,6 +108,7 @@ def plan(
     memory: int | str | None = None,
     costs: CostModel | Callable[[], CostModel] | None = None,
     microbatches: Sequence[int] | None = None,
+    num_stages: int | None = None,
     batch_argnums: int | Sequence[int] | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
@@ -67,6 +116,7 @@ def plan(
     static_argnums: int | Sequence[int] = (),
     iterations: int | None = None,
     seed: int = 0,
+    on_progress: OnProgress | None = None,
 ) -> Plan:
     """Plan a step: choose where it is cut, how many stages and microbatches it has, and the order of tasks.
 
@@ -84,21 +134,35 @@ def plan(
         costs: the costs of tasks and transfers, or a function that returns them; None for those of the
             machine's device, from its published figures.
         microbatches: the numbers of microbatches to choose from; None for that of `args`.
+        num_stages: the number of stages that the plan must have; None for any.
         batch_argnums: the positions of the batches in `args`; None for those that `global_batch` shows, or
             the last argument.
         in_shardings, out_shardings, donate_argnums, static_argnums: as for `RemoteMesh.distributed`.
         iterations: how many candidates the search looks at; None: as many as suit the problem.
         seed: the seed of the search and of the simulations.
+        on_progress: a function that is told often what is being done, such as "searching, 160 of 2000". An
+            exception that it raises ends the planning.
 
     Returns:
         The plan.
 
     Raises:
-        PlanError: nothing fits into the memory, the step has no marks, a global batch cannot be divided, or
-            there are no costs.
+        PlanError: nothing fits into the memory, the step has no marks or too few for `num_stages`, a global
+            batch cannot be divided, there are no costs, or an option is wrong.
         MissingCost: the cost model has no cost for a task or a transfer.
         UnsupportedError, StageError, ShardingError: the step cannot be compiled.
     """
+    check_plan_options(
+        machine=machine,
+        costs=costs,
+        global_batch=global_batch,
+        microbatches=microbatches,
+        num_stages=num_stages,
+        batch_argnums=batch_argnums,
+        iterations=iterations,
+        seed=seed,
+        on_progress=on_progress,
+    )
     machines = [machine] if isinstance(machine, Machine) else list(machine)
     if not machines:
         raise PlanError("machine: expected a machine or several, got none")
@@ -117,79 +181,37 @@ def plan(
             f"{math.prod(first[0].shape[1:2])}"
         )
 
-    def compile_step(machine: Machine, args: Sequence[Any], schedule: Any) -> PlannedStep:
-        return compile_for(
-            machine,
-            train_step,
-            args,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            donate_argnums=donate_argnums,
-            static_argnums=static_argnums,
-            schedule=schedule,
-        )
-
     cap = parse_bytes(memory) if memory is not None else None
     known = costs() if callable(costs) else costs
-    planner = _Planner(compile_step, batch, iterations, seed)
-    for each in machines:
-        used = known if known is not None else _published(each)
+    tell = on_progress or (lambda _: None)
+    compiler = StepCompiler(
+        train_step,
+        "plan",
+        lambda name: tell(f"compiling: {name}"),
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donate_argnums=donate_argnums,
+        static_argnums=static_argnums,
+    )
+    planner = _Planner(compiler, batch, iterations, seed, tell)
+    models = _published(machines) if known is None else [known] * len(machines)
+    for each, used in zip(machines, models, strict=True):
         limit = cap if cap is not None else each.memory
         for count in dict.fromkeys(microbatches or [given]):
-            planner.add(each, used, resized(types, batch, count), count, limit)
-    return planner.plan(getattr(train_step, "__name__", "step"))
+            planner.add(each, used, resized(types, batch, count), count, limit, num_stages)
+    return planner.plan()
 
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS |= {f"{unit}I": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
-
-
-def parse_bytes(memory: int | str) -> int:
-    """Return the number of bytes that a user gave, such as `70_000_000_000`, `"70GB"` or `"64GiB"`.
-
-    Raises:
-        PlanError: the text is no number of bytes.
-    """
-    if isinstance(memory, int) and memory > 0:
-        return memory
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(memory).upper())
-    if match is None or match[2] not in _UNITS or not float(match[1]):
-        raise PlanError(f"memory is {memory!r}; write bytes, or text such as '70GB' or '64GiB'")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def costs_of(model: Any, timelines: Sequence[Timeline]) -> CostModel:
-    """Return the costs by which a mesh plans: those of a cost model with links, else the measured ones.
-
-    Args:
-        model: the mesh's device model or the user's costs; None if there is none.
-        timelines: the timelines of the mesh's last steps, the latest one at the end.
-
-    Raises:
-        PlanError: there is no cost model, and too few steps were measured.
-    """
-    if isinstance(model, CostModel) and (model.links or not timelines):
-        return model
-    measured = timelines[-KEPT_TIMELINES:] if len(timelines) > KEPT_TIMELINES else timelines[FIRST_STEPS:]
-    if len(measured) < 2:
-        raise PlanError(
-            f"there are no costs to plan by: {plural(len(timelines), 'step')} finished in a row here, "
-            f"and the first {FIRST_STEPS} do not count; run a few more steps first, or pass costs="
-        )
-    return CostModel.from_timelines(measured)
-
-
-def _published(machine: Machine) -> CostModel:
-    device = find_device(machine.device)
-    if device.bf16_flops_per_s is None or device.memory_bytes_per_s is None:
-        raise PlanError(
-            f"there are no costs: of device {device.name!r} no figures are published; pass costs=, such as "
-            "CostModel.from_timelines([...]) of a few measured steps"
-        )
-    each = machine.devices_per_actor
-    if (network := machine.links.get(BETWEEN_HOSTS)) is None:
-        return CostModel.from_device(device, devices_per_actor=each)
-    return CostModel.from_device(device, devices_per_actor=each, network=network)
+def _published(machines: Sequence[Machine]) -> list[CostModel]:
+    """Return the costs of machines by their devices' published figures; equal ones are the same object."""
+    found: list[CostModel] = []
+    for machine in machines:
+        try:
+            costs = CostModel.for_machine(machine)
+        except CostError as error:
+            raise PlanError(f"there are no costs: {error}; or pass costs=") from error
+        found.append(next((other for other in found if other == costs), costs))
+    return found
 
 
 def _batches(
@@ -213,77 +235,12 @@ def _batches(
     return tuple(n for n in dynamic if is_batch(n)) or tuple(dynamic[-1:])
 
 
-# ---------------------------------------------------------------- cases and candidates
+def _num_tasks(case: Case) -> int:
+    """Return the number of layers times that of microbatches."""
+    return len(case.layers.layers) * case.num_microbatches
 
 
-@dataclass(eq=False)
-class _Case:
-    """A machine and a number of microbatches that may be chosen.
-
-    Attributes:
-        machine: the machine.
-        costs: the costs of tasks and transfers.
-        args: the types of a call's arguments.
-        num_microbatches: the number of microbatches.
-        cap: the memory of each device; infinite if nothing limits it.
-        layers: the costs of the layers.
-    """
-
-    machine: Machine
-    costs: CostModel
-    args: list[Any]
-    num_microbatches: int
-    cap: float
-    layers: LayerCosts
-
-    @property
-    def problem(self) -> PipelineProblem:
-        return self.layers.problem(self.machine.actors, self.num_microbatches, self.cap)
-
-
-@dataclass(eq=False)
-class _Option:
-    """A candidate: a case and an assignment, with exact figures once it has been compiled."""
-
-    case: _Case
-    timed: Timed
-    needs: tuple[ActorMemory, ...] = ()
-    simulation: Simulation | None = None
-
-    @property
-    def step_s(self) -> float:
-        return self.timed.step_s if self.simulation is None else self.simulation.step_s.p50
-
-    @property
-    def peak_bytes(self) -> float:
-        if self.needs:
-            return max(each.total_bytes for each in self.needs)
-        return max(self.timed.peak_bytes) + self.case.layers.reserve_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.peak_bytes <= self.case.cap
-
-    def busy_s(self) -> tuple[float, ...]:
-        """Return the time that each actor spends in tasks of the loop."""
-        return evaluate(self.case.problem, self.timed.assignment).busy_s
-
-    @property
-    def schedule(self) -> PlannedSchedule:
-        assignment = self.timed.assignment
-        return PlannedSchedule(assignment.rows, assignment.marks, assignment.name)
-
-    @property
-    def identity(self) -> Any:
-        return id(self.case), self.timed.assignment
-
-    def missed_bytes(self) -> float:
-        """Return by how many bytes the estimate of an actor's memory was too small; negative if too large."""
-        reserve = self.case.layers.reserve_bytes
-        return max(
-            need.total_bytes - peak - reserve
-            for need, peak in zip(self.needs, self.timed.peak_bytes, strict=True)
-        )
+# ---------------------------------------------------------------- the course
 
 
 @dataclass(eq=False)
@@ -291,30 +248,41 @@ class _Planner:
     """The work of `plan`.
 
     Args:
-        compile_step: a function that compiles the step for a machine, arguments and a schedule.
+        compiler: compiles the step.
         batch: the positions of the batches in the arguments.
         iterations: how many candidates the search looks at; None: as many as suit the problem.
         seed: the seed of the search and of the simulations.
+        on_progress: a function that is told what is being done.
     """
 
-    compile_step: Callable[[Machine, Sequence[Any], Any], PlannedStep]
+    compiler: StepCompiler
     batch: tuple[int, ...]
     iterations: int | None
     seed: int
-    cases: list[_Case] = field(default_factory=list)
-    compiled: dict[Any, _Option] = field(default_factory=dict)
+    on_progress: OnProgress
+    cases: list[Case] = field(default_factory=list)
+    compiled: dict[Any, Option] = field(default_factory=dict)
+    won: str = "no search was made, since nothing was found that fits by estimate"
     _layers: dict[Any, LayerCosts] = field(default_factory=dict)
 
     def add(
-        self, machine: Machine, costs: CostModel, args: list[Any], num_microbatches: int, cap: float | None
+        self,
+        machine: Machine,
+        costs: CostModel,
+        args: list[Any],
+        num_microbatches: int,
+        cap: float | None,
+        num_stages: int | None,
     ) -> None:
         """Add a machine and a number of microbatches to choose from."""
-        key = tuple(machine.spmd_mesh.items()), num_microbatches, id(costs)
+        key = repr(replace(machine, actors=1)), num_microbatches, id(costs)
         if key not in self._layers:
+            self.on_progress(f"profiling the layers for {plural(num_microbatches, 'microbatch', 'es')}")
             few = min(PROFILED_MICROBATCHES, num_microbatches)
             short = shortened(args, self.batch, few)
             self._layers[key] = profile_layers(
-                lambda machine, schedule: self.compile_step(machine, short, schedule),
+                self.compiler,
+                short,
                 machine,
                 costs,
                 few,
@@ -322,254 +290,327 @@ class _Planner:
             )
         latency_s, bytes_per_s = slowest_link(costs, machine.num_actors)
         layers = replace(self._layers[key], latency_s=latency_s, bytes_per_s=bytes_per_s)
-        limit = math.inf if cap is None else float(cap)
-        self.cases.append(_Case(machine, costs, args, num_microbatches, limit, layers))
+        limit, most = math.inf if cap is None else float(cap), len(layers.layers)
+        if num_stages is not None and not 1 <= num_stages <= most:
+            raise PlanError(
+                f"num_stages is {num_stages!r}, and the step's {plural(most - 1, 'mark')} can end 1 to "
+                f"{most} stages; call pipeline_yield in more places, or ask for fewer stages"
+            )
+        self.cases.append(Case(machine, costs, args, num_microbatches, limit, num_stages, layers))
 
-    def plan(self, name: str) -> Plan:
-        """Return the best plan of all cases.
-
-        Args:
-            name: the name of the step function.
-        """
-        bounded = any(case.cap < math.inf for case in self.cases)
-        if bounded:  # correct the estimate of memory before the search relies on it
-            self._correct(self._try(self._named(rounds=0)[:1], 1))
+    def plan(self) -> Plan:
+        """Return the best plan of all cases."""
         for _ in range(MAX_ROUNDS):
             named = self._named()
-            tried = self._try(named, NUM_COMPILED)
-            options = sorted(named + self._searched(named), key=lambda option: option.step_s)
+            self._correct(self._try(named, NUM_COMPILED))
+            self._try(self._doubtful(), 1)
+            self._refit()
+            searched = self._searched(named)
+            self._try_promising([*named, *searched])
             if any(option.fits for option in self.compiled.values()):
-                return self._plan(name, options)
-            self._correct(tried)
+                return self._plan([*named, *searched])
         smallest = self._smallest()
         if smallest.fits:
-            return self._plan(name, [smallest])
-        raise PlanError(_nothing_fits(name, smallest))
+            self.won = NOTHING_ELSE_FITS
+            return self._plan([smallest])
+        raise PlanError(nothing_fits(self.compiler.name, smallest))
 
-    def _named(self, rounds: int = 8) -> list[_Option]:
+    def _named(self, *, rounds: int = ROUNDS, slack: float = 0.0) -> list[Option]:
         """Return the named schedules of all cases that fit by estimate, the fastest first.
 
         Args:
-            rounds: how often the boundaries of a cut are moved by one layer; see `on_best_cut`.
+            rounds: how often the boundaries of a cut are moved by one layer.
+            slack: the share of the memory by which the estimate may be above it.
         """
-        found: list[_Option] = []
-        bounds = {id(case): bound_of_all(case.problem) for case in self.cases}
-        for case in sorted(self.cases, key=lambda case: bounds[id(case)]):
-            if not found or bounds[id(case)] < min(option.step_s for option in found):
-                found += [_Option(case, timed) for timed in on_best_cut(case.problem, rounds=rounds)]
-        return sorted(found, key=lambda option: option.timed.step_s)
+        problems = [
+            replace(problem, cap_bytes=(1 + slack) * max(problem.caps))
+            for problem in (case.problem for case in self.cases)
+        ]
+        ranked = rank_named(problems, rounds=rounds, on_progress=self.on_progress)
+        return [Option(self.cases[number], timed) for number, timed in ranked]
 
-    def _searched(self, named: Sequence[_Option]) -> list[_Option]:
-        """Return what a search finds for the case of the best named schedule, compiled.
+    def _doubtful(self) -> list[Option]:
+        """Return named schedules that may fit although they do not by estimate, if they would be the best."""
+        if all(case.cap == math.inf for case in self.cases):
+            return []
+        best_s = (1 - WORTHWHILE) * self._best_s()
+        slack = DOUBTFUL_SHARE / (4 if all(_num_tasks(case) > FEW_TASKS for case in self.cases) else 1)
+        found = self._named(rounds=0, slack=slack)
+        return [
+            o
+            for o in found
+            if not o.fits
+            and o.timed.step_s < best_s
+            and o.peak_bytes <= (1 + slack) * o.case.cap
+            and o.identity not in self.compiled
+        ]
 
-        If the compiled form of what was found does not fit, another search has so much less memory.
+    def _refit(self) -> None:
+        """Compile faster named schedules that do not fit again, on cuts for the memory that they really need.
+
+        The bytes besides those of layers depend on a schedule more than on its cut. So the compiled form of a
+        schedule says which cuts of it fit.
         """
-        case = named[0].case if named else self.cases[0]
-        problem, found = case.problem, list[_Option]()
-        known = [option.timed for option in named if option.case is case] or None
-        for _ in range(MAX_ROUNDS):
-            try:
-                result = search(problem, iterations=self.iterations, seed=self.seed, named=known)
-            except ValueError:  # nothing fits by estimate
-                break
-            if result.gain < WORTHWHILE:
-                break
-            found += self._try([_Option(case, result.best)], 1)
-            if found[-1].fits:
-                break
-            over = 1.02 * (found[-1].peak_bytes - case.cap)
-            problem = replace(problem, cap_bytes=max(0.0, max(problem.caps) - over))
-            known = None
+        for _ in range(MAX_REFITS):
+            best_s = self._best_s()
+            larger = [o for o in self.compiled.values() if not o.fits and o.timed.step_s < best_s < math.inf]
+            before = len(self.compiled)
+            for option in {o.kind: o for o in sorted(larger, key=lambda o: -o.timed.step_s)}.values():
+                alike = [o.unestimated_bytes() for o in larger if o.kind == option.kind]
+                caps = tuple(max(0.0, option.case.cap - max(each)) for each in zip(*alike, strict=True))
+                problem = replace(option.case.problem, cap_bytes=caps)
+                found = on_best_cut(problem, name=option.timed.assignment.name)
+                self._try([Option(option.case, timed) for timed in found if timed.step_s < best_s], 1)
+            if len(self.compiled) == before:
+                return
+
+    def _searched(self, named: Sequence[Option]) -> list[Option]:
+        """Return what searches find, compiled: for the case of the best named schedule, and for few others.
+
+        The others are those whose bound allows them to win, each with a part of the candidates.
+        """
+        found: list[Option] = []
+        cases = list({id(option.case): option.case for option in named}.values()) or self.cases
+        for number, case in enumerate(cases[:NUM_SEARCHED]):
+            best_s = self._best_s()
+            if bound_of_all(case.problem) >= (1 - WORTHWHILE) * best_s:
+                if not number:
+                    self.won = NEAR_BOUND
+                continue
+            iterations = usual_iterations(case.problem) if self.iterations is None else self.iterations
+            known = [option.timed for option in named if option.case is case]
+            found += self._searched_case(
+                case, known, iterations // (OTHERS_PART if number else 1), not number
+            )
         return found
 
-    def _try(self, options: Sequence[_Option], wanted: int) -> list[_Option]:
-        """Compile options and simulate them, the first ones first, until enough of them fit."""
-        tried: list[_Option] = []
+    def _searched_case(
+        self, case: Case, named: Sequence[Timed], iterations: int, is_first: bool
+    ) -> list[Option]:
+        """Return what searches find for a case, compiled.
+
+        A search that wins nothing with the first part of its candidates ends, unless memory is tight and the
+        problem small. Each compiled form says how many bytes each actor needs besides those of its layers.
+        Another search, which starts where the one before ended, then has what is left: less on actors that
+        needed more than there is, and all of it if the compiled form fits and memory is tight. The first one
+        has what the median of these bytes leaves.
+        """
+        own = [option for option in self.compiled.values() if option.case is case]
+        besides = [each for option in own for each in option.unestimated_bytes()]
+        usual = statistics.median(besides) if besides else case.layers.reserve_bytes
+        caps, points, found = (max(0.0, case.cap - usual),) * case.machine.actors, (), list[Option]()
+        is_tight = not all(option.fits for option in own)
+        first = iterations // (FIRST_PART if _num_tasks(case) <= FEW_TASKS else FIRST_PART_OF_MANY)
+        goes_on = self.iterations is not None or (is_tight and _num_tasks(case) <= FEW_TASKS)
+        for _ in range(MAX_SEARCHES):
+            problem, best_s = replace(case.problem, cap_bytes=caps), self._best_s()
+            known = self._known(case, named, caps)
+            try:
+                result = self._search(problem, first, known, points)
+                if not points and (goes_on or result.gain >= WORTHWHILE / 2):
+                    result = self._search(problem, iterations - first, known, result.points)
+            except NothingFits:
+                break
+            if is_first and not found and result.named is not None:
+                self.won = f"a search has nothing to win over {result.named.assignment.name}"
+            if result.gain < WORTHWHILE or result.best.step_s > (1 - WORTHWHILE / 2) * best_s:
+                break
+            best, order = in_order_of_stages(result.best)
+            found += self._try([Option(case, best)], 1)
+            last, points = found[-1], result.points
+            if last.fits and not is_tight:
+                break
+            changed = list(caps)
+            for actor, need, extra in zip(order, last.needs, last.unestimated_bytes(), strict=True):
+                if last.fits or need.total_bytes > case.cap:
+                    changed[actor] = max(0.0, case.cap - extra)
+            caps = tuple(changed)
+        if is_first and found and not any(option.fits for option in found):
+            self.won = "the searched order does not fit when it is compiled"
+        return found
+
+    def _known(self, case: Case, named: Sequence[Timed], caps: Sequence[float]) -> list[Timed]:
+        """Return the named schedules of a case that fit when compiled, or by estimate, fastest first."""
+        own = {o.timed.assignment: o for o in self.compiled.values() if o.case is case}
+        every = {timed.assignment: timed for timed in named}
+        every |= {key: o.timed for key, o in own.items() if o.timed.assignment.name != SEARCHED}
+        found = [
+            timed
+            for key, timed in every.items()
+            if (own[key].fits if key in own else fits(timed.peak_bytes, caps))
+        ]
+        return sorted(found, key=lambda timed: timed.step_s)
+
+    def _try_promising(self, options: Sequence[Option]) -> None:
+        """Compile candidates that may be faster than the fastest compiled one, the most promising first.
+
+        Estimates are corrected by the compiled candidates of the same category, so that each one that is
+        compiled makes the others' estimates better.
+        """
+        most = max(1, min(MAX_PROMISING, 2 * FEW_TASKS // max(map(_num_tasks, self.cases))))
+        for _ in range(most):
+            best_s = min((o.step_s for o in self.compiled.values() if o.fits), default=0.0)
+            ratios = ratios_of(self.compiled.values())
+            found = [
+                (self._expected_s(option, ratios), number, option)
+                for number, option in enumerate(options)
+                if option.fits and option.identity not in self.compiled
+            ]
+            expected_s, _, option = min(found, default=(math.inf, 0, None))
+            if option is None or expected_s >= best_s:
+                return
+            self.compiled[option.identity] = self._compile(option)
+
+    def _expected_s(self, option: Option, ratios: Mapping[Any, float]) -> float:
+        """Return the least time that a candidate's compiled step is expected to take, in seconds."""
+        is_large = _num_tasks(option.case) > FEW_TASKS
+        if option.category in ratios:
+            return option.timed.step_s * ratios[option.category] * (1 - (0 if is_large else ESTIMATE_ERROR))
+        own = [ratio for category, ratio in ratios.items() if category[0] == option.category[0]]
+        least = min(own or ratios.values(), default=1.0)
+        return option.timed.step_s * least * (1 - CATEGORY_ERROR / (12 if is_large else 1))
+
+    def _best_s(self) -> float:
+        """Return the estimated step of the fastest compiled candidate that fits."""
+        return min((o.timed.step_s for o in self.compiled.values() if o.fits), default=math.inf)
+
+    def _search(
+        self,
+        problem: PipelineProblem,
+        iterations: int,
+        named: Sequence[Timed] | None,
+        points: Sequence[SearchPoint] = (),
+    ) -> SearchResult:
+        return search(
+            problem,
+            iterations=iterations,
+            seed=self.seed,
+            named=named,
+            points=points,
+            on_progress=self.on_progress,
+        )
+
+    def _try(self, options: Sequence[Option], wanted: int) -> list[Option]:
+        """Compile options and simulate them, the first ones first, until enough of them fit.
+
+        Options that are slower than one that fits are compiled only if the estimates leave it open which of
+        them is faster.
+        """
+        tried: list[Option] = []
         for option in options:
-            if sum(each.fits for each in tried) >= wanted or len(tried) >= 2 * wanted:
+            fitting = [each.timed.step_s for each in tried if each.fits]
+            if len(fitting) >= wanted or len(tried) >= 2 * wanted:
+                break
+            margin = ESTIMATE_ERROR if _num_tasks(option.case) <= FEW_TASKS else ESTIMATE_ERROR / 4
+            if fitting and option.timed.step_s > (1 + margin) * min(fitting):
                 break
             known = self.compiled.get(option.identity)
             if known is None:
-                case = option.case
-                step = self.compile_step(case.machine, case.args, option.schedule)
-                known = _Option(case, option.timed, memory_needs(step, case.machine))
-                known.simulation = simulate(step, case.costs, seed=self.seed)
-                self.compiled[option.identity] = known
+                known = self.compiled[option.identity] = self._compile(option)
             tried.append(known)
         return tried
 
-    def _correct(self, tried: Sequence[_Option]) -> None:
+    def _compile(self, option: Option) -> Option:
+        """Return an option with the exact figures of its compiled form."""
+        case, name = option.case, option.timed.assignment.name
+        self.on_progress(f"compiling {name}")
+        step = self.compiler.compile(case.machine, case.args, option.schedule)
+        self.on_progress(f"simulating {name}")
+        known = Option(case, option.timed, memory_needs(step, case.machine))
+        known.simulation = simulate(step, case.costs, seed=self.seed)
+        compiled, times = step.compiled, TaskTimes(case.costs, step.compiled.cut)
+        known.bounds = bounds_of_loop(compiled.placed.graph, step.works, case.costs, times)
+        return known
+
+    def _correct(self, tried: Sequence[Option]) -> None:
         """Change the reserve of the cases of compiled options by what their estimates missed."""
         for case in {id(option.case): option.case for option in tried}.values():
-            missed = max(option.missed_bytes() for option in tried if option.case is case)
-            reserve = max(0.0, case.layers.reserve_bytes + missed)
+            reserve = max(
+                max(each.total_bytes for each in option.needs) - max(option.timed.peak_bytes)
+                for option in tried
+                if option.case is case
+            )
             for other in self.cases:
                 if other.machine.spmd_mesh == case.machine.spmd_mesh:
-                    other.layers = replace(other.layers, reserve_bytes=reserve)
+                    other.layers = replace(other.layers, reserve_bytes=max(0.0, reserve))
 
-    def _smallest(self) -> _Option:
-        """Return the compiled option that needs the least memory of all named schedules."""
-        found = []
-        for case in self.cases:
-            free = replace(case.problem, cap_bytes=math.inf)
-            every = on_best_cut(free, rounds=0) + on_equal_cut(free)
-            every = every or [search(free, iterations=100, seed=self.seed).best]  # more actors than layers
-            found.append(_Option(case, min(every, key=lambda timed: max(timed.peak_bytes))))
-        least = sorted(found, key=lambda option: option.peak_bytes)[:NUM_COMPILED]
-        tried = [*self._try(least, NUM_COMPILED), *self.compiled.values()]
-        return min(tried, key=lambda option: (not option.fits, option.peak_bytes))
+    def _smallest(self) -> Option:
+        """Return the compiled option that needs the least memory, of those that fit if any does.
+
+        The cases that need least by estimate are looked at.
+        """
+        cases = sorted(self.cases, key=lambda case: least_estimate(case.problem) + case.layers.reserve_bytes)
+        found = [(case, least_order(case.problem, self._lean_needs(case))) for case in cases[:NUM_COMPILED]]
+        case, (timed, _) = min(found, key=lambda pair: pair[1][1])
+        self._try([Option(case, timed)], 1)
+        return min(self.compiled.values(), key=lambda option: (not option.fits, option.peak_bytes))
+
+    def _lean_needs(self, case: Case) -> Callable[[Assignment], list[float]]:
+        """Return a function that returns the bytes that each actor needs for one microbatch at a time.
+
+        The function compiles few microbatches, since more of them only take the bytes of their arguments.
+        """
+        few = min(PROFILED_MICROBATCHES, case.num_microbatches)
+        args = shortened(case.args, self.batch, few)
+        short = case.layers.problem(case.machine.actors, few, case.cap, case.num_stages)
+
+        def needs(assignment: Assignment) -> list[float]:
+            self.on_progress("looking for the least memory")
+            rows = tuple(tuple(task for task in row if task.i < few) for row in assignment.rows)
+            schedule = PlannedSchedule(rows, assignment.marks, assignment.name)
+            with gc_paused():
+                found = memory_needs(self.compiler.compile(case.machine, args, schedule))
+            counted, all_ = (held_bytes(each, assignment) for each in (short, case.problem))
+            return [
+                need.total_bytes + more - less for need, more, less in zip(found, all_, counted, strict=True)
+            ]
+
+        return needs
 
     # ------------------------------------------------------------ the result
 
-    def _plan(self, name: str, options: Sequence[_Option]) -> Plan:
+    def _plan(self, options: Sequence[Option]) -> Plan:
         fitting = [option for option in self.compiled.values() if option.fits]
-        best = min(fitting, key=lambda option: (option.step_s, option.timed.step_s))
-        assert best.simulation is not None
-        case, assignment, problem = best.case, best.timed.assignment, best.case.problem
-        layers = case.layers
+        least_s = min(option.step_s for option in fitting)
+        # Between machines that are about as fast, the one with fewer devices is chosen.
+        best = min(
+            fitting,
+            key=lambda o: (
+                o.num_devices if o.step_s <= (1 + WORTHWHILE) * least_s else math.inf,
+                o.step_s,
+                o.timed.step_s,
+            ),
+        )
+        assert best.simulation is not None and best.bounds is not None
+        self.on_progress("explaining the plan")
+        case, assignment = best.case, best.timed.assignment
+        layers, stages = case.layers, case.problem.stages(assignment.cut)
         return Plan(
-            step=name,
+            step=self.compiler.name,
             arguments=describe_arguments(case.args),
             num_actors=case.machine.actors,
             spmd_mesh=dict(case.machine.spmd_mesh),
             num_microbatches=case.num_microbatches,
             marks=tuple(map(str, layers.marks)),
+            mark_names=tuple(mark.name for mark in layers.marks),
             cut=assignment.marks,
             name=assignment.name,
             orders=tuple(map(format_row, assignment.rows)),
+            task_s=stages.task_s,
             step_s=best.simulation.step_s,
-            loop_s=best.timed.step_s,
-            bound=bound_of_cut(problem, assignment.cut),
+            loop_s=best.simulation.loop_s,
+            bound=best.bounds.any_placement_s,
+            placement_bound=best.bounds.this_placement_s,
             memory=tuple(each.total_bytes for each in best.needs),
+            kept_bytes=stages.kept_bytes,
+            weight_kept_bytes=stages.weight_kept_bytes,
             cap_bytes=None if case.cap == math.inf else case.cap,
-            candidates=self._ranked(best, options),
-            advice=_advice(best),
+            candidates=ranked_candidates(best, [*options, *self.compiled.values()], self.cases),
+            search=search_text(self.won, self.compiled.values()),
+            advice=advice_for(best),
             assumed=(
                 *layers.assumed,
                 *(f"memory: {row.what}, {row.note}" for row in best.needs[0].rows if row.source == "assumed"),
                 *best.simulation.assumed,
             ),
         )
-
-    def _ranked(self, best: _Option, options: Sequence[_Option]) -> tuple[Candidate, ...]:
-        """Return all candidates: the chosen one, those that fit, the fastest first, and those that do not."""
-        every = {option.identity: option for option in options} | self.compiled
-        every.pop(best.identity, None)
-        slower = sorted((o for o in every.values() if o.fits), key=_rank)
-        found = [(best, "chosen"), *((option, _why_slower(option, best)) for option in slower)]
-        larger = sorted((o for o in every.values() if not o.fits), key=_rank)
-        names = {(id(option.case), option.timed.assignment.name) for option in every.values()}
-        for case in {id(option.case): option.case for option in [best, *every.values()]}.values():
-            if case.cap < math.inf:
-                free = replace(case.problem, cap_bytes=math.inf)
-                for timed in on_equal_cut(free):
-                    key = (id(case), timed.assignment.name)
-                    if key not in names and key != (id(best.case), best.timed.assignment.name):
-                        larger.append(_Option(case, timed))
-        found += [(option, _why_larger(option)) for option in larger]
-        ranked = [_candidate(option, verdict) for option, verdict in found]
-        seen = {id(option.case) for option, _ in found}
-        for case in self.cases:
-            if id(case) not in seen:
-                ranked.append(_outbid(case, best))
-        return tuple(ranked)
-
-
-def _rank(option: _Option) -> tuple[float, str]:
-    return option.timed.step_s, option.timed.assignment.name
-
-
-def _candidate(option: _Option, verdict: str) -> Candidate:
-    case, busy = option.case, option.busy_s()
-    return Candidate(
-        name=option.timed.assignment.name,
-        num_actors=case.machine.actors,
-        spmd_mesh=dict(case.machine.spmd_mesh),
-        num_microbatches=case.num_microbatches,
-        cut=option.timed.assignment.marks,
-        step_s=option.step_s,
-        peak_bytes=option.peak_bytes,
-        cap_bytes=None if case.cap == math.inf else case.cap,
-        bubble=1 - sum(busy) / len(busy) / option.timed.step_s,
-        is_compiled=option.simulation is not None,
-        verdict=verdict,
-    )
-
-
-def _outbid(case: _Case, best: _Option) -> Candidate:
-    """Return the entry of a case of which no schedule can be the best."""
-    bound = bound_of_all(case.problem)
-    return Candidate(
-        name="any schedule",
-        num_actors=case.machine.actors,
-        spmd_mesh=dict(case.machine.spmd_mesh),
-        num_microbatches=case.num_microbatches,
-        cut=(),
-        step_s=bound,
-        peak_bytes=0.0,
-        cap_bytes=None if case.cap == math.inf else case.cap,
-        bubble=0.0,
-        is_compiled=False,
-        verdict="no schedule is faster than this bound, or none fits",
-    )
-
-
-def _why_slower(option: _Option, best: _Option) -> str:
-    """Return why an option that fits is not the chosen one."""
-    compared = option.simulation is not None
-    mine, others = (option.step_s, best.step_s) if compared else (option.timed.step_s, best.timed.step_s)
-    busy = option.busy_s()
-    excess, idle = max(busy) / (sum(busy) / len(busy)) - 1, 1 - max(busy) / option.timed.step_s
-    if option.case is not best.case:
-        return f"{mine / others - 1:+.1%}: other microbatches or another machine"
-    return f"{mine / others - 1:+.1%}: busiest actor has {excess:.0%} too much work, idles {idle:.0%}"
-
-
-def _why_larger(option: _Option) -> str:
-    over = option.peak_bytes - option.case.cap
-    return f"does not fit: {over / option.case.cap:.0%} over the cap" if over > 0 else "no cut of it fits"
-
-
-def _advice(best: _Option) -> tuple[str, ...]:
-    """Return what would make the chosen schedule's loop shorter, the most helpful first."""
-    problem, assignment = best.case.problem, best.timed.assignment
-    step_s = best.timed.step_s
-    found: list[tuple[float, str]] = []
-
-    def gain(changed: PipelineProblem) -> float:
-        return 1 - evaluate(changed, assignment).step_s / step_s
-
-    found.append((gain(replace(problem, latency_s=0.0, bytes_per_s=math.inf)), "transfers that take no time"))
-    found.append(
-        (gain(replace(problem, dispatch_s=0.0)), "tasks without overhead (larger microbatches help)")
-    )
-    if problem.cap_bytes != math.inf:
-        free = on_best_cut(replace(problem, cap_bytes=math.inf), rounds=0)[:1]
-        if free:
-            found.append(
-                (1 - free[0].step_s / step_s, f"more memory, with which {free[0].assignment.name} would fit")
-            )
-    works = [layer.work_s for layer in problem.layers]
-    heaviest = works.index(max(works))
-    if works[heaviest] * problem.num_actors > sum(works):
-        share = works[heaviest] / sum(works)
-        part = 1 - max(problem.balanced_s, 1e-300) / step_s
-        found.append((part, f"a mark inside layer {heaviest}, which is {share:.0%} of the work, at most"))
-    more_s = (step_s + max(best.busy_s())) / 2  # the actors' other microbatches follow without idle time
-    found.append((1 - more_s / step_s, "twice as many microbatches of this size, by example at most"))
-    found.sort(key=lambda pair: -pair[0])
-    return tuple(f"{text}: {share:.1%} less" for share, text in found if share >= WORTHWHILE) or (
-        "nothing of memory, links, overhead or more microbatches makes this step shorter by 1 %",
-    )
-
-
-def _nothing_fits(name: str, smallest: _Option) -> str:
-    """Return the message that no candidate fits, with what takes the memory of the one that needs least."""
-    worst = max(smallest.needs, key=lambda each: each.total_bytes)
-    assignment = smallest.timed.assignment
-    return (
-        f"no plan of step {name!r} fits into {smallest.case.cap:,.0f} bytes a device; the least that was "
-        f"found is {worst.total_bytes:,} bytes, with {assignment.name} cut at the marks "
-        f"{list(assignment.marks)} and {smallest.case.num_microbatches} microbatches; give more memory or "
-        f"actors, shard the state over more devices, or donate it\n{worst}"
-    )

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias
 
-from jaxpp_async.program.instructions import ActorId, Task
+from jaxpp_async.program.instructions import ActorId, Task, TaskType
 from jaxpp_async.schedules import stage_actors
 
 Boundaries: TypeAlias = tuple[int, ...]
@@ -72,6 +72,7 @@ class PipelineProblem:
         latency_s: the time that a transfer between two actors takes in any case, in seconds.
         bytes_per_s: the rate of a link.
         dispatch_s: the time that a task takes besides its computation, in seconds.
+        num_stages: the number of stages that a cut must have; None for any.
 
     Raises:
         ValueError: a number is negative or not a number, or a count is not positive.
@@ -84,6 +85,7 @@ class PipelineProblem:
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
     dispatch_s: float = 0.0
+    num_stages: int | None = None
 
     def __post_init__(self) -> None:
         _check_numbers(self, ["latency_s", "dispatch_s"])
@@ -96,6 +98,10 @@ class PipelineProblem:
             raise ValueError(f"bytes_per_s: expected a positive number, got {self.bytes_per_s!r}")
         if isinstance(self.cap_bytes, tuple) and len(self.cap_bytes) != self.num_actors:
             raise ValueError(f"cap_bytes: {len(self.cap_bytes)} numbers for {self.num_actors} actors")
+        if self.num_stages is not None and not 1 <= self.num_stages <= len(self.layers):
+            raise ValueError(
+                f"num_stages: expected 1 to {len(self.layers)}, the number of layers, got {self.num_stages}"
+            )
         if not all(cap >= 0 for cap in self.caps):
             raise ValueError(f"cap_bytes: expected numbers of at least 0, got {self.cap_bytes!r}")
 
@@ -165,6 +171,16 @@ class StageCosts:
         """Return the time of a whole backward, which is dispatched once."""
         return self.input_gradient_s[stage] + self.weight_gradient_s[stage] - self.dispatch_s
 
+    @property
+    def task_s(self) -> dict[TaskType, tuple[float, ...]]:
+        """The time of each type of task, by stage index."""
+        return {
+            "fwd": self.forward_s,
+            "bwd": tuple(map(self.backward_s, range(len(self)))),
+            "bwd_input": self.input_gradient_s,
+            "bwd_weight": self.weight_gradient_s,
+        }
+
     def hops(self, actors: Sequence[ActorId]) -> list[float]:
         """Return the time of the transfer behind each stage but the last under a placement.
 
@@ -175,6 +191,18 @@ class StageCosts:
             0.0 if here == there else t
             for t, (here, there) in zip(self.transfer_s, pairwise(actors), strict=True)
         ]
+
+    def static_bytes_of_actors(self, actors: Sequence[ActorId], num_actors: int) -> list[float]:
+        """Return the static bytes of each actor under a placement.
+
+        Args:
+            actors: the actor of each stage.
+            num_actors: the number of actors.
+        """
+        found = [0.0] * num_actors
+        for size_bytes, actor in zip(self.static_bytes, actors, strict=True):
+            found[actor] += size_bytes
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,12 @@
 
 The rules are those of `actors.executor` and `actors.step_run`. An actor goes through its instructions in
 order and stops only at a `Run`, which begins when the previous one has ended, the buffers that it reads have
-arrived, and the sends of buffers that it consumes have ended. Receives are posted, and sends are started,
-when the run before them has ended. A transfer begins when its send has started and its receive is posted. The
-transfers from one actor to another follow one after the other; each occupies the link for as long as its
-bytes take, and arrives one latency later. Deletions and results take no time.
+arrived, and the sends of buffers that it consumes have ended. A buffer arrives by a receive, or as an
+argument that is not there yet when the step begins; tasks that do not read it do not wait for it. Receives
+are posted, and sends are started, when the run before them has ended. A transfer begins when its send has
+started and its receive is posted. The transfers from one actor to another follow one after the other; each
+occupies the link for as long as its bytes take, and arrives one latency later. Deletions and results take no
+time.
 
 All these rules are of one form: an event happens a given delay after the latest of some other events. So a
 program becomes an `EventGraph` once, and every replay is one pass over it with other delays, for one draw of
@@ -14,7 +16,7 @@ the delays or for several at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -32,12 +34,13 @@ EAGER_BYTES = 8192
 class ReplayDelays:
     """The delays of all events of a replay, in seconds.
 
-    The shape of each array is (actors, draws), (runs, draws) or (transfers, draws). Runs are numbered in the
-    order of the programs, transfers in the order of their sends in the programs.
+    The shape of each array is (actors, draws), (late inputs, draws), (runs, draws) or (transfers, draws).
+    Inputs and runs are numbered in the order of the programs, transfers in the order of their sends in the
+    programs.
 
     Args:
         begin_s: by actor: from the moment at which the controller sends the step until the actor begins it.
-        arguments_s: by actor: from then until all arguments of the step are available.
+        arguments_s: by late input: from then until the argument is available.
         dispatch_s: by run: from the end of the previous run until the run's task begins, if it waits for
             nothing else.
         run_s: by run: the time of its task.
@@ -90,9 +93,11 @@ class Replay:
 
     Args:
         programs: the program of each actor, valid in the sense of `compiler.verify`.
+        late_arguments: the numbers of the arguments that may not be available yet when an actor begins.
 
     Attributes:
         actors: the number of each program's actor.
+        late_inputs: by late input, the number of its argument.
         num_instructions: the number of instructions of all programs.
         run_executables: by run, the index of its executable.
         run_labels: by run, the label of its task.
@@ -102,9 +107,10 @@ class Replay:
         ValueError: a receive has no send, or the programs wait for each other in a cycle.
     """
 
-    def __init__(self, programs: Sequence[ActorProgram]):
+    def __init__(self, programs: Sequence[ActorProgram], late_arguments: Collection[int] = ()):
         self.actors = tuple(p.actor for p in programs)
-        graph = _GraphBuilder(programs)
+        graph = _GraphBuilder(programs, late_arguments)
+        self.late_inputs = tuple(graph.late_inputs)
         self.run_executables = np.array([run.executable for run in graph.runs], dtype=np.intp)
         self.run_labels = tuple(run.label for run in graph.runs)
         self.sends = tuple(graph.sends)
@@ -146,21 +152,26 @@ _NEVER = -1
 class _GraphBuilder:
     """The events of a step's programs, numbered as `Replay.run` orders their delays.
 
-    There are two events per actor (it begins; its arguments are available), three per run (its task begins;
-    the task ends; the data that it waits for is there), and three per transfer (its send starts; the link is
-    free again; the data has arrived).
+    There is one event per actor (it begins), one per late input (the argument is available), three per run
+    (its task begins; the task ends; the data that it waits for is there), and three per transfer (its send
+    starts; the link is free again; the data has arrived).
 
     Args:
         programs: the program of each actor.
+        late_arguments: the numbers of the arguments whose inputs are late.
 
     Attributes:
+        late_inputs: by late input, the number of its argument.
         runs: the `Run` instructions of all programs.
         sends: by transfer, the sending actor, the receiving actor and the size in bytes.
         needs: for each event, the numbers of the events that it needs.
         begins, ends: for each instruction, the numbers of the events at which it begins and ends.
     """
 
-    def __init__(self, programs: Sequence[ActorProgram]):
+    def __init__(self, programs: Sequence[ActorProgram], late_arguments: Collection[int]):
+        self._late = frozenset(late_arguments)
+        inputs = (i for p in programs for i in p.instructions if isinstance(i, Input))
+        self.late_inputs = [i.arg for i in inputs if i.arg in self._late]
         self.runs = [i for p in programs for i in p.instructions if isinstance(i, Run)]
         self.sends: list[tuple[ActorId, ActorId, int]] = []
         self._transfers: dict[Tag, int] = {}
@@ -170,14 +181,14 @@ class _GraphBuilder:
                     self._transfers[i.tag] = len(self.sends)
                     self.sends.append((p.actor, i.to_actor, p.avals[i.buffer].size_bytes))
         num_actors, num_runs, num_transfers = len(programs), len(self.runs), len(self.sends)
-        blocks = [num_actors] * 2 + [num_runs] * 3 + [num_transfers] * 3
+        blocks = [num_actors, len(self.late_inputs)] + [num_runs] * 3 + [num_transfers] * 3
         starts = list(accumulate(blocks, initial=0))
-        self._actor, self._arguments, self._started, self._ended, self._there = starts[:5]
+        self._actor, self._input, self._started, self._ended, self._there = starts[:5]
         self._posted, self._released, self._arrived, count = starts[5:]
         self.needs: list[list[int]] = [[] for _ in range(count)]
         self.begins: list[int] = []
         self.ends: list[int] = []
-        self._num_actors = self._num_runs = 0
+        self._num_actors = self._num_inputs = self._num_runs = 0
         self._last_on_link: dict[tuple[ActorId, ActorId], int] = {}
 
     def add(self, program: ActorProgram) -> None:
@@ -187,12 +198,11 @@ class _GraphBuilder:
             ValueError: a receive has no send.
         """
         needs, transfers = self.needs, self._transfers
-        began, bound = self._actor + self._num_actors, self._arguments + self._num_actors
+        began = self._actor + self._num_actors
         self._num_actors += 1
-        needs[bound].append(began)
         passed = began  # the event at which the actor passes the instructions before the next run
         last_post = -1  # the last send that starts at that event
-        arrivals: dict[BufferId, int] = {}  # of buffers that no run has waited for yet
+        arrivals: dict[BufferId, int] = {}  # of buffers that come late and that no run has waited for yet
         sending: dict[BufferId, list[int]] = {}  # the ends of sends, of buffers that sends read
         for i in program.instructions:
             begin = end = _NEVER
@@ -203,7 +213,7 @@ class _GraphBuilder:
                 number = self._num_runs
                 self._num_runs += 1
                 begin, end = self._started + number, self._ended + number
-                needs[begin].append(bound if passed == began else passed)
+                needs[begin].append(passed)
                 there = [arrivals.pop(b) for b in i.inputs if b in arrivals] if arrivals else []
                 for position in i.donated:
                     there += sending.pop(i.inputs[position], ())
@@ -218,7 +228,7 @@ class _GraphBuilder:
                 released, arrived = self._released + number, self._arrived + number
                 eager = self.sends[number][2] <= EAGER_BYTES
                 end = begin if eager else arrived
-                needs[begin].append(bound if passed == began else passed)
+                needs[begin].append(passed)
                 if last_post >= 0:
                     needs[begin].append(last_post)
                 if i.buffer in arrivals:  # the actor passes on what it receives
@@ -239,6 +249,10 @@ class _GraphBuilder:
                 needs[self._released + transfers[i.tag]].append(begin)
                 arrivals[i.buffer] = end
             elif isinstance(i, Input):
-                begin, end = began, bound
+                begin = end = began
+                if i.arg in self._late:
+                    end = arrivals[i.buffer] = self._input + self._num_inputs
+                    self._num_inputs += 1
+                    needs[end].append(began)
             self.begins.append(begin)
             self.ends.append(end)

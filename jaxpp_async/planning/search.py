@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from jaxpp_async.planning.cut import KeptCounts, best_cut
-from jaxpp_async.planning.evaluation import TaskTable
+from jaxpp_async.planning.cut import KeptCounts, best_cut, equal_cut
+from jaxpp_async.planning.evaluation import TaskTable, fits
 from jaxpp_async.planning.list_scheduling import Priorities, list_schedule
 from jaxpp_async.planning.named import QUICK_STATES, Timed, named_orders, on_best_cut
 from jaxpp_async.planning.order_search import improve_order, merge_backwards
@@ -22,12 +22,22 @@ from jaxpp_async.planning.problem import Assignment, Boundaries, Layer, Pipeline
 from jaxpp_async.planning.search_moves import SearchMoves, SearchPoint
 from jaxpp_async.program.instructions import ActorId
 
-MAX_ITERATIONS, MAX_TASKS = 6_000, 2_300_000
+MAX_ITERATIONS, MAX_TASKS = 6_000, 2_900_000
 """The number of candidates that a search looks at unless it is told otherwise, and the number of tasks that
 it orders for that: less than ten seconds of one core."""
 
+POLISH_BLOCK = 50
+"""The number of changes to single tasks between two calls of `on_progress`."""
+
+SEARCHED = "searched"
+"""The name of the assignments that a search makes."""
+
 WORTHWHILE = 0.01
 """The least share of the best named schedule's step by which a searched one must be shorter."""
+
+
+class NothingFits(ValueError):
+    """A search found no order that fits into the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +48,13 @@ class SearchResult:
         best: the fastest assignment found; it fits into the memory.
         named: the best named schedule on its best cut, from which the search started; None if no named
             schedule fits.
-        iterations: the number of candidates that were looked at.
+        points: where the chains of annealing ended, the best first. Another search of nearly the same problem
+            can start from them.
     """
 
     best: Timed
     named: Timed | None
-    iterations: int
+    points: tuple[SearchPoint, ...] = ()
 
     @property
     def gain(self) -> float:
@@ -57,7 +68,7 @@ class SearchResult:
         if self.gain < WORTHWHILE:
             return f"a search has nothing to win over {name}, which takes {self.named.step_s:.4g} s"
         return (
-            f"the searched order takes {self.best.step_s:.4g} s, {self.gain:.1%} less than {name} on its "
+            f"the searched order takes {self.best.step_s:.4g} s, {self.gain:z.1%} less than {name} on its "
             f"best cut ({self.named.step_s:.4g} s)"
         )
 
@@ -65,8 +76,12 @@ class SearchResult:
 def usual_iterations(problem: PipelineProblem) -> int:
     """Return how many candidates a search looks at unless it is told otherwise: fewer for large problems."""
     few = min(problem.num_microbatches, 3 * problem.num_actors)
-    num_stages = min(len(problem.layers), 2 * problem.num_actors)
-    return min(MAX_ITERATIONS, max(300, MAX_TASKS // (3 * num_stages * few)))
+    return min(MAX_ITERATIONS, max(300, MAX_TASKS // (3 * _usual_stages(problem) * few)))
+
+
+def _usual_stages(problem: PipelineProblem) -> int:
+    """Return the number of stages of a candidate that counts as one; others count by their stages."""
+    return min(len(problem.layers), 2 * problem.num_actors)
 
 
 def search(
@@ -75,6 +90,8 @@ def search(
     iterations: int | None = None,
     seed: int = 0,
     named: Sequence[Timed] | None = None,
+    points: Sequence[SearchPoint] = (),
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> SearchResult:
     """Search for the assignment with the shortest step that fits into the memory.
 
@@ -86,21 +103,26 @@ def search(
         iterations: how many candidates to look at; `usual_iterations` unless given.
         seed: of the random numbers.
         named: what `on_best_cut` returns for the problem, if it is known already.
+        points: where a search of nearly the same problem ended, such as one with another cap; this one starts
+            from there.
+        on_progress: a function that is told now and then how far the search is. An exception that it raises
+            ends the search.
 
     Raises:
-        ValueError: nothing fits into the memory.
+        NothingFits: nothing was found that fits into the memory.
     """
     iterations = usual_iterations(problem) if iterations is None else iterations
     named = on_best_cut(problem) if named is None else named
-    annealing = _Annealing(problem, random.Random(seed), iterations)
-    starts = _starts(problem, named)
+    annealing = _Annealing(problem, random.Random(seed), iterations, on_progress)
+    starts = list(points) or _starts(problem, named)
     if not starts:
-        raise ValueError(_nothing_fits(problem))
-    found = annealing.run(starts) + [annealing.polished(timed) for timed in named[:1]]
+        raise NothingFits(_nothing_fits(problem))
+    found, ends = annealing.run(starts)
+    found += [annealing.polished(timed) for timed in named[:1]]
     best = min([*named[:1], *found], key=lambda timed: timed.step_s, default=None)
     if best is None:
-        raise ValueError(_nothing_fits(problem))
-    return SearchResult(best, named[0] if named else None, iterations)
+        raise NothingFits(_nothing_fits(problem))
+    return SearchResult(best, named[0] if named else None, ends)
 
 
 def _nothing_fits(problem: PipelineProblem) -> str:
@@ -165,9 +187,10 @@ def _starts(problem: PipelineProblem, named: Sequence[Timed]) -> list[SearchPoin
             cut = best_cut(problem, actors, moments, max_states=QUICK_STATES)
             if cut is not None:
                 found.append(_plain(problem, cut, actors))
-    if not found and len(problem.layers) < problem.num_actors:
-        num_layers = len(problem.layers)
-        found.append(_plain(problem, tuple(range(1, num_layers)), tuple(range(num_layers))))
+    if not found and (problem.num_stages is not None or len(problem.layers) < problem.num_actors):
+        num_stages = problem.num_stages or len(problem.layers)
+        actors = tuple(stage % problem.num_actors for stage in range(num_stages))
+        found.append(_plain(problem, equal_cut(len(problem.layers), num_stages), actors))
     return found
 
 
@@ -225,18 +248,26 @@ class _Annealing:
         problem: the layers and the machine.
         rng: the source of random numbers.
         iterations: how many candidates to look at.
+        on_progress: see `search`.
     """
 
-    def __init__(self, problem: PipelineProblem, rng: random.Random, iterations: int) -> None:
+    def __init__(
+        self,
+        problem: PipelineProblem,
+        rng: random.Random,
+        iterations: int,
+        on_progress: Callable[[str], None],
+    ) -> None:
         self.problem, self.rng, self.iterations = problem, rng, iterations
+        self.on_progress, self.looked_at = on_progress, 0.0
         self.few = min(problem.num_microbatches, 3 * problem.num_actors)
         self.tables: dict[tuple[Boundaries, tuple[ActorId, ...], int], TaskTable] = {}
         tasks = len(problem.layers) * problem.num_microbatches
-        self.polish = min(iterations, 400_000 // tasks)
+        self.polish = min(iterations, 200_000 // tasks)
         self.moves = SearchMoves(problem, rng)
 
-    def run(self, starts: Sequence[SearchPoint]) -> list[Timed]:
-        """Anneal from all starts, then go on with the best, and return what was found with its figures."""
+    def run(self, starts: Sequence[SearchPoint]) -> tuple[list[Timed], tuple[SearchPoint, ...]]:
+        """Anneal from all starts, then go on with the best; return what was found, and where they ended."""
         few = self.few
         walks = [_Walk(start, math.inf, start, math.inf) for start in starts]
         for walk in walks:
@@ -245,11 +276,13 @@ class _Annealing:
         num_rounds = max(1, math.ceil(math.log2(len(walks))) + 1)
         full = few < self.problem.num_microbatches
         share = self.iterations * (0.8 if full else 1.0) / num_rounds
-        heat = 0.01
+        heat = 0.005
         for _ in range(num_rounds):
             for walk in walks:
                 self._walk(walk, int(share / len(walks)), few, heat, heat / 10)
-            walks = sorted(walks, key=lambda walk: walk.best_cost)[: max(1, len(walks) // 2)]
+            # More of them if the few microbatches by which they are judged say less.
+            num_walks = max(1, (len(walks) + full) // 2)
+            walks = sorted(walks, key=lambda walk: walk.best_cost)[:num_walks]
             heat *= 0.8
         if full:
             for walk in walks:
@@ -257,7 +290,8 @@ class _Annealing:
                 walk.cost = walk.best_cost = self._cost(walk.at, self.problem.num_microbatches)
                 steps = int(self.iterations * 0.2 * few / self.problem.num_microbatches)
                 self._walk(walk, steps, self.problem.num_microbatches, 0.001, 0.0001)
-        return [timed for walk in walks if (timed := self._timed(walk.best)) is not None]
+        found = [timed for walk in walks if (timed := self._timed(walk.best)) is not None]
+        return found, tuple(walk.best for walk in walks)
 
     def polished(self, timed: Timed) -> Timed:
         """Return an assignment whose order is improved task by task."""
@@ -270,14 +304,21 @@ class _Annealing:
 
         Args:
             walk: the chain, which is changed.
-            steps: how many candidates to look at.
+            steps: how many candidates of the usual number of stages to look at. Others take as much more or
+                less time as they have stages, and count so much.
             count: the number of microbatches by which they are judged.
             heat, end_heat: the share of a step by which a candidate may well be worse, at the start and at
                 the end.
         """
         walk.at, walk.cost = walk.best, walk.best_cost
-        for step in range(steps):
-            bar = -math.log(1 - self.rng.random()) * heat * (end_heat / heat) ** (step / steps)
+        done, usual = 0.0, _usual_stages(self.problem)
+        while done < steps:
+            part = (len(walk.at.cut) + 1) / usual
+            self.looked_at += part
+            if self.looked_at // 16 > (self.looked_at - part) // 16:
+                self.on_progress(f"searching, {self.looked_at:.0f} of {self.iterations}")
+            bar = -math.log(1 - self.rng.random()) * heat * (end_heat / heat) ** (done / steps)
+            done += part
             most = walk.cost * (1 + bar) if walk.cost < math.inf else math.inf
             candidate = self._promising(walk.at, most)
             if candidate is None:
@@ -316,8 +357,7 @@ class _Annealing:
                 continue
             if neighbour.cut == candidate.cut and neighbour.actors == candidate.actors:
                 return neighbour
-            stages = self._table(neighbour.cut, neighbour.actors, self.few).stages
-            if _busiest_s(stages, neighbour.actors) * self.problem.num_microbatches <= most:
+            if self.moves.busiest_s(neighbour) * self.problem.num_microbatches <= most:
                 return neighbour
         return None
 
@@ -349,10 +389,17 @@ class _Annealing:
         found = list_schedule(table, self._priorities(candidate, table.stages), problem.caps)
         if found is None:
             return None
-        return self._polished(table, candidate.cut, merge_backwards(table, found[2]))
+        return self._polished(table, candidate.cut, self._merged(table, found[2]))
+
+    def _merged(self, table: TaskTable, rows: list[list[int]]) -> list[list[int]]:
+        return merge_backwards(table, rows, evaluations=min(200, self.polish))
 
     def _polished(self, table: TaskTable, cut: Boundaries, rows: list[list[int]]) -> Timed:
-        rows = improve_order(table, rows, self.problem.caps, self.rng, self.polish)
-        rows = merge_backwards(table, rows)
-        assignment = Assignment(cut, table.tasks_of(rows), "searched")
-        return Timed(assignment, table.step_s(rows), table.peak_bytes(rows), True)
+        for done in range(0, self.polish, POLISH_BLOCK):
+            self.on_progress("searching, the order of single tasks")
+            steps = min(POLISH_BLOCK, self.polish - done)
+            rows = improve_order(table, rows, self.problem.caps, self.rng, steps)
+        rows = self._merged(table, rows)
+        assignment = Assignment(cut, table.tasks_of(rows), SEARCHED)
+        peaks = table.peak_bytes(rows)
+        return Timed(assignment, table.step_s(rows), peaks, fits(peaks, self.problem.caps))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -10,8 +11,9 @@ from jaxpp_async.planning.named import moved
 from jaxpp_async.planning.problem import Boundaries, PipelineProblem
 from jaxpp_async.program.instructions import ActorId
 
-STEEPNESS = 8
-"""The power of the actors' works whose sum says how uneven they are."""
+HEAT_OF_LOADS = 0.003
+"""By how much a change may well increase the sum of the squares of the actors' works, each relative to their
+mean, at the start of their annealing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +49,27 @@ class SearchMoves:
     def __init__(self, problem: PipelineProblem, rng: random.Random) -> None:
         self.problem, self.rng = problem, rng
         self.max_stages = min(len(problem.layers), 3 * problem.num_actors)
+        # With more actors it is harder to make their work even, and keys are less often what takes time.
+        self.share_of_stages = min(0.6, 0.075 * problem.num_actors)
         self.work = list(accumulate((layer.work_s for layer in problem.layers), initial=0.0))
+
+    def busiest_s(self, point: SearchPoint) -> float:
+        """Return the work of the busiest actor for one microbatch, with whole backwards."""
+        loads = [0.0] * self.problem.num_actors
+        bounds = (0, *point.cut, len(self.problem.layers))
+        for stage, actor in enumerate(point.actors):
+            loads[actor] += self.work[bounds[stage + 1]] - self.work[bounds[stage]]
+            loads[actor] += 2 * self.problem.dispatch_s
+        return max(loads)
 
     def neighbour(self, point: SearchPoint) -> SearchPoint | None:
         """Return a point that differs from `point` a little, or None if this try made none."""
         draw = self.rng.random()
-        if draw < 0.3:
+        if draw < self.share_of_stages:
             return self._other_stages(point)
         if draw < 0.85:
             return self._other_keys(point)
-        if draw < 0.9 and self.problem.dispatch_s > 0:
+        if draw < 0.9 and (self.problem.dispatch_s > 0 or min(self.problem.caps) < math.inf):
             layer = self.rng.choice((0, *point.cut))
             whole = list(point.whole)
             whole[layer] = not whole[layer]
@@ -105,6 +118,8 @@ class SearchMoves:
                 return None
             actors[stage] = actor
             return replace(point, actors=tuple(actors))
+        if self.problem.num_stages is not None:
+            return None
         if draw < 0.9:
             layer = rng.randrange(1, num_layers) if num_layers > 1 else 0
             if num >= self.max_stages or layer in cut or layer == 0:
@@ -129,44 +144,46 @@ class SearchMoves:
         return SearchPoint(cut, actors, tuple(shifts), tuple(limits), point.patience, tuple(whole))
 
     def _evened(self, point: SearchPoint) -> SearchPoint | None:
-        """Return a point after one random change of its stages and many that make the actors' work more even.
+        """Return a point with as many stages, which are cut and placed so that the actors' work is more even.
 
         A single change of one boundary or one placement seldom keeps the work of all actors even; several
-        together do.
+        together do. The changes are found by simulated annealing of the sum of the squares of the actors'
+        works, in which a change costs much less time than a list schedule.
         """
-        rng, work = self.rng, self.work
-        num = len(point.actors)
-        if num < 2:
+        rng, num, num_actors = self.rng, len(point.actors), self.problem.num_actors
+        if num < 2 or num_actors < 2:
             return None
         bounds, actors = [0, *point.cut, len(self.problem.layers)], list(point.actors)
-        loads = [0.0] * self.problem.num_actors
+        unit = self.work[-1] / num_actors or 1.0
+        work = [each / unit for each in self.work]
+        loads = [0.0] * num_actors
         for stage, actor in enumerate(actors):
             loads[actor] += work[bounds[stage + 1]] - work[bounds[stage]]
-        unit = work[-1] / len(loads) or 1.0
-        for count in range(rng.choice((20, 60, 150))):
+        steps, num_free = rng.choice((100, 400, 400)), rng.choice((0, 0, 1, 2))
+        heat, cooling = HEAT_OF_LOADS, 0.03 ** (1 / steps)
+        for step in range(steps):
+            heat *= cooling
             draw = rng.random()
-            if draw < 0.7:
-                k, step = rng.randrange(1, num), rng.choice((-1, 1))
-                here = bounds[k] + step
+            if draw < 0.6:  # a stage gives its first layer to the one before it, or takes that one's last
+                k = rng.randrange(1, num)
+                here = bounds[k] + rng.choice((-1, 1))
                 if not bounds[k - 1] < here < bounds[k + 1]:
                     continue
-                change = work[here] - work[bounds[k]]
                 giving, taking = actors[k], actors[k - 1]
+                change = work[here] - work[bounds[k]]
                 changes = [(bounds, k, here)]
-            else:
+            else:  # a stage goes to another actor, mostly in exchange for another one
                 one, two = rng.randrange(num), rng.randrange(num)
                 giving, taking = actors[one], actors[two]
                 change = work[bounds[one + 1]] - work[bounds[one]]
                 changes = [(actors, one, taking)]
-                if draw < 0.9:
+                if draw < 0.92:
                     change -= work[bounds[two + 1]] - work[bounds[two]]
                     changes.append((actors, two, giving))
             if giving == taking:
                 continue
-            before = (loads[giving] / unit) ** STEEPNESS + (loads[taking] / unit) ** STEEPNESS
-            after = ((loads[giving] - change) / unit) ** STEEPNESS
-            after += ((loads[taking] + change) / unit) ** STEEPNESS
-            if count and after > before:
+            more = 2 * change * (loads[taking] - loads[giving] + change)
+            if more > 0 and step >= num_free and rng.random() > math.exp(-more / heat):
                 continue
             loads[giving] -= change
             loads[taking] += change

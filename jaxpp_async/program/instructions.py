@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, overload
 
 import msgspec
+
+from jaxpp_async.program.task_label import write_label
 
 ActorId: TypeAlias = int
 ProcessId: TypeAlias = int
@@ -58,15 +59,7 @@ class Task:
     stage: int
 
     def __str__(self) -> str:
-        return f"{self.ty}(stage {self.stage}, mb {self.i})"
-
-
-_MICROBATCH = re.compile(r",? ?\bmb \d+")
-
-
-def task_kind(label: str) -> str:
-    """Return a task's label without its microbatch, such as `"fwd(stage 0)"` for `"fwd(stage 0, mb 3)"`."""
-    return _MICROBATCH.sub("", label).replace("()", "")
+        return write_label(self.ty, self.stage, self.i)
 
 
 class Aval(

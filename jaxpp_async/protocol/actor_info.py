@@ -21,11 +21,26 @@ import os
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from jaxpp_async.program.instructions import ActorId, ProcessId
 
-_WORST_FIRST = ("failed", "restarting", "starting", "waiting", "closed", "ready")
+ActorState: TypeAlias = Literal["failed", "restarting", "starting", "waiting", "closed", "ready"]
+"""The states of an actor, the worst first."""
+
+ACTOR_STATES: tuple[ActorState, ...] = get_args(ActorState)
+
+
+class Activity(NamedTuple):
+    """The present work of an actor.
+
+    Args:
+        text: a description, for people.
+        is_waiting: whether it waits for data of other actors.
+    """
+
+    text: str
+    is_waiting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +65,7 @@ class ActorInfo:
     host: str
     pid: int
     devices: tuple[str, ...]
-    state: str
+    state: ActorState
     rank: int = 0
     size: int = 1
     processes: tuple[ActorInfo, ...] = ()
@@ -84,7 +99,8 @@ def merge_processes(processes: Sequence[ActorInfo]) -> ActorInfo:
     first = processes[0]
     if len(processes) == 1:
         return replace(first, processes=(first,))
-    state = min((p.state for p in processes), key=_WORST_FIRST.index)
+    states: list[ActorState] = [process.state for process in processes]
+    state = min(states, key=ACTOR_STATES.index)
     devices = tuple(device for p in processes for device in p.devices)
     gpus = tuple(gpu for p in processes for gpu in p.gpus)
     return ActorInfo(first.id, first.host, first.pid, devices, state, processes=tuple(processes), gpus=gpus)
@@ -123,7 +139,7 @@ class NoteProgress(Protocol):
 
 
 class Position(NamedTuple):
-    """An actor's position in a loaded program, during one run of it. It travels as an array.
+    """An actor's position in a loaded program, during one run of it, which travels as an array.
 
     Args:
         step: the id of the run (a `messages.StepId`).

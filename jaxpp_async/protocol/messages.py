@@ -2,7 +2,7 @@
 conversation.
 
 The controller sends requests. The actor process answers a request with exactly one reply, of the type that
-the request's `Rules` name, or `Failed`. An actor process sends `Beat` and `Log` without being asked. A
+the request's `Rules` name, or `Failed`. An actor process sends `Beat`, `Log` and `CompileProgress` unasked. A
 message travels in an envelope, together with the number of the request that it makes or answers. `codec`
 encodes envelopes as bytes, and `frames` signs them.
 
@@ -184,7 +184,9 @@ class Request(Message):
 
 def accepted_messages(side: Literal["actor", "controller"]) -> tuple[type[Message], ...]:
     """Return the types of the messages that one side accepts on the control connection."""
-    return tuple(Request.__subclasses__()) if side == "actor" else (*Reply.__subclasses__(), Log)
+    if side == "actor":
+        return tuple(Request.__subclasses__())
+    return (*Reply.__subclasses__(), CompileProgress, Log)
 
 
 class Done(Reply):
@@ -746,8 +748,9 @@ class FilePart(MessagePart):
         sha256: the SHA-256 of the array's bytes in the file.
         array_id: the id under which the process stores the array.
         aval: the array's shape, dtype and sharding.
-        pieces: the pieces that together make up the array, if several processes have written it, and the file
-            of each; empty if the file `ReadFile.path` contains the whole array.
+        pieces: the pieces that together make up the array, and the file of each, if several processes have
+            written it, or if it is a part of an array in a checkpoint; empty if the file `ReadFile.path`
+            contains the whole array.
     """
 
     name: str
@@ -758,13 +761,14 @@ class FilePart(MessagePart):
 
 
 class FilePiece(MessagePart):
-    """One piece of an array that several processes have written in pieces, and the file that contains this
-    piece.
+    """One piece of an array that is stored in pieces, and the file that contains this piece. If the array to
+    read is a part of a stored one, a piece may go beyond it.
 
     Args:
         path: the path of the file.
         name: the name of the piece in the file.
-        start: the index of the piece's first element in the whole array, one number per dimension.
+        start: the index of the piece's first element in the array to read, one number per dimension; below 0
+            if the piece begins before that array.
         shape: the shape of the piece.
         sha256: the SHA-256 of the piece's bytes.
     """
@@ -997,6 +1001,70 @@ class OpenTransfer(MessagePart):
     needed: bool
 
 
+# ---------------------------------------------------------------- profiles
+
+PROFILE_PART_BYTES = 256 * 1024
+"""The most bytes of a file of a profile in one message, so that replies to steps are not held up for long."""
+
+
+class StartProfile(Request):
+    """A request to a process to begin to record XLA's profile of itself.
+
+    Args:
+        folder: the folder into which the process writes the profile, as an absolute path; None for a
+            temporary folder, from which the controller fetches the files.
+    """
+
+    rules = Rules(reply=Done)
+
+    folder: bytes | None
+
+
+class Profiled(Reply):
+    """Reply to `StopProfile`: the path in the profile's folder and the size in bytes of each file."""
+
+    files: tuple[tuple[str, int], ...]
+
+
+class StopProfile(Request):
+    """A request to a process to end the recording and to write the profile."""
+
+    rules = Rules(reply=Profiled)
+
+
+class ProfilePart(Reply):
+    """Reply to `ReadProfile`: the bytes; fewer than asked for at the end of the file."""
+
+    data: bytes
+
+
+class ReadProfile(Request):
+    """A request for a part of a file of the profile that a process has written.
+
+    Args:
+        file: the path of the file, as `Profiled` has it.
+        offset: the number of bytes in front of the part.
+        size: the size of the part in bytes; of more than `PROFILE_PART_BYTES`, so many are sent.
+    """
+
+    rules = Rules(reply=ProfilePart)
+
+    file: str
+    offset: int
+    size: int
+
+
+class EndProfile(Request):
+    """A request to a process to forget its profile and to remove its temporary folder. The controller sends
+    it when it has the files, and also when the profile could not begin.
+    """
+
+    rules = Rules(reply=Done)
+
+
+# ---------------------------------------------------------------- messages that answer nothing
+
+
 class Beat(Message):
     """A heartbeat, which shows that a process is alive. The process sends it at regular intervals over a
     separate connection that carries only heartbeats, and gets no reply.
@@ -1008,6 +1076,23 @@ class Beat(Message):
 
     position: Position | None
     clock: str = ""
+
+
+class CompileProgress(Message):
+    """A report of how far a process is with a `Load`. The process sends it for each executable that is new to
+    it, and gets no reply.
+
+    Args:
+        program_id: the program that is being loaded.
+        done: how many of the executables are compiled.
+        total: how many executables are new to the process.
+        cached: how many of `done` came from JAX's compilation cache.
+    """
+
+    program_id: int
+    done: int
+    total: int
+    cached: int
 
 
 class Log(Message):

@@ -6,8 +6,11 @@ computation of a task or on its duration.
     Schedule                the protocol of schedules, with an example of a user-defined schedule (`base`)
     GPipe, Std1F1B, ...     the built-in schedules (`builtin`)
     VHalf, VMin, ...        built-in schedules with a cap on activations (`controllable_memory`)
+    Auto                    a schedule that a mesh plans after some measured steps (`auto`)
+    PlannedSchedule         an order of tasks that was planned for one step (`planned`)
     schedule_from_csv, ...  reading and writing a schedule as a file (`torch_csv`)
     resolve, format_grid    checking any schedule, and drawing it as text (`validate`)
+    draw_schedule           a picture of any schedule (`drawing`)
     global_order, ...       one order of all tasks, their times, bubbles and memory (`timing`)
 """
 
@@ -15,6 +18,7 @@ import warnings
 from typing import Any
 
 from jaxpp_async.program.instructions import Task
+from jaxpp_async.schedules.auto import Auto
 from jaxpp_async.schedules.base import Schedule
 from jaxpp_async.schedules.builtin import (
     DualPipeV,
@@ -28,6 +32,7 @@ from jaxpp_async.schedules.builtin import (
     ZeroBubbleV,
 )
 from jaxpp_async.schedules.controllable_memory import ControllableMemory, VHalf, VMin
+from jaxpp_async.schedules.drawing import draw_schedule
 from jaxpp_async.schedules.timing import (
     UNIT,
     ScheduleTiming,
@@ -43,8 +48,25 @@ from jaxpp_async.schedules.timing import (
 from jaxpp_async.schedules.torch_csv import CsvSchedule, schedule_from_csv, schedule_to_csv
 from jaxpp_async.schedules.validate import format_grid, format_task, resolve
 
+NAMED = (
+    GPipe,
+    Std1F1B,
+    Eager1F1B,
+    ZeroBubbleH1,
+    ZeroBubbleH2,
+    Interleaved1F1B,
+    LoopedBFS,
+    ZeroBubbleV,
+    DualPipeV,
+    VHalf,
+    VMin,
+)
+"""The built-in schedules that have no options but `num_stages` and `stages`. Plans try each of them."""
+
 __all__ = [
+    "NAMED",
     "UNIT",
+    "Auto",
     "ControllableMemory",
     "CsvSchedule",
     "DualPipeV",
@@ -63,6 +85,7 @@ __all__ = [
     "ZeroBubbleV",
     "bubble_fraction",
     "dependencies",
+    "draw_schedule",
     "format_grid",
     "format_task",
     "global_order",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Protocol, SupportsIndex, TypeVar, runtime_checkable
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task, TaskType
+from jaxpp_async.schedules.drawing import DrawableSchedule
 
 _T = TypeVar("_T")
 
@@ -74,7 +75,7 @@ _GIVEN_ELSEWHERE = {
 instead."""
 
 
-def _advise_on_options(cls: type[_T]) -> type[_T]:
+def advise_on_options(cls: type[_T]) -> type[_T]:
     """Make a schedule's constructor reject options that other objects take, and say where to give them.
 
     These options are the keys of `_GIVEN_ELSEWHERE`, such as `num_actors`, which is an argument of
@@ -97,9 +98,9 @@ def _advise_on_options(cls: type[_T]) -> type[_T]:
     return cls
 
 
-@_advise_on_options
+@advise_on_options
 @dataclass(frozen=True)
-class BuiltIn:
+class BuiltIn(DrawableSchedule):
     """A base class of the built-in schedules, which checks the numbers of stages, microbatches and actors.
 
     A subclass implements `_rows`, which returns one list of tasks per actor.
@@ -119,7 +120,7 @@ class BuiltIn:
     stages: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_count(f"{type(self).__name__}(num_stages=...)", self.num_stages)
+        check_count(f"{type(self).__name__}(num_stages=...)", self.num_stages)
         frozen = freeze_stages(self.stages, f"{type(self).__name__}(stages=...)")
         object.__setattr__(self, "stages", frozen)
 
@@ -143,8 +144,8 @@ class BuiltIn:
         Raises:
             ScheduleError: a count is not a positive int.
         """
-        _check_count("num_microbatches", num_microbatches)
-        _check_count("num_actors", num_actors)
+        check_count("num_microbatches", num_microbatches)
+        check_count("num_actors", num_actors)
         return self._rows(num_microbatches, num_actors)
 
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
@@ -166,7 +167,7 @@ def freeze_stages(stages: Any, where: str) -> Any:
     """
     if stages is None or (isinstance(stages, str) and stages == BALANCED):
         return stages
-    if isinstance(stages, str) or not isinstance(stages, Iterable):
+    if isinstance(stages, str | bytes | bytearray | Mapping) or not isinstance(stages, Iterable):
         raise ScheduleError(
             f"{where}: stages is {stages!r} (type {type(stages).__name__}); write a list of marks, such as "
             "[5, 11, 17], or 'balanced', or None for every mark"
@@ -191,7 +192,16 @@ def repr_without(schedule: Any, **defaults: Any) -> str:
     return f"{type(schedule).__qualname__}({', '.join(shown)})"
 
 
-def _check_count(name: str, value: object) -> None:
+def check_count(name: str, value: object) -> None:
+    """Check that a count is a positive int.
+
+    Args:
+        name: the name of the count, for the error message.
+        value: the value that the user gave.
+
+    Raises:
+        ScheduleError: it is something else.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ScheduleError(f"{name}: expected a positive int, got {value!r}")
 
@@ -199,9 +209,21 @@ def _check_count(name: str, value: object) -> None:
 def neighbouring_stages(num_stages: int, num_actors: int) -> list[range]:
     """Divide the stages into one group of neighbouring stages per actor, and return the range of each group.
 
-    Stage s is on actor s*A//S for S stages and A actors, so the groups are as equal in size as possible.
+    With S stages and A actors, stage s is on actor s*A//S, so the groups are as equal in size as possible.
+    With fewer stages than actors it is on actor s, so that neighbours are on neighbouring actors, which are
+    likely to be on one host; the groups of the other actors are empty.
     """
-    bounds = [-(-actor * num_stages // num_actors) for actor in range(num_actors + 1)]
+    used = min(num_stages, num_actors)
+    return divided_stages(num_stages, used) + [range(num_stages, num_stages)] * (num_actors - used)
+
+
+def divided_stages(num_stages: int, num_parts: int) -> list[range]:
+    """Divide the stages into parts of neighbouring stages, and return the range of each part.
+
+    Stage s is in part s*P//S for S stages and P parts. If there are fewer stages than parts, some parts
+    between others are empty.
+    """
+    bounds = [-(-part * num_stages // num_parts) for part in range(num_parts + 1)]
     return [range(first, end) for first, end in pairwise(bounds)]
 
 

@@ -35,7 +35,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from jaxpp_async.program.instructions import Task, TaskType
-from jaxpp_async.schedules.base import BuiltIn, flat, neighbouring_stages, tasks_through
+from jaxpp_async.schedules.base import BuiltIn, divided_stages, flat, neighbouring_stages, tasks_through
 
 # ---------------------------------------------------------------- neighbouring stages on one actor
 
@@ -163,6 +163,8 @@ class Interleaved1F1B(BuiltIn):
     flexible rounds.
     """
 
+    stages_per_actor = (2, 3, 4)
+
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
         num_used = min(self.num_stages, num_actors)
         num_loops = -(-self.num_stages // num_used)
@@ -225,6 +227,8 @@ class LoopedBFS(BuiltIn):
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, 2022, arXiv:2211.05953, section 4.
     """
+
+    stages_per_actor = (2, 4)
 
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
         microbatches = range(num_microbatches)
@@ -346,10 +350,12 @@ class VShaped(BuiltIn):
     tasks, written as letters (see `_spell`), and the number of its repetitions.
     """
 
+    stages_per_actor = (2,)
+
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
         if self.num_stages <= num_actors:
             return _one_forward_two_halves(self.num_stages, num_microbatches, num_actors, per_hop=1)
-        parts = neighbouring_stages(self.num_stages, 2 * num_actors)
+        parts = divided_stages(self.num_stages, 2 * num_actors)
         return [
             _spell(
                 self._phases(actor, num_microbatches, num_actors),

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 from numbers import Real
@@ -31,7 +30,7 @@ from typing import NamedTuple
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task
-from jaxpp_async.schedules.base import neighbouring_stages
+from jaxpp_async.schedules.base import advise_on_options, neighbouring_stages
 from jaxpp_async.schedules.builtin import Phases, VShaped, split_row
 
 
@@ -57,6 +56,7 @@ class _MemoryCapped(VShaped):
         return [(_orders(num_microbatches, num_actors, math.floor(2 * cap))[actor], 1)]
 
 
+@advise_on_options
 @dataclass(frozen=True)
 class ControllableMemory(_MemoryCapped):
     """A V-shaped schedule with split backwards that keeps at most the given number of activations.
@@ -171,7 +171,8 @@ def _orders(num_microbatches: int, num_actors: int, cap: int) -> tuple[str, ...]
     """Return each actor's order as letters, for the building block with which the step is shortest.
 
     Blocks are compared for at most 3A microbatches (A actors), which fill the pipeline. Of equally fast ones,
-    the one is taken that is fastest if input gradients take longer than forwards, as in most models.
+    the one is taken that is fastest if input gradients take longer than forwards, as in most models. For more
+    than `_COMPARED_ACTORS`, only blocks are compared that are good for `_SMALL_ACTORS` and as much of a cap.
 
     Args:
         num_microbatches: the number of microbatches.
@@ -179,50 +180,110 @@ def _orders(num_microbatches: int, num_actors: int, cap: int) -> tuple[str, ...]
         cap: the largest number of (part, microbatch) pairs that an actor may keep, at least 2.
     """
     sample = min(num_microbatches, 3 * num_actors)
-
-    def times(choice: _Choice) -> tuple[float, float]:
-        plans = _repeat(choice.block, choice.interval, sample, num_actors)
-        if _least_cap(plans) > choice.cap:
-            return math.inf, math.inf
-        return _squeeze(plans, choice.cap, choice.overtake)[:2]
-
-    best = min(_choices(num_actors, cap), key=times)
-    plans = _repeat(best.block, best.interval, num_microbatches, num_actors)
+    choices: Iterable[_Choice] = _choices(num_actors, cap, sample)
+    if num_actors > _COMPARED_ACTORS:
+        choices = _promising(choices, num_actors, cap)
+        sample = min(sample, 2 * num_actors)
+    best, found = None, _NEVER
+    for choice in choices:
+        plans = _repeat(_block(num_actors, *choice.shape), choice.interval, sample, num_actors)
+        squeezed = _squeeze(plans, choice.cap, choice.overtake, found[0])
+        if squeezed[:2] < found[:2]:
+            best, found = choice, squeezed
+    assert best is not None
+    if sample == num_microbatches:
+        return found[2]
+    plans = _repeat(_block(num_actors, *best.shape), best.interval, num_microbatches, num_actors)
     return _squeeze(plans, best.cap, best.overtake)[2]
+
+
+_COMPARED_ACTORS, _SMALL_ACTORS, _NUM_PROMISING = 13, 10, 3
+"""The most actors for which all building blocks are compared; the number of actors for which they are
+compared if there are more, and how many of them are then compared for all actors."""
+
+_LONGER_INTERVALS = 8
+"""The number of intervals that are tried beyond the shortest one that keeps a cap below V-Min's."""
+
+_NEVER: tuple[float, float, tuple[str, ...]] = (math.inf, math.inf, ())
+"""The times and the orders of a squeeze that was given up."""
 
 
 class _Choice(NamedTuple):
     """A building block and how to repeat and squeeze it.
 
     Attributes:
-        block: the time at which the first microbatch is at each position of its path, in ascending order.
+        shape: the hop and the turns of the block; see `_block`.
         interval: the time from one microbatch to the next.
         cap: the largest number of (part, microbatch) pairs that an actor may keep.
         overtake: whether a task may overtake others of its actor.
     """
 
-    block: list[int]
+    shape: tuple[int, tuple[int, ...]]
     interval: int
     cap: int
     overtake: bool = True
 
 
-def _choices(num_actors: int, cap: int) -> Iterator[_Choice]:
-    """Yield building blocks that may suit a cap; some may need more.
+_SHORTEST = 1, (1, 1, 1)
+"""The shape of the building block that takes the least time."""
+
+
+def _choices(num_actors: int, cap: int, num_microbatches: int) -> Iterator[_Choice]:
+    """Yield building blocks that keep a cap.
 
     With hops of h units on the way to the last actor and 1 unit on the way back, about (h+1)*A/3 pairs are
     kept: V-Min's hop is 1, V-Half's 2. V-Min is sometimes faster if no task overtakes another. Below V-Min's
-    cap a smaller cap is sometimes faster.
+    cap a smaller cap is sometimes faster, and longer intervals are needed, but hardly more than the shortest
+    one that keeps the cap.
+
+    Args:
+        num_actors: the number of actors.
+        cap: the largest number of (part, microbatch) pairs that an actor may keep.
+        num_microbatches: the number of microbatches for which the cap has to hold.
     """
+
+    def needs(shape: tuple[int, tuple[int, ...]], interval: int) -> int:
+        block = _block(num_actors, *shape)
+        # Of more microbatches than a block overlaps with, the last ones need no more than those before.
+        overlapping = min(num_microbatches, block[-1] // interval + 2)
+        return _least_cap(_repeat(block, interval, overlapping, num_actors))
+
     longest = max(1, min(5, 3 * cap // num_actors - 1))
     for hop in range(max(1, longest - 1), longest + 1):
         for turns in product((1, 3), (1, 2, 3, 4), (1, 2)):
-            yield _Choice(_block(num_actors, hop, turns), 6, cap)
-    shortest = _block(num_actors, 1, (1, 1, 1))
-    yield _Choice(shortest, 6, cap, overtake=False)
+            if needs((hop, turns), 6) <= cap:
+                yield _Choice((hop, turns), 6, cap)
+    if needs(_SHORTEST, 6) <= cap:
+        yield _Choice(_SHORTEST, 6, cap, overtake=False)
     if cap < 2 * ((num_actors + 4) // 3):
-        for interval, kept in product(range(6, 2 * num_actors + 3), range(max(2, cap - 1), cap + 1)):
-            yield _Choice(shortest, interval, kept)
+        least = {interval: needs(_SHORTEST, interval) for interval in range(6, 2 * num_actors + 3)}
+        for interval in least:
+            for kept in range(max(2, cap - 1), cap + 1):
+                shortest = min((k for k in least if least[k] <= kept), default=interval)
+                if least[interval] <= kept and interval <= shortest + _LONGER_INTERVALS:
+                    yield _Choice(_SHORTEST, interval, kept)
+
+
+def _promising(choices: Iterable[_Choice], num_actors: int, cap: int) -> list[_Choice]:
+    """Return the choices that are best for few actors; of longer intervals, the two shortest with the cap.
+
+    Args:
+        choices: the choices for all actors.
+        num_actors: the number of actors.
+        cap: the largest number of (part, microbatch) pairs that an actor may keep.
+    """
+    few, small_cap = _SMALL_ACTORS, -(-cap * _SMALL_ACTORS // num_actors)
+
+    def times(choice: _Choice) -> tuple[float, float]:
+        plans = _repeat(_block(few, *choice.shape), 6, 3 * few, few)
+        if _least_cap(plans) > small_cap:
+            return _NEVER[:2]
+        return _squeeze(plans, small_cap, choice.overtake)[:2]
+
+    given = list(choices)
+    usual = sorted((choice for choice in given if choice.interval == 6), key=times)
+    longer = [choice for choice in given if choice.interval > 6 and choice.cap == cap]
+    return usual[:_NUM_PROMISING] + longer[: _NUM_PROMISING - 1]
 
 
 def _block(num_actors: int, hop: int, turns: tuple[int, ...]) -> list[int]:
@@ -268,7 +329,9 @@ def _least_cap(plans: list[list[int]]) -> int:
     return max(max(accumulate(1 if position < half else -1 for position in plan)) for plan in plans)
 
 
-def _squeeze(plans: list[list[int]], cap: int, overtake: bool) -> tuple[int, int, tuple[str, ...]]:
+def _squeeze(
+    plans: list[list[int]], cap: int, overtake: bool, limit: float = math.inf
+) -> tuple[float, float, tuple[str, ...]]:
     """Run every task as early as possible in units of time, and return the times and orders that result.
 
     In each unit an actor runs the first task of its plan whose dependency has ended. A forward overtakes
@@ -280,75 +343,134 @@ def _squeeze(plans: list[list[int]], cap: int, overtake: bool) -> tuple[int, int
         plans: each actor's positions on the path of a microbatch, in an order that keeps the cap.
         cap: the largest number of (part, microbatch) pairs that an actor may keep.
         overtake: whether a task may overtake others of its plan.
+        limit: the time in units beyond which the squeeze is given up.
 
     Returns:
         The time of the step if every task takes one unit; its time if the kinds of task take the times
-        `_FORWARD`, `_INPUT` and `_WEIGHT`; and each actor's order as letters.
+        `_FORWARD`, `_INPUT` and `_WEIGHT`; and each actor's order as letters. `_NEVER` if the step takes
+        longer than `limit`.
     """
     num_actors, num_microbatches = len(plans), len(plans[0]) // 4
     half = 2 * num_actors
-    rest = [deque(plan) for plan in plans]
-    done = [0] * (2 * half)  # microbatches that have passed each position
+    passed = [num_microbatches] + [0] * (2 * half)  # microbatches that have reached each position
+    queues = [_Queue(plan, actor, num_actors, passed, cap, overtake) for actor, plan in enumerate(plans)]
     ends = [[0] * num_microbatches for _ in range(2 * half)]
-    open_pairs, due, clocks = [0] * num_actors, [0] * num_actors, [0] * num_actors
-    orders: list[list[str]] = [[] for _ in plans]
+    clocks = [0] * num_actors
+    remaining = 6 * num_microbatches * num_actors
     unit = 0
-    while any(rest) or any(due):
+    woken = set(range(num_actors))  # the actors that may run another task than in the unit before
+    while remaining:
         unit += 1
-        runs = [
-            _next_run(plan, done, half, cap, open_pairs[actor], due[actor], overtake)
-            for actor, plan in enumerate(rest)
-        ]
-        for actor, run in enumerate(runs):
-            if run is None:
-                continue
-            if run == _RUN_WEIGHT:
-                due[actor] -= 1
+        if unit + max(queue.remaining for queue in queues) - 1 > limit:
+            return _NEVER
+        runs = [(actor, run) for actor in woken if (run := queues[actor].next_run()) is not None]
+        remaining -= len(runs)
+        woken = set()
+        for actor, run in runs:
+            woken.add(actor)
+            queue = queues[actor]
+            position = queue.take(run)
+            if position is None:
                 clocks[actor] += _WEIGHT
-                orders[actor].append("*")
                 continue
-            position = rest[actor][run]
-            del rest[actor][run]
-            i = done[position]
-            done[position] += 1
+            i = passed[position + 1]
+            passed[position + 1] += 1
+            if position + 1 < 2 * half:
+                part = (position + 1) % half
+                woken.add(min(part, half - 1 - part))
             start = max(clocks[actor], ends[position - 1][i] if position else 0)
             ends[position][i] = clocks[actor] = start + (_FORWARD if position < half else _INPUT)
-            orders[actor].append(_LETTERS[position // num_actors])
-            open_pairs[actor] += 1 if position < half else -1
-            due[actor] += position >= half
-    return unit, max(clocks), tuple("".join(order) for order in orders)
+    return unit, max(clocks), tuple("".join(queue.order) for queue in queues)
 
 
 _RUN_WEIGHT = -1
-"""A result of `_next_run`: the actor runs a weight gradient."""
+"""A result of `_Queue.next_run`: the actor runs a weight gradient."""
 
 
-def _next_run(
-    plan: deque[int], done: list[int], half: int, cap: int, open_pairs: int, due: int, overtake: bool
-) -> int | None:
-    """Return the index in an actor's plan of the task to run now, `_RUN_WEIGHT`, or None to idle.
+class _Queue:
+    """The tasks that an actor still has to run, in the order of its plan.
 
     Args:
-        plan: the positions of the actor's tasks that have not run, without weight gradients.
-        done: for each position, how many microbatches have passed it.
-        half: the number of positions that are forwards; these come first.
+        plan: the positions of the actor's tasks, without weight gradients.
+        actor: the index of the actor.
+        num_actors: the number of actors.
+        passed: for each position, how many microbatches have reached it; shared by all actors.
         cap: the largest number of (part, microbatch) pairs that the actor may keep.
-        open_pairs: the number of pairs whose forward has run and whose input gradient has not.
-        due: the number of pairs whose input gradient has run and whose weight gradient has not.
-        overtake: whether the task may be another than the first of the plan.
+        overtake: whether a task may be run that is not the first of the plan.
+
+    Attributes:
+        remaining: the number of tasks that have not run, with weight gradients.
+        order: the letters of the tasks that have run.
     """
-    planned = most = open_pairs
-    seen: set[int] = set()
-    for index, position in enumerate(plan):
-        if position not in seen:
-            seen.add(position)
-            if position == 0 or done[position - 1] > done[position]:
-                if position >= half:
-                    return index
-                if most < cap:
-                    return index if open_pairs + due < cap else _RUN_WEIGHT
-            if len(seen) == 4 or not overtake:
+
+    def __init__(
+        self, plan: list[int], actor: int, num_actors: int, passed: list[int], cap: int, overtake: bool
+    ):
+        half = 2 * num_actors
+        self._positions = (actor, half - 1 - actor, half + actor, 2 * half - 1 - actor)
+        self._quarters = [position // num_actors for position in plan]
+        places: list[list[int]] = [[], [], [], []]  # of each quarter of the path: the indices in the plan
+        for index, quarter in enumerate(self._quarters):
+            places[quarter].append(index)
+        self._places, self._passed = places, passed
+        self._has_run = bytearray(len(plan))
+        self._first = 0  # the index of the first task that has not run
+        self._cap, self._overtake = cap, overtake
+        self._open_pairs = 0  # pairs whose forward has run and whose input gradient has not
+        self._due = 0  # pairs whose input gradient has run and whose weight gradient has not
+        self.remaining = 6 * len(plan) // 4
+        self.order: list[str] = []
+
+    def next_run(self) -> int | None:
+        """Return the index in the plan of the task to run now, `_RUN_WEIGHT`, or None to idle."""
+        passed = self._passed
+        has_run, first = self._has_run, self._first
+        while first < len(has_run) and has_run[first]:
+            first += 1
+        self._first = first
+        ready = sorted(
+            places[passed[position + 1]]
+            for position, places in zip(self._positions, self._places, strict=True)
+            if passed[position] > passed[position + 1]
+        )
+        for index in ready:
+            if index != first and not self._overtake:
                 break
-        planned += 1 if position < half else -1
-        most = max(most, planned)
-    return _RUN_WEIGHT if due else None
+            if self._quarters[index] >= 2:
+                return index
+            if self._may_overtake(index):
+                return index if self._open_pairs + self._due < self._cap else _RUN_WEIGHT
+        return _RUN_WEIGHT if self._due else None
+
+    def _may_overtake(self, index: int) -> bool:
+        """Return whether the cap holds at each task before a forward if the forward runs first."""
+        planned, cap, has_run, quarters = self._open_pairs, self._cap, self._has_run, self._quarters
+        if planned >= cap:
+            return False
+        for k in range(self._first, index):
+            if not has_run[k]:
+                planned += 1 if quarters[k] < 2 else -1
+                if planned >= cap:
+                    return False
+        return True
+
+    def take(self, run: int) -> int | None:
+        """Count a task as run, and return its position on the path; None for a weight gradient.
+
+        Args:
+            run: a result of `next_run`.
+        """
+        self.remaining -= 1
+        if run == _RUN_WEIGHT:
+            self._due -= 1
+            self.order.append("*")
+            return None
+        quarter = self._quarters[run]
+        self._has_run[run] = 1
+        if quarter < 2:
+            self._open_pairs += 1
+        else:
+            self._open_pairs -= 1
+            self._due += 1
+        self.order.append(_LETTERS[quarter])
+        return self._positions[quarter]

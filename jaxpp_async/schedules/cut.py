@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, combinations, groupby, pairwise
 from typing import Any, NamedTuple, NoReturn
 
 from jaxpp_async.errors import ScheduleError
+from jaxpp_async.program.instructions import ActorId
 from jaxpp_async.schedules.base import BALANCED, freeze_stages
+from jaxpp_async.schedules.planned import PlannedSchedule
 from jaxpp_async.schedules.timing import num_stages_of
 from jaxpp_async.schedules.validate import as_int, describe_schedule, describe_value, plural
 
@@ -57,9 +59,67 @@ class Cut:
         chosen = ", ".join(str(k) for k in self.boundaries) or "none"
         text = f"{chosen} of {plural(len(self.marks), 'mark')}"
         if self.shares:
-            shares = ", ".join(f"{share:.1%}" for share in self.shares)
+            shares = ", ".join(f"{share:z.1%}" for share in self.shares)
             text += f", balanced: the stages have {shares} of the work"
         return text
+
+
+def balanced_cut_on(costs: Sequence[int], actors: Sequence[ActorId]) -> tuple[int, ...]:
+    """Divide segments into stages of neighbouring segments so that the busiest actor has little work.
+
+    If each actor has one stage, this is `balanced_cut`. Else neighbouring boundaries of that cut move
+    together by a segment, as long as the busiest of the actors concerned gets less work, or equally busy
+    actors get a smaller largest stage. The result is never worse than the cut that it begins with; of small
+    cuts nine in ten are the best.
+
+    Args:
+        costs: the cost of each segment between two marks, at least 0; one more than there are marks.
+        actors: the actor of each stage, by stage index.
+
+    Returns:
+        The marks that end a stage, ascending: mark k is behind segment k.
+    """
+    boundaries = balanced_cut(costs, len(actors))
+    if len(set(actors)) in (1, len(actors)):
+        return boundaries
+    before = list(accumulate(costs, initial=0))
+    bounds = [0, *(k + 1 for k in boundaries), len(costs)]
+    works = [before[end] - before[first] for first, end in pairwise(bounds)]
+    loads = dict.fromkeys(actors, 0)
+    for actor, work in zip(actors, works, strict=True):
+        loads[actor] += work
+
+    def largest_first(stages: range) -> tuple[list[int], list[int]]:
+        """Return the work of the actors of some stages, and of these stages: the less, the better the cut."""
+        concerned = {actors[stage] for stage in stages}
+        return (
+            sorted((loads[actor] for actor in concerned), reverse=True),
+            sorted((works[stage] for stage in stages), reverse=True),
+        )
+
+    def move(first: int, end: int, step: int) -> None:
+        for k in range(first, end):
+            moved = before[bounds[k] + step] - before[bounds[k]]
+            bounds[k] += step
+            for stage, change in ((k - 1, moved), (k, -moved)):
+                works[stage] += change
+                loads[actors[stage]] += change
+
+    is_better = True
+    while is_better:
+        is_better = False
+        for first, end in combinations(range(1, len(bounds)), 2):
+            for step in (-1, 1):
+                if bounds[first - 1] == bounds[first] + step or bounds[end - 1] + step == bounds[end]:
+                    continue  # a stage would be empty
+                stages = range(first - 1, end)
+                now = largest_first(stages)
+                move(first, end, step)
+                if largest_first(stages) < now:
+                    is_better = True
+                else:
+                    move(first, end, -step)
+    return tuple(bound - 1 for bound in bounds[1:-1])
 
 
 def balanced_cut(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -160,7 +220,10 @@ def check_stages(
     Raises:
         ScheduleError: `stages` is no list of marks of the loop's body, in ascending order and one less than
             the schedule has stages; or the loop's body has too few marks for a balanced cut.
+        PlanError: the schedule was planned for a loop with other marks.
     """
+    if isinstance(schedule, PlannedSchedule):
+        schedule.check_marks([mark.name for mark in marks], where)
     check = _Check(marks, f"{where}: {describe_schedule(schedule)}")
     most = len(marks) + 1
     if num_stages > most:

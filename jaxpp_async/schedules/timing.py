@@ -261,13 +261,13 @@ def bubble_fraction(tasks: Rows, durations: Durations = UNIT) -> float:
         tasks: one sequence of tasks per actor.
         durations: the time of each type of task, or a function from a task to its time.
     """
-    timeline = time_schedule(tasks, durations)
-    busy = sum(
-        end - start
-        for row in zip(timeline.starts, timeline.ends, strict=True)
-        for start, end in zip(*row, strict=True)
-    )
-    total = timeline.makespan * len(tasks)
+    return idle_fraction(time_schedule(tasks, durations))
+
+
+def idle_fraction(timing: ScheduleTiming) -> float:
+    """Return the fraction of time that the actors idle, as `bubble_fraction` does, from known times."""
+    busy = sum(map(sum, timing.ends)) - sum(map(sum, timing.starts))
+    total = timing.makespan * len(timing.ends)
     return 1 - busy / total if total else 0.0
 
 
@@ -288,18 +288,23 @@ def idle_times(tasks: Rows, durations: Durations = UNIT) -> tuple[float, ...]:
     )
 
 
+ACTIVATION_CHANGES: Mapping[TaskType, int] = MappingProxyType(
+    {"fwd": 1, "bwd": -1, "bwd_input": 0, "bwd_weight": -1}
+)
+"""By how many activations each type of task changes those that its actor stores."""
+
+
 def peak_activations(tasks: Rows) -> tuple[int, ...]:
     """Return for each actor the largest number of activations that it stores at one time.
 
     An activation is counted for each (stage, microbatch) pair whose forward the actor has run and whose
     backward it has not finished. A whole backward finishes with `bwd`, a split one with `bwd_weight`.
     """
-    change = {"fwd": 1, "bwd": -1, "bwd_input": 0, "bwd_weight": -1}
     peaks = []
     for row in tasks:
         held = peak = 0
         for task in row:
-            held += change[task.ty]
+            held += ACTIVATION_CHANGES[task.ty]
             peak = max(peak, held)
         peaks.append(peak)
     return tuple(peaks)

@@ -24,8 +24,9 @@ from typing import Any, NoReturn
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task, TaskType
 from jaxpp_async.schedules.base import Schedule, freeze_stages, repr_without
+from jaxpp_async.schedules.drawing import DrawableSchedule
 from jaxpp_async.schedules.timing import Rows, num_stages_of, time_schedule
-from jaxpp_async.schedules.validate import LETTERS, plural, resolve
+from jaxpp_async.schedules.validate import LETTERS, plural, resolve, short_task
 
 KINDS: dict[str, TaskType] = {letter: ty for ty, letter in LETTERS.items()}
 OLD_KINDS: dict[str, TaskType] = {"F": "fwd", "BW": "bwd", "B": "bwd_input", "W": "bwd_weight"}
@@ -35,7 +36,7 @@ COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d
 
 
 @dataclass(frozen=True)
-class CsvSchedule:
+class CsvSchedule(DrawableSchedule):
     """A schedule read from a file by `schedule_from_csv`, valid for one number of microbatches and of actors.
 
     Args:
@@ -172,7 +173,7 @@ def format_csv(rows: Rows) -> str:
     for row, times in zip(rows, starts, strict=True):
         cells = [""] * num_slots
         for task, start in zip(row, times, strict=True):
-            cells[int(start)] = f"{task.stage}{LETTERS[task.ty]}{task.i}"
+            cells[int(start)] = short_task(task)
         writer.writerow(cells)
     return text.getvalue()
 

@@ -160,7 +160,11 @@ class _Check:
                 f"({plural(expected - 1, 'pipeline_yield')})",
                 f"make a schedule of {plural(expected, 'stage')}"
                 + (f" or a loop body with {plural(count - 1, 'pipeline_yield')}" if count > 0 else "")
-                + (", or one whose stages= says which calls end a stage" if 0 < count < expected else ""),
+                + (
+                    ", or give it stages='balanced', or stages=[...] with the calls that end a stage"
+                    if 0 < count < expected
+                    else ""
+                ),
                 rows,
                 marks,
                 details=_list_markers(self.markers),
@@ -487,6 +491,11 @@ def format_task(task: Task) -> str:
     return str(task)
 
 
+def short_task(task: Task) -> str:
+    """Return a task as stage, letter and microbatch, such as `"1F3"`."""
+    return f"{task.stage}{LETTERS[task.ty]}{task.i}"
+
+
 def format_grid(tasks: Rows) -> str:
     """Return a text drawing of the whole schedule over time.
 
@@ -542,8 +551,8 @@ def _marked(entry: Any, mark: bool) -> str:
 
 def _cell(entry: Any) -> str:
     if isinstance(entry, Task):
-        letter = LETTERS.get(entry.ty, "?") if isinstance(entry.ty, str) else "?"
-        text = f"{entry.stage}{letter}{entry.i}"
+        is_known = isinstance(entry.ty, str) and entry.ty in LETTERS
+        text = short_task(entry) if is_known else f"{entry.stage}?{entry.i}"
     else:
         text = reprlib.repr(entry)
     return text if len(text) <= MAX_CELL else text[: MAX_CELL - 1] + "~"

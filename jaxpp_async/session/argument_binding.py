@@ -28,6 +28,7 @@ from jaxpp_async.jax_bridge import private_api
 from jaxpp_async.jax_bridge.tracebacks import deliberate
 from jaxpp_async.layout.array_parts import numpy_dtype
 from jaxpp_async.program.instructions import ActorId
+from jaxpp_async.program.leaf_parts import Parts
 from jaxpp_async.session.remote_array import Owner, RemoteArray, is_remote
 
 ArrayId: TypeAlias = int
@@ -49,6 +50,8 @@ class Slot:
             sharding of `type` before the step.
         replaced_on: if the step does not use the argument but returns a new value for it, the actors that
             make the new value; otherwise empty.
+        parts: the parts in which the step takes or makes a leaf that is divided; None for any other leaf.
+        part_slots: the slot of each of these parts, in which the step's programs know them.
     """
 
     name: str
@@ -56,6 +59,13 @@ class Slot:
     actors: tuple[ActorId, ...]
     any_sharding: bool = False
     replaced_on: tuple[ActorId, ...] = ()
+    parts: Parts | None = None
+    part_slots: tuple[Slot, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[Slot, ...]:
+        """The slots of the arrays that actors know: those of the leaf's parts, or the slot itself."""
+        return self.part_slots or (self,)
 
     @property
     def home(self) -> tuple[ActorId, ...]:

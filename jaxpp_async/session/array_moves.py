@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 from msgspec import structs
 
 from jaxpp_async.base.install_hints import page
@@ -21,7 +22,7 @@ from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.export import Emitted, Target, emit
 from jaxpp_async.compiler.ir import Recipe, Types, ValueType
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.deploy import LoadableProgram
+from jaxpp_async.controller.deploy import LoadableProgram, OnCompiled
 from jaxpp_async.controller.submitted_step import SubmittedStep
 from jaxpp_async.errors import ActorError
 from jaxpp_async.program.actor_program import ActorProgram
@@ -35,10 +36,13 @@ from jaxpp_async.program.instructions import (
     Value,
     runs,
 )
+from jaxpp_async.program.leaf_parts import Parts
 from jaxpp_async.protocol.messages import Loaded
 from jaxpp_async.session.argument_binding import Slot
 from jaxpp_async.session.host_transfers import RemoteValues
-from jaxpp_async.session.remote_array import FAILED, RemoteArray, is_remote
+from jaxpp_async.session.leaf_division import DividedPlace, part_types, part_values
+from jaxpp_async.session.part_moves import Held, Redivision, build_redivision
+from jaxpp_async.session.remote_array import DELETED, FAILED, PartArrays, RemoteArray, is_remote
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -61,7 +65,111 @@ class Mover:
     ):
         self._controller, self._values = controller, values
         self._num_actors, self._target = num_actors, target
-        self._programs: dict[Move | Copied, int] = {}
+        self._programs: dict[Move | Copied | Redivision, int] = {}
+
+    async def divide(self, leaves: Sequence[Any], slots: Sequence[Slot], name: str) -> tuple[Moved, ...]:
+        """Divide the arrays of a call into the parts in which a step takes them, or join their parts.
+
+        The handle of such an array then refers to new buffers, and the old ones are freed, as after a change
+        of sharding. Parts that stay the same keep their buffers, wherever they lie.
+
+        Args:
+            leaves: the argument leaves of the user; those that are no `RemoteArray`s are ignored.
+            slots: for each leaf, the step's slot.
+            name: name of the step's function.
+
+        Returns:
+            One entry for each actor that had rows of a new part, by parts.
+
+        Raises:
+            ActorError: an actor or the mesh failed; a note says which argument was being divided.
+        """
+        moved: list[Moved] = []
+        for leaf, slot in zip(leaves, slots, strict=False):
+            if not is_remote(leaf) or not _is_divided_otherwise(leaf, slot):
+                continue
+            if (host := leaf.host) is not None:
+                self._divide_here(leaf, host, slot.parts)
+                continue
+            number = self._controller().num_steps
+            try:
+                moved += await self._redivide(leaf, slot)
+            except ActorError as error:
+                error.add_note(
+                    f"{slot.name} ({leaf.nbytes:,} bytes) was being divided or joined for step {number} "
+                    f"({name!r}), which had not begun"
+                )
+                raise
+        return tuple(moved)
+
+    def _divide_here(self, leaf: RemoteArray, host: np.ndarray, parts: Parts | None) -> None:
+        """Divide an array whose value is in this process, or join its parts."""
+        kind = leaf.value_type
+        if parts is None:
+            leaf.take_over(self._values.new_host_array(kind, host))
+            return
+        made = zip(part_types(kind, parts), part_values(host, parts), strict=True)
+        arrays = tuple(self._values.new_host_array(part, value) for part, value in made)
+        leaf.take_over(RemoteArray.in_parts(self._values, kind, PartArrays(parts, arrays)))
+
+    async def _redivide(self, leaf: RemoteArray, slot: Slot) -> list[Moved]:
+        """Make the parts of an array that a step needs and that do not exist; see `divide`."""
+        wanted = _wanted(leaf, slot)
+        await self._send_waiting_parts(leaf, slot, wanted.actors[0][:1])
+        change = Redivision(replace(leaf.value_type, weak=False), _held(leaf), wanted)
+        what = "joining the parts of %s (%d bytes)" if slot.parts is None else "dividing %s (%d bytes)"
+        _LOG.info(what, slot.name, leaf.nbytes)
+        if change not in self._programs:
+            programs, executables = build_redivision(change, self._num_actors, self._target)
+            self._programs[change], _ = await load_programs(self._controller(), programs, executables)
+        leaf.check_usable(slot.name, self._values)  # the user may have deleted it meanwhile
+        old, kept = leaf.pieces, change.kept()
+        new = [
+            old[kept[k]]
+            if k in kept
+            else self._values.new_array(_with_spec(piece.type, wanted.specs[k], leaf.weak_type), actors)
+            for k, (piece, actors) in enumerate(zip(slot.pieces, wanted.actors, strict=True))
+        ]
+        inputs = _ids_by_actor(enumerate(old))
+        outputs = _ids_by_actor((k, array) for k, array in enumerate(new) if k not in kept)
+        step = SubmittedStep(self._programs[change], kind="move")
+        self._controller().start_step(step, inputs, outputs)
+        # Before anything is awaited: the handle must know its parts if it is deleted or its move cancelled.
+        self._give_pieces(leaf, slot.parts, new)
+        step.when_done(lambda: _note_failure([leaf], "divided", step.error))
+        await step
+        return [
+            Moved(piece.name, size_bytes, source, to, redivided=True)
+            for k, piece in enumerate(slot.pieces)
+            if k not in kept
+            for (source, to), size_bytes in change.senders(k).items()
+        ]
+
+    async def _send_waiting_parts(self, leaf: RemoteArray, slot: Slot, to: tuple[ActorId, ...]) -> None:
+        """Send the parts of an array that are still in this process, of an array that is on actors else."""
+        for piece in leaf.pieces:
+            if (value := piece.host) is not None:
+                sent = self._values.new_array(piece.value_type, to)
+                await self._values.fill([(sent, value)])
+                leaf.check_usable(slot.name, self._values)  # the user may have deleted it meanwhile
+                piece.take_over(sent)
+
+    def _give_pieces(self, leaf: RemoteArray, parts: Parts | None, new: Sequence[RemoteArray]) -> None:
+        """Make a handle refer to other arrays, and free those that it no longer refers to.
+
+        Args:
+            leaf: the handle.
+            parts: the parts in which the array lives from now on; None if it is whole.
+            new: the array of each part, or the whole one. Some may be those of the handle already.
+        """
+        for piece in leaf.pieces:
+            if all(piece is not one for one in new):
+                self._values.release(piece)
+                piece.retire(DELETED, "its array is divided otherwise now")
+        if parts is None:
+            leaf.take_over(new[0])
+        else:
+            leaf.take_over(RemoteArray.in_parts(self._values, leaf.value_type, PartArrays(parts, tuple(new))))
 
     async def bring(self, leaves: Sequence[Any], slots: Sequence[Slot], name: str) -> tuple[Moved, ...]:
         """Move the arrays of a call to the actors that need them, and reshard arrays if the step requires it.
@@ -131,7 +239,8 @@ class Mover:
             for actor in actors:
                 taken[actor][k], made[actor][k] = leaf.array_id, copies[k].array_id
         step = SubmittedStep(self._programs[what], kind="move")
-        self._controller().start_step(step, taken, made).when_done(lambda: _note_failure(copies, step.error))
+        self._controller().start_step(step, taken, made)
+        step.when_done(lambda: _note_failure(copies, "copied", step.error))
         return copies
 
     async def _reshard(self, leaf: RemoteArray, slot: Slot, to: tuple[ActorId, ...]) -> None:
@@ -166,12 +275,55 @@ class Mover:
         return self._controller().start_step(step, inputs, outputs)
 
 
-def _note_failure(copies: Sequence[RemoteArray], error: Exception | None) -> None:
+def _is_divided_otherwise(leaf: RemoteArray, slot: Slot) -> bool:
+    """Return whether a step takes an array in other parts than those in which it lives.
+
+    An argument that no task uses comes in any parts, and is handed back in them.
+    """
+    has = None if leaf.division is None else leaf.division.parts
+    if slot.parts is None and not slot.actors and slot.any_sharding:
+        return False
+    return has != slot.parts
+
+
+def _held(leaf: RemoteArray) -> Held:
+    """Return where an array on actors lies."""
+    return Held(
+        None if leaf.division is None else leaf.division.parts,
+        tuple(piece.actors for piece in leaf.pieces),
+        tuple(piece.spec for piece in leaf.pieces),
+    )
+
+
+def _ids_by_actor(arrays: Iterable[tuple[int, RemoteArray]]) -> dict[ActorId, dict[int, int]]:
+    """Return, for each actor, the ids of the arrays that it holds, by their positions in a program."""
+    found: defaultdict[ActorId, dict[int, int]] = defaultdict(dict)
+    for k, array in arrays:
+        for actor in array.actors:
+            found[actor][k] = array.array_id
+    return found
+
+
+def _wanted(leaf: RemoteArray, slot: Slot) -> Held:
+    """Return in which parts, where and in which sharding a step takes an array.
+
+    If no task uses any of it, all of it is made where some of it lies.
+    """
+    place, here = DividedPlace.of(slot), slot.home or leaf.actors[:1]
+    actors = (here,) * len(slot.pieces) if place is None else place.actors
+    return Held(slot.parts, actors, tuple(piece.type.aval.spec for piece in slot.pieces))
+
+
+def _with_spec(kind: ValueType, spec: tuple[SpecEntry, ...], weak: bool) -> ValueType:
+    return replace(kind, aval=structs.replace(kind.aval, spec=spec), weak=weak)
+
+
+def _note_failure(arrays: Sequence[RemoteArray], made: str, error: Exception | None) -> None:
     if error is None:
         return
-    for array in copies:
+    for array in arrays:
         if not array.is_deleted():
-            array.retire(FAILED, f"it could not be copied: {first_line(error)}")
+            array.retire(FAILED, f"it could not be {made}: {first_line(error)}")
 
 
 async def load_programs(
@@ -180,6 +332,7 @@ async def load_programs(
     executables: Sequence[Emitted],
     names: Mapping[int, str] = {},
     modelled_s: Mapping[int, float] = {},
+    on_compiled: OnCompiled = lambda *_: None,
 ) -> tuple[int, dict[ActorId, Loaded]]:
     """Load the programs of one step or move on the actors that have instructions to run.
 
@@ -190,6 +343,7 @@ async def load_programs(
             message of an actor names an argument.
         modelled_s: how long a call of an executable lasts at least, in seconds, by the executable's index;
             empty if no call is lengthened.
+        on_compiled: called whenever an actor has compiled an executable.
 
     Returns:
         The id by which the controller runs the programs, and the replies, by actor, of the actors that loaded
@@ -201,7 +355,7 @@ async def load_programs(
         for a, p in parts.items()
     }
     blobs = {e.key: e.blob for e in executables}
-    return await controller.load(LoadableProgram(parts, keys, blobs, names, modelled_s))
+    return await controller.load(LoadableProgram(parts, keys, blobs, names, modelled_s), on_compiled)
 
 
 # ---------------------------------------------------------------- moves
@@ -230,6 +384,8 @@ class Moved:
         from_actor: the actor that sent the argument.
         to: the actors that each received one copy.
         resharded: whether the argument was given another sharding.
+        redivided: whether the argument, or the part of it that `name` says, was made of a whole array or of
+            other parts. `size_bytes` is then the size of the rows that `from_actor` had.
     """
 
     name: str
@@ -237,6 +393,7 @@ class Moved:
     from_actor: ActorId
     to: tuple[ActorId, ...]
     resharded: bool = False
+    redivided: bool = False
 
 
 WARN_BYTES = 1 << 20

@@ -5,7 +5,7 @@ Users have handles, and actors have the buffers; `RemoteValues` connects the two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,19 +20,25 @@ from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.host_values import HostValue
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.program.instructions import ActorId, Aval, SpecEntry
+from jaxpp_async.program.leaf_parts import Parts
 from jaxpp_async.session import argument_binding
 from jaxpp_async.session.argument_binding import Slot
-from jaxpp_async.session.remote_array import RemoteArray, is_remote
+from jaxpp_async.session.leaf_division import DividedPlace, part_values
+from jaxpp_async.session.remote_array import PartArrays, RemoteArray, is_remote
 from jaxpp_async.session.step import DistributedStep
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The actors and the sharding that `mesh.put` is to give to an array, with a name for error messages."""
+    """The actors and the sharding that `mesh.put` is to give to an array, with a name for error messages.
+
+    For an array that is to live in parts, `divided` has those of each part.
+    """
 
     name: str
     spec: tuple[SpecEntry, ...]
     actors: tuple[ActorId, ...]
+    divided: DividedPlace | None = None
 
 
 class RemoteValues:
@@ -56,6 +62,17 @@ class RemoteValues:
         """
         return RemoteArray(self, self._controller().new_array_id(), value_type, tuple(actors))
 
+    def new_array_in_parts(self, value_type: ValueType, place: DividedPlace) -> RemoteArray:
+        """Return the handle of a new array that lives in parts, whose buffers do not exist yet.
+
+        Args:
+            value_type: the type of the whole array.
+            place: the parts, with their shardings and actors.
+        """
+        made = zip(place.types(value_type), place.actors, strict=True)
+        arrays = tuple(self.new_array(kind, actors) for kind, actors in made)
+        return RemoteArray.in_parts(self, value_type, PartArrays(place.parts, arrays))
+
     def new_arrays(self, slots: Sequence[Slot]) -> list[RemoteArray]:
         """Return new handles for the results of a step, one per slot (result leaf)."""
         new_id = self._controller().new_array_id
@@ -77,8 +94,10 @@ class RemoteValues:
         """
         by_actor: dict[ActorId, list[HostValue]] = {}
         for array, value in pairs:
-            for a in array.actors:
-                by_actor.setdefault(a, []).append(HostValue(array.array_id, array.value_type.aval, value))
+            values = [value] if array.division is None else part_values(value, array.division.parts)
+            for piece, part in zip(array.pieces, values, strict=True):
+                for a in piece.actors:
+                    by_actor.setdefault(a, []).append(HostValue(piece.array_id, piece.value_type.aval, part))
         await self._controller().put(by_actor)
 
     async def put(self, tree: Any, like: Any = None) -> Any:
@@ -97,8 +116,13 @@ class RemoteValues:
                 arrays.append(self.new_host_array(leaf_type, host))
                 continue
             there = replace(leaf_type, aval=structs.replace(leaf_type.aval, spec=place.spec))
-            arrays.append(self.new_array(there, place.actors))
-            self._check_divides(there.aval, place.name)
+            if place.divided is None:
+                arrays.append(self.new_array(there, place.actors))
+            else:
+                _check_rows(leaf_type, place.name, place.divided.parts)
+                arrays.append(self.new_array_in_parts(there, place.divided))
+            for piece in arrays[-1].pieces:
+                self._check_divides(piece.value_type.aval, place.name)
         await self.fill(list(zip(arrays, hosts, strict=True)))
         return jax.tree.unflatten(treedef, arrays)
 
@@ -126,27 +150,53 @@ class RemoteValues:
         See `RemoteMesh.fetch`.
         """
         values, treedef = jax.tree.flatten(tree)
-        remote: dict[int, RemoteArray] = {}
+        # Now, since a step that is called meanwhile may change where an array lives. A value that is here is
+        # copied, since users may write to what they get.
+        remote: dict[int, tuple[ValueType, PartArrays | None, list[np.ndarray | None]]] = {}
+        wanted: list[tuple[ActorId, int, Aval]] = []
         for k, leaf in enumerate(values):
             if not is_remote(leaf):
                 continue
             leaf.check_usable(f"array {k} of the tree" if len(values) > 1 else "the array", self)
-            if leaf.host is not None:
-                # a copy: users may write to it
-                values[k] = argument_binding.as_user_sees(leaf.host.copy(), leaf.value_type)
-            else:
-                remote[k] = leaf
-        if remote:
-            wanted = [(leaf.actors[0], leaf.array_id, leaf.value_type.aval) for leaf in remote.values()]
-            fetched = await self._controller().fetch(wanted)
-            for (k, leaf), array in zip(remote.items(), fetched, strict=True):
-                values[k] = argument_binding.as_user_sees(array, leaf.value_type)
+            here = [piece.host for piece in leaf.pieces]
+            remote[k] = leaf.value_type, leaf.division, [None if x is None else x.copy() for x in here]
+            wanted += [
+                (piece.actors[0], piece.array_id, piece.value_type.aval)
+                for piece, value in zip(leaf.pieces, here, strict=True)
+                if value is None
+            ]
+        fetched = iter(await self._controller().fetch(wanted) if wanted else ())
+        for k, (value_type, division, here) in remote.items():
+            arrays = [next(fetched) if value is None else value for value in here]
+            whole = arrays[0] if division is None else division.join(arrays)
+            values[k] = argument_binding.as_user_sees(whole, value_type)
         return jax.tree.unflatten(treedef, values)
+
+    def start_fetch(
+        self, arrays: Sequence[RemoteArray], name: str
+    ) -> Coroutine[Any, Any, list[np.ndarray[Any, Any]]]:
+        """Ask the actors for arrays before this method returns, and return a coroutine that returns them.
+
+        Nobody has to await the result: if the mesh fails meanwhile, its next call still raises the failure.
+
+        Args:
+            arrays: arrays whose buffers are on actors.
+            name: a name for the arrays, for error messages.
+
+        Raises:
+            ArrayError: an array was donated, deleted, lost to a failure, or belongs to another mesh.
+            ActorError: the mesh failed.
+        """
+        for array in arrays:
+            array.check_usable(name, self)
+        wanted = [(array.actors[0], array.array_id, array.value_type.aval) for array in arrays]
+        return self._controller().start_fetch(wanted, awaited=False)
 
     def release(self, array: RemoteArray) -> None:
         """Free an array on its actors with the next message to them; any thread may call this."""
-        for actor in array.actors:
-            self._controller().free(actor, array.array_id)
+        for piece in array.pieces:
+            for actor in piece.actors:
+                self._controller().free(actor, piece.array_id)
 
     def sharding_of(self, aval: Aval) -> NamedSharding:
         """Return the sharding of an array of this aval over one actor's devices."""
@@ -172,15 +222,34 @@ def _places(like: Any, count: int) -> list[_Place]:
     """
     if isinstance(like, tuple) and len(like) == 2 and isinstance(like[0], DistributedStep):
         slots = jax.tree.leaves(like[0].argument(like[1], "mesh.put(like=(step, argnum))"))
-        places = [_Place(s.name, s.type.aval.spec, s.home) for s in slots]
+        places = [_Place(s.name, s.type.aval.spec, s.home, DividedPlace.of(s)) for s in slots]
     else:
         arrays = jax.tree.leaves(like)
         if not all(is_remote(a) for a in arrays):
             raise ArrayError("mesh.put: like is neither (step, argnum) nor a tree of RemoteArrays")
-        places = [_Place(repr(a), a.spec, a.actors) for a in arrays]
+        places = [_Place(repr(a), a.spec, a.actors, DividedPlace.of(a)) for a in arrays]
     if len(places) != count:
         raise ArrayError(f"mesh.put: the values have {count} leaves, like has {len(places)}")
     return places
+
+
+def _check_rows(leaf_type: ValueType, name: str, parts: Parts) -> None:
+    """Check that an array has as many rows as the parts in which `mesh.put` is to place it.
+
+    Args:
+        leaf_type: the type of the array.
+        name: the argument of a step, or the array, that lives in these parts.
+        parts: the parts.
+
+    Raises:
+        ArrayError: the array has another length along the axis of the parts.
+    """
+    shape = leaf_type.aval.shape
+    if shape[parts.axis : parts.axis + 1] != (parts.bounds[-1],):
+        raise ArrayError(
+            f"mesh.put: {name} lives in parts of {parts.bounds[-1]} rows together, along axis {parts.axis}, "
+            f"and the value to put there has shape {shape}; give a value of the same shape"
+        )
 
 
 def _own_copy(leaf: Any) -> np.ndarray:

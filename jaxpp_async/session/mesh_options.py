@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 
 from jaxpp_async.base.gpu_inventory import host_gpus
 from jaxpp_async.base.install_hints import cuda_error, jax_cuda_majors
+from jaxpp_async.base.printable import shown_value
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.controller.options import ActorConfig
 from jaxpp_async.errors import MeshError, ShardingError
@@ -96,6 +97,58 @@ def check_device_model(device_model: Any, platform: str) -> DeviceModel | None:
             "devices have a speed of their own; give platform='cpu', or leave device_model= out"
         )
     return device_model
+
+
+def check_loggers(loggers: Any) -> tuple[Any, ...]:
+    """Check the option `loggers`, and return it as a tuple.
+
+    Args:
+        loggers: a sequence of objects with a method `log(step, values)`.
+
+    Raises:
+        MeshError: the option is no list or tuple, or one of its entries cannot be called so.
+    """
+    if not isinstance(loggers, list | tuple):
+        advice = "put it into a list" if callable(getattr(loggers, "log", None)) else "give a list of loggers"
+        raise MeshError(f"loggers is {shown_value(loggers)}; {advice}")
+    for logger in loggers:
+        log = getattr(logger, "log", None)
+        if isinstance(logger, type) or not callable(log):
+            raise MeshError(
+                f"loggers has {shown_value(logger)}; give objects with a method log(step, values)"
+            )
+        if isinstance(logger, logging.Logger | logging.LoggerAdapter):
+            raise MeshError(
+                f"loggers has {shown_value(logger)}, whose method `log` takes a level and a text; give an "
+                "object whose log(step, values) calls it"
+            )
+        try:
+            inspect.signature(log).bind(0, {})
+        except ValueError:  # Python knows no signature, as of some builtins
+            continue
+        except TypeError as error:
+            raise MeshError(
+                f"loggers has {shown_value(logger)}, whose `log` cannot be called as log(step, values): "
+                f"{error}"
+            ) from None
+    return tuple(loggers)
+
+
+def check_page(page: Any) -> int | None:
+    """Check the option `page`, and return the port of the live page: 0 for any, None without a page.
+
+    Raises:
+        MeshError: the option is neither a bool nor the number of a port.
+    """
+    if page is None or page is False:
+        return None
+    if page is True:
+        return 0
+    if not isinstance(page, int) or not 1 <= page <= 65535:
+        raise MeshError(
+            f"page is {shown_value(page)}; give True for any free port, or a port from 1 to 65535"
+        )
+    return page
 
 
 def only_known(fn: Callable[P, R]) -> Callable[P, R]:
@@ -186,7 +239,8 @@ def check_axis_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> 
             if axis not in mesh_axes:
                 raise ShardingError(
                     f"axis_rules[{name!r}] names the axis {axis!r}, but spmd_mesh has "
-                    f"{sorted(mesh_axes) or 'no axes'}"
+                    f"{sorted(mesh_axes) or 'no axes'}; give spmd_mesh that axis, or map {name!r} to another "
+                    "or None"
                 )
     return dict(rules)
 

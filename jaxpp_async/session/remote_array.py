@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 import jax
 import numpy as np
 
+from jaxpp_async.base.printable import listed
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.jax_bridge import private_api
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames, deliberate
 from jaxpp_async.program.instructions import ActorId, Aval, SpecEntry
+from jaxpp_async.program.leaf_parts import Parts
 from jaxpp_async.session.awaiting import says_to_await
+from jaxpp_async.view import format_held, to_html_table
 
 
 class Owner(Protocol):
@@ -61,10 +65,31 @@ _OF_A_JAX_ARRAY = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class PartArrays:
+    """The parts in which an array lives that stacks layers.
+
+    Args:
+        parts: the rows of each part.
+        arrays: the handle of each part. A part is an array of its own, which the user does not see.
+    """
+
+    parts: Parts
+    arrays: tuple[RemoteArray, ...]
+
+    def join(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the whole array, from the value of each part; the values are copied."""
+        whole = np.empty(self.parts.whole_shape(values[0].shape), values[0].dtype)
+        for index, value in zip(self.parts.slices, values, strict=True):
+            whole[index] = value
+        return whole
+
+
 class RemoteArray:
     """The handle of an array on one or more actors of a mesh.
 
-    Each of these actors holds the whole array, sharded over the actor's devices.
+    Each of these actors holds the whole array, sharded over the actor's devices. An array that stacks layers
+    may instead live in parts, each on the actors that use its layers; to the user it stays one array.
 
     `mesh.run`, `mesh.put` and `step.init` return `RemoteArray`s. `await array` fetches the value as numpy (a
     PRNG key as a JAX key array). When the last reference to this handle is gone, the buffers are freed with
@@ -73,12 +98,12 @@ class RemoteArray:
     Attributes:
         shape: global shape.
         dtype: dtype as JAX has it; key arrays have a key dtype.
-        actors: ids of the actors that hold the array; empty while its value is still in the controller's
-            process, before the first step that uses it.
+        actors: ids of the actors that hold the array or a part of it; empty while its value is still in the
+            controller's process, before the first step that uses it.
         weak_type: whether the array is weakly typed.
     """
 
-    __slots__ = ("_actors", "_host", "_id", "_owner", "_state", "_type", "_why", "weak_type")
+    __slots__ = ("_actors", "_division", "_host", "_id", "_owner", "_state", "_type", "_why", "weak_type")
 
     def __init__(
         self,
@@ -90,9 +115,27 @@ class RemoteArray:
         host: np.ndarray | None = None,
     ):
         self._owner, self._id, self._type = owner, array_id, value_type
-        self._actors, self._host = actors, host
+        # None for an array in parts, which no list of actors equals; its parts have their own.
+        self._actors: tuple[ActorId, ...] | None = actors
+        self._host = host
+        self._division: PartArrays | None = None
         self._state, self._why = LIVE, ""
         self.weak_type = value_type.weak
+
+    @classmethod
+    def in_parts(cls, owner: Owner, value_type: ValueType, division: PartArrays) -> RemoteArray:
+        """Return the handle of an array that lives in parts; only the mesh calls this.
+
+        The parts alone know whether the array may be used, and free their buffers.
+
+        Args:
+            owner: the part of the mesh that fetches and frees the parts.
+            value_type: the type of the whole array.
+            division: the parts.
+        """
+        array = cls(owner, division.arrays[0].array_id, value_type, ())
+        array._actors, array._division = None, division
+        return array
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -122,16 +165,18 @@ class RemoteArray:
 
     @property
     def actors(self) -> tuple[ActorId, ...]:
+        if self._actors is None:
+            return tuple(sorted({actor for piece in self.pieces for actor in piece.actors}))
         return self._actors
 
     @property
     def sharding(self) -> jax.sharding.NamedSharding:
         """The sharding of the array over the devices of each actor that holds it."""
-        return self._owner.sharding_of(self._type.aval)
+        return self._owner.sharding_of(self.pieces[0].value_type.aval)
 
     @property
     def spec(self) -> tuple[SpecEntry, ...]:
-        return self._type.aval.spec
+        return self.pieces[0].value_type.aval.spec
 
     @property
     def array_id(self) -> int:
@@ -147,13 +192,43 @@ class RemoteArray:
     def host(self) -> np.ndarray | None:
         """The array's value while it is still in the controller's process; None once the array is on actors.
 
-        Only the mesh uses this.
+        Of an array in parts this is a copy, and None once a part is on actors. Only the mesh uses this.
         """
-        return self._host
+        if self._division is None:
+            return self._host
+        values = [piece.host for piece in self._division.arrays]
+        here = [value for value in values if value is not None]
+        return self._division.join(here) if len(here) == len(values) else None
+
+    @property
+    def division(self) -> PartArrays | None:
+        """The parts in which the array lives; None if it is whole. Only the mesh uses this."""
+        return self._division
+
+    @property
+    def pieces(self) -> tuple[RemoteArray, ...]:
+        """The arrays that actors know: the array's parts, or the array itself. Only the mesh uses this."""
+        return (self,) if self._division is None else self._division.arrays
+
+    @property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        """The index of each piece's first element in the array, one number per axis; for the mesh alone."""
+        ndim = len(self._type.aval.shape)
+        return ((0,) * ndim,) if self._division is None else self._division.parts.starts(ndim)
+
+    def with_pieces(self, pieces: Sequence[RemoteArray]) -> RemoteArray:
+        """Return the handle of an array that is divided as this one is, and consists of other arrays.
+
+        Only the mesh calls this.
+        """
+        if self._division is None:
+            return pieces[0]
+        division = PartArrays(self._division.parts, tuple(pieces))
+        return RemoteArray.in_parts(self._owner, self._type, division)
 
     def is_deleted(self) -> bool:
         """Return whether the array was donated to a step, deleted, or lost to a failure."""
-        return self._state != LIVE
+        return any(piece._state != LIVE for piece in self.pieces)
 
     def __await__(self) -> Generator[Any, None, Any]:
         with HiddenFrames():
@@ -162,7 +237,7 @@ class RemoteArray:
     @says_to_await
     async def delete(self) -> None:
         """Free the array's buffers on its actors. Deleting an array twice does nothing."""
-        if self._state == LIVE:
+        if not self.is_deleted():
             self.retire(DELETED, "it was deleted")
             self._owner.release(self)
 
@@ -186,10 +261,12 @@ class RemoteArray:
         """Make this handle refer to the array of the handle `result`, and make `result` unusable.
 
         The mesh calls this on a donated argument if the caller of the step was cancelled and so never got
-        `result`, the argument's new value.
+        `result`, the argument's new value; and on an array that is divided, joined or divided anew.
         """
         for name in self.__slots__:
             setattr(self, name, getattr(result, name))
+        if result._division is not None:  # this handle has the parts now
+            result._division, result._actors = None, ()
         result.retire(DELETED, "an argument of its step stands for it")
 
     def retire(self, state: str, why: str) -> None:
@@ -199,7 +276,8 @@ class RemoteArray:
             state: `DONATED`, `DELETED` or `FAILED`.
             why: the reason, for later errors.
         """
-        self._state, self._why, self._host = state, why, None
+        for piece in (self,) if self._division is None else self._division.arrays:
+            piece._state, piece._why, piece._host = state, why, None
 
     def is_of(self, owner: Owner) -> bool:
         """Return whether the array belongs to `owner`. Only the mesh calls this."""
@@ -220,8 +298,9 @@ class RemoteArray:
                 f"{name} is a RemoteArray of another mesh; fetch it there (`await mesh.fetch(...)`) and pass "
                 "the numpy value"
             )
-        if self._state != LIVE:
-            raise ArrayError(f"{name} cannot be used: {self._why}")
+        for piece in self.pieces:
+            if piece._state != LIVE:
+                raise ArrayError(f"{name} cannot be used: {piece._why}")
 
     def id_at(
         self, owner: Owner, actors: tuple[ActorId, ...], spec: tuple[SpecEntry, ...] | None
@@ -237,8 +316,11 @@ class RemoteArray:
         """
         if self._state != LIVE or self._owner is not owner or (self._host is not None and actors):
             return None
-        if self._actors != actors and not set(actors) <= set(self._actors):
-            return None
+        if self._actors != actors:
+            if self._actors is None:
+                return None if actors or spec is not None or self.is_deleted() else self._id
+            if not set(actors) <= set(self._actors):
+                return None
         return self._id if spec is None or self._type.aval.spec == spec else None
 
     # Without these methods Python would answer wrongly (`if loss`), or its error would not mention actors.
@@ -297,14 +379,51 @@ class RemoteArray:
         return _needs_fetch(f"the format {spec!r}")(self) if spec else str(self)
 
     def __repr__(self) -> str:
-        where = f"actors={list(self._actors)}" if self._actors else "on the controller"
-        state = "" if self._state == LIVE else f", {self._state}"
+        where = _where(self)
+        if self._division is not None:
+            rows = self._division.parts.names("")
+            places = [f"{row} {_where(part)}" for row, part in zip(rows, self._division.arrays, strict=True)]
+            where = listed(places, _MOST_PARTS)
+        state = "" if self._current_state == LIVE else f", {self._current_state}"
         return f"RemoteArray({self.dtype}{list(self.shape)}, {where}{state})"
+
+    @property
+    def _current_state(self) -> str:
+        return next((piece._state for piece in self.pieces if piece._state != LIVE), LIVE)
+
+    def _repr_html_(self) -> str:
+        """Return the facts that a notebook shows."""
+        places = _places(self)
+        if self._division is not None:
+            rows = self._division.parts.names("")
+            each = [f"{row} {_places(part)}" for row, part in zip(rows, self._division.arrays, strict=True)]
+            places = listed(each, _MOST_PARTS)
+        facts = [
+            ("shape", self.shape),
+            ("dtype", self.dtype),
+            ("size", format_held(self.nbytes, "bytes")),
+            ("sharding", self.spec),
+            ("lies on", places),
+            ("state", self._current_state),
+        ]
+        return to_html_table("RemoteArray", (), facts)
 
     def __del__(self) -> None:
         # Any thread may run this, also while the interpreter ends: `release` only appends to a list.
         if getattr(self, "_state", None) == LIVE and self._actors:
             self._owner.release(self)
+
+
+_MOST_PARTS = 4
+"""The most parts of an array whose places are shown."""
+
+
+def _where(array: RemoteArray) -> str:
+    return f"actors={list(array.actors)}" if array.actors else "on the controller"
+
+
+def _places(array: RemoteArray) -> str:
+    return ", ".join(f"actor {actor}" for actor in array.actors) or "the controller"
 
 
 def is_remote(leaf: Any) -> TypeGuard[RemoteArray]:

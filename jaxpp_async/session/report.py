@@ -13,16 +13,34 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
+from jaxpp_async.base.install_hints import page
 from jaxpp_async.compiler.continued_arguments import changed_arguments
 from jaxpp_async.compiler.describe import Explainer, join_names
-from jaxpp_async.compiler.lowering import peak_plan
 from jaxpp_async.compiler.pipeline import Compiled, CompilePlan, StepRequest
 from jaxpp_async.program.actor_program import ActorProgram
-from jaxpp_async.program.instructions import ActorId, GraphOutput, Input, Recv, Run, Send, Value, runs
+from jaxpp_async.program.buffer_table import peak_plan
+from jaxpp_async.program.instructions import (
+    ActorId,
+    Aval,
+    GraphOutput,
+    Input,
+    Recv,
+    Run,
+    Send,
+    runs,
+)
+from jaxpp_async.program.leaf_parts import Parts, leaf_names, part_positions
+from jaxpp_async.program.task_label import TaskLabel
+from jaxpp_async.schedules.validate import describe_schedule
 
 _LOG = logging.getLogger("jaxpp_async")
 
 _INDICES = "microbatch indices"
+
+_MOST_PARTS = 4
+"""The most parts of a leaf that the text of a report shows; the data has all."""
 
 _NOTES = {
     "start": "start: makes the zeros that a stage's sums begin with, once a step.",
@@ -129,9 +147,11 @@ class PlaceLine:
     Args:
         name: the leaf's name, such as `"state['w']"`.
         type: the leaf's dtype, shape and sharding, as text.
-        actors: the actors that hold the leaf; each of them holds the whole leaf.
-        size_bytes: bytes of the leaf on each of these actors.
+        actors: the actors that hold the leaf or a part of it. Unless it is divided, each of them holds the
+            whole leaf.
+        size_bytes: bytes of the whole leaf.
         why: the reason why these actors hold the leaf, such as the tasks that use it.
+        parts: the line of each part, if the leaf stacks layers and is divided; otherwise empty.
     """
 
     name: str
@@ -139,6 +159,12 @@ class PlaceLine:
     actors: tuple[ActorId, ...]
     size_bytes: int = 0
     why: str = ""
+    parts: tuple[PlaceLine, ...] = ()
+
+    def bytes_on(self, actor: ActorId) -> int:
+        """Return how many bytes of the leaf an actor holds."""
+        held = self.parts or (self,)
+        return sum(line.size_bytes for line in held if actor in line.actors)
 
 
 # ---------------------------------------------------------------- numbers
@@ -167,7 +193,12 @@ def make(
         transfers=_transfers(compiled, explainer),
         inputs=_inputs(compiled, explainer),
         outputs=_outputs(compiled, explainer),
-        notes=(*(note for kind, note in _NOTES.items() if kind in kinds), *_stage_names(compiled)),
+        notes=(
+            *(note for kind, note in _NOTES.items() if kind in kinds),
+            *(f"schedule: {text}." for text in schedules_in_use(compiled)),
+            *_stage_names(compiled),
+            *_kept_whole(compiled),
+        ),
     )
 
 
@@ -183,6 +214,34 @@ def why_taken(compiled: Compiled, name: str) -> str:
     return Explainer(compiled.traced, compiled.placed, compiled.continues).why_input(
         found.value, found.actors
     )
+
+
+def schedules_in_use(compiled: CompilePlan) -> list[str]:
+    """Return the schedules of a step's loops as text, each once."""
+    loops = [scheduled.staged.loop for scheduled in compiled.placed.loops.values()]
+    return list(dict.fromkeys(describe_schedule(loop.schedule) for loop in loops))
+
+
+def _kept_whole(compiled: Compiled | CompilePlan) -> list[str]:
+    """Return a line for each leaf that stacks layers of several stages and lives whole on their actors."""
+    traced = compiled.traced
+    if not traced.kept_whole:
+        return []
+    graph, lines = compiled.placed.graph, list[str]()
+    positions = part_positions(traced.argument_parts or (None,) * len(traced.arg_names))
+    for kept in traced.kept_whole:
+        (arg,) = positions[kept.leaf]
+        given = next(i for i in graph.inputs if i.arg == arg)
+        if len(given.actors) < 2:
+            continue
+        where = f" at {kept.line}" if kept.line else ""
+        size = graph.values[given.value].aval.size_bytes
+        lines.append(
+            f"{traced.arg_names[arg]} stacks layers of several stages and lives whole, {size} B, on actors "
+            f"{', '.join(map(str, given.actors))}, since {kept.why}{where} needs all of its layers at once; "
+            f"see {page('placement.md')}."
+        )
+    return lines
 
 
 def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:
@@ -210,7 +269,9 @@ def _actor_line(
     peak = peak_plan(program)
     return ActorLine(
         actor=actor,
-        tasks=dict(Counter(i.label.split("(")[0] for i in program.instructions if isinstance(i, Run))),
+        tasks=dict(
+            Counter(TaskLabel.parse(i.label).type for i in program.instructions if isinstance(i, Run))
+        ),
         sent_bytes=sum(avals[i.buffer].size_bytes for i in program.instructions if isinstance(i, Send)),
         received_bytes=sum(avals[i.buffer].size_bytes for i in program.instructions if isinstance(i, Recv)),
         peak_bytes=peak.peak_bytes,
@@ -266,9 +327,9 @@ def _transfers(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[
     return tuple(lines)
 
 
-def _type(value: Value) -> str:
-    spec = f" {value.aval.spec}" if value.aval.spec else ""
-    return f"{value.aval.dtype}{list(value.aval.shape)}{spec}"
+def _type(aval: Aval) -> str:
+    spec = f" {aval.spec}" if aval.spec else ""
+    return f"{aval.dtype}{list(aval.shape)}{spec}"
 
 
 def _inputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[PlaceLine, ...]:
@@ -277,13 +338,15 @@ def _inputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[Pla
     The microbatch indices are arrays that tell each microbatch its number; they stay on the actors between
     steps.
     """
-    graph, count = compiled.placed.graph, compiled.placed.num_indices
+    graph, count, traced = compiled.placed.graph, compiled.placed.num_indices, compiled.traced
     lines = []
     inputs = sorted(graph.inputs, key=lambda i: i.arg)
     for i in inputs[: len(inputs) - count]:
         value = graph.values[i.value]
         why = explainer.why_input(i.value, i.actors)
-        lines.append(PlaceLine(value.label, _type(value), i.actors, value.aval.size_bytes, why))
+        lines.append(PlaceLine(value.label, _type(value.aval), i.actors, value.aval.size_bytes, why))
+    avals = [graph.values[i.value].aval for i in inputs]
+    lines = _by_leaf(lines, avals, len(traced.arg_names), traced.argument_parts)
     if count:
         actors, size = inputs[-1].actors, graph.values[inputs[-1].value].aval.size_bytes
         name, why = f"{_INDICES} 0 to {count - 1}", "put there once, and kept"
@@ -294,14 +357,69 @@ def _inputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[Pla
 def _outputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[PlaceLine, ...]:
     graph = compiled.placed.graph
     found: dict[int, PlaceLine] = {}
+    avals: dict[int, Aval] = {}
     values = {compiled.placed.value_ids[i.value]: i.value for i in graph.inputs}
     back = [GraphOutput(values[v], k, ()) for k, v in compiled.placed.placement.handed_back.items()]
     for o in (*graph.outputs, *back):
         value, name = graph.values[o.value], compiled.traced.result_name(o.result)
         actors = {*o.actors, *(found[o.result].actors if o.result in found else ())}
         why = explainer.why_result(o.result, o.value)
-        found[o.result] = PlaceLine(name, _type(value), tuple(sorted(actors)), value.aval.size_bytes, why)
-    return tuple(found[k] for k in sorted(found))
+        avals[o.result] = value.aval
+        found[o.result] = PlaceLine(
+            name, _type(value.aval), tuple(sorted(actors)), value.aval.size_bytes, why
+        )
+    traced, order = compiled.traced, sorted(found)
+    lines = [found[k] for k in order]
+    return tuple(_by_leaf(lines, [avals[k] for k in order], len(traced.out_names), traced.result_parts))
+
+
+def _by_leaf(
+    lines: list[PlaceLine], avals: Sequence[Aval], count: int, leaves: Sequence[Parts | None]
+) -> list[PlaceLine]:
+    """Return the lines of a report with one line in place of those of a divided leaf's parts.
+
+    Args:
+        lines: one line per part of a divided leaf, and one per other array.
+        avals: the aval of each line's array.
+        count: the number of leading lines that are of leaves.
+        leaves: the parts of each leaf, or None; empty if no leaf is divided.
+    """
+    if not leaves:
+        return lines
+    names = leaf_names([line.name for line in lines[:count]], leaves)
+    made = []
+    for name, parts, positions in zip(names, leaves, part_positions(leaves), strict=True):
+        of_parts = tuple(lines[k] for k in positions)
+        if parts is None:
+            made += of_parts
+            continue
+        first = avals[positions[0]]
+        made.append(
+            PlaceLine(
+                name,
+                _type(structs.replace(first, shape=parts.whole_shape(first.shape))),
+                tuple(sorted({actor for line in of_parts for actor in line.actors})),
+                sum(line.size_bytes for line in of_parts),
+                _why_of_parts(of_parts, parts),
+                of_parts,
+            )
+        )
+    return [*made, *lines[count:]]
+
+
+def _why_of_parts(lines: Sequence[PlaceLine], parts: Parts) -> str:
+    """Return the reason why a divided leaf lies where it lies: once, if it is the same for all parts."""
+    rows = parts.names("")
+    # A part of a result continues the part of the argument that has the same rows; the leaf says it once.
+    reasons = [line.why.replace(row, "") for line, row in zip(lines, rows, strict=True)]
+    if len(set(reasons)) == 1:
+        return reasons[0]
+    return _each_part([f"{row} {reason}" for row, reason in zip(rows, reasons, strict=True)])
+
+
+def _each_part(texts: Sequence[str]) -> str:
+    more = [f"{len(texts) - _MOST_PARTS} more"] if len(texts) > _MOST_PARTS else []
+    return "; ".join([*texts[:_MOST_PARTS], *more])
 
 
 # ---------------------------------------------------------------- text
@@ -358,13 +476,25 @@ def _transfer_table(transfers: Sequence[TransferLine]) -> str:
     )
 
 
+def _size_text(place: PlaceLine) -> str:
+    if place.parts:
+        return f"{place.size_bytes} in parts"
+    return f"{place.size_bytes} each" if len(place.actors) > 1 else str(place.size_bytes)
+
+
+def _actors_text(place: PlaceLine) -> str:
+    actors = [", ".join(map(str, line.actors)) for line in place.parts or (place,)]
+    rows = [line.name.removeprefix(place.name) for line in place.parts]
+    return _each_part([f"{row} {on}" for row, on in zip(rows, actors, strict=True)]) if rows else actors[0]
+
+
 def _place_table(places: Sequence[PlaceLine]) -> str:
     return _table(
         [
             ("name", "<", [p.name for p in places]),
             ("type", "<", [p.type for p in places]),
-            ("B", ">", [f"{p.size_bytes} each" if len(p.actors) > 1 else p.size_bytes for p in places]),
-            ("actors", "<", [", ".join(map(str, p.actors)) for p in places]),
+            ("B", ">", [_size_text(p) for p in places]),
+            ("actors", "<", [_actors_text(p) for p in places]),
             ("why", "<", [p.why for p in places]),
         ]
     )
@@ -407,6 +537,8 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
             idle,
             request.num_actors,
         )
+    for text in _kept_whole(compiled):
+        _LOG.warning("step %r: %s", name, text)
     if changed := changed_arguments(compiled.traced, request.donated, compiled.continues):
         file, _, number = line.rpartition(":")
         warnings.warn_explicit(

@@ -7,7 +7,6 @@ step, and stores one `CompiledStep` for each kind of call. Compiling and running
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,6 @@ import numpy as np
 
 from jaxpp_async.compiler.export_cache import ExportCache
 from jaxpp_async.compiler.pipeline import Compiled, CompilePlan
-from jaxpp_async.compiler.work import works
 from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.jax_bridge import jax_config, tracebacks
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
@@ -28,15 +26,21 @@ from jaxpp_async.program.work import TaskWork
 from jaxpp_async.session import report
 from jaxpp_async.session.argument_binding import Binding, Slot, type_key
 from jaxpp_async.session.awaiting import UnawaitedCoroutine, says_to_await
+from jaxpp_async.session.drawing import draw_step
+from jaxpp_async.session.leaf_division import LeafDivision, leaf_slots
+from jaxpp_async.session.recompilation import why_compiled_again
 from jaxpp_async.session.remote_array import RemoteArray
 from jaxpp_async.session.step_request import StepDefinition, StepOptions
+from jaxpp_async.view import Drawable, Drawing
 
 if TYPE_CHECKING:
+    from jaxpp_async.planning.plan import Plan
+    from jaxpp_async.session.auto_steps import AutoSteps
     from jaxpp_async.session.step_runner import StepRunner
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class StepForm:
+class StepForm(Drawable):
     """One compiled form of a step, which prints as text and knows the work of its tasks.
 
     Attributes:
@@ -51,20 +55,23 @@ class StepForm:
     temp_bytes: dict[ActorId, dict[int, int]]
 
     def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.title}; .report(), .as_text(), .passes, .to_svg()>"
+
+    @property
+    def title(self) -> str:
+        """A few words that say how large the step is."""
         graph = self.compiled.placed.graph
-        return (
-            f"<{type(self).__name__}: {graph.num_actors} actors, {len(graph.nodes)} tasks; .report(), "
-            ".as_text(), .passes>"
-        )
+        used = "".join(f"{text}, " for text in report.schedules_in_use(self.compiled))
+        return f"{used}{graph.num_actors} actors, {len(graph.nodes)} tasks"
+
+    def to_drawing(self, **options: Any) -> Drawing:
+        """Return a drawing of the step before it runs; see `drawing.draw_step`."""
+        return draw_step(self.compiled, self.works, self.title, **options)
 
     @property
     def works(self) -> tuple[TaskWork, ...]:
         """The work of each executable of the step, for each device of an actor; counted when first read."""
-        return self._works
-
-    @functools.cached_property
-    def _works(self) -> tuple[TaskWork, ...]:
-        return works(self.compiled)
+        return self.compiled.works
 
     @property
     def passes(self) -> Mapping[str, str]:
@@ -89,7 +96,8 @@ class CompiledStep(StepForm):
     Attributes:
         compiled: the compiler's result, with its executables.
         program_id: the id by which the controller runs the programs that the actors have loaded.
-        inputs: the argument leaves, then the hidden arguments (captured arrays, microbatch indices).
+        inputs: the argument leaves, then the hidden arguments (captured arrays, microbatch indices). A leaf
+            that is divided is here, and in all that follows, as many as it has parts.
         outputs: the result leaves, then the values that the step's prints show.
         donated: a dictionary. Its keys are the positions of the argument leaves whose buffers the step
             reuses; its values are the positions of the result leaves that are the arguments' new values, or
@@ -99,7 +107,12 @@ class CompiledStep(StepForm):
             positions of result leaves; its values are positions of argument leaves. The result stays on the
             argument's actors.
         hidden_values: host values of the hidden arguments.
+        arguments: the argument leaves of the user.
+        division: how leaves of the user are divided; None if no leaf is.
         hidden: the arrays of the hidden arguments on the actors; empty until the first run.
+        auto: the measured steps of a form whose schedule is `Auto`, or of the first steps of its plan; None
+            for any other form.
+        plan: the plan that took the place of the schedule `Auto`; None if there is none.
     """
 
     compiled: Compiled
@@ -110,7 +123,15 @@ class CompiledStep(StepForm):
     binding: Binding
     handed_back: dict[int, int]
     hidden_values: tuple[Any, ...]
+    arguments: tuple[Slot, ...]
+    division: LeafDivision | None = None
     hidden: list[RemoteArray] = field(default_factory=list)
+    auto: AutoSteps | None = None
+    plan: Plan | None = None
+
+    def divide(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
+        """Return a call's argument leaves as the step's programs take them; see `LeafDivision.divide`."""
+        return leaves if self.division is None else self.division.divide(leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,18 +194,29 @@ class DistributedStep(StepDefinition):
         with HiddenFrames():
             return await self.runner.run(self, args)
 
+    @property
+    def plan(self) -> Plan | None:
+        """The plan by which the step runs; None if it has none, or not yet.
+
+        A step has a plan if it was made with one, or if its schedule is `Auto`, has been planned, and did not
+        stay as it was. If calls have several shapes, this is the plan for the latest one.
+        """
+        if self._options.plan is not None or self._latest is None:
+            return self._options.plan
+        return self._latest.plan
+
     def with_schedule(self, schedule: Any) -> DistributedStep:
         """Return the same step under another schedule.
 
         A schedule without `stages` keeps the cut that is written in the step: those of the schedule of each
-        loop, or every mark. It must then have the same number of stages, unless the cut is `"balanced"`. A
-        schedule with `stages` cuts every loop of the step anew.
+        loop, or every mark. Such a schedule must have the same number of stages, unless the cut is
+        `"balanced"`. A schedule with `stages` cuts every loop of the step anew.
 
         Tasks that have been compiled for an earlier schedule are not compiled again. A schedule may need a
         task in a form that no earlier schedule needed, such as half of a backward, or the last stage's
         forward and backward in one task. Each such form is compiled once.
         """
-        options = replace(self._options, schedule=schedule, check_arguments=None)
+        options = replace(self._options, schedule=schedule, plan=None)
         return DistributedStep(self.runner, self.fn, options, line=self.line, exports=self._exports)
 
     @says_to_await
@@ -243,6 +275,27 @@ class DistributedStep(StepDefinition):
         # From the second step on a state may have lost the weak types that it began with.
         self._compiled[_settled(signature, compiled.compiled.weak_or_strong)] = compiled
 
+    def why_compiled_again(self, signature: Any) -> str | None:
+        """Return what differs between a call and earlier ones; None for the first form of the step.
+
+        Args:
+            signature: the return value of the method `signature` for the call.
+        """
+        names = {key: [slot.name for slot in form.arguments] for key, form in self._compiled.items()}
+        return why_compiled_again(signature, names) if names else None
+
+    def replace(self, old: CompiledStep, new: CompiledStep) -> None:
+        """Put a compiled form in the place of another one, for all calls that would use the other one.
+
+        Args:
+            old: the form that is no longer used.
+            new: the form that takes its place.
+        """
+        self._compiled = {k: new if form is old else form for k, form in self._compiled.items()}
+        calls = [(call, new if form is old else form) for call, form in self._calls]
+        self._calls = deque(calls, maxlen=_CALLS_KEPT)
+        self._latest = new if self._latest is old else self._latest
+
     def latest(self, what: str) -> CompiledStep:
         """Return the step's compiled form that was most recently stored or found.
 
@@ -272,8 +325,8 @@ class DistributedStep(StepDefinition):
         """
         compiled = self.latest(call)
         traced = compiled.compiled.traced
-        slots = jax.tree.unflatten(traced.in_tree, compiled.inputs[: len(traced.arg_of)])
-        numbers = jax.tree.unflatten(traced.in_tree, traced.arg_of)
+        slots = jax.tree.unflatten(traced.in_tree, compiled.arguments)
+        numbers = jax.tree.unflatten(traced.in_tree, [traced.arg_of[k] for k in traced.argument_positions])
         found = [next(iter(jax.tree.leaves(number)), None) for number in numbers]
         if argnum in found:
             return slots[found.index(argnum)]
@@ -343,6 +396,26 @@ def _settled(signature: Any, settled: frozenset[int]) -> Any:
     treedef, types, static, config = signature
     strong = tuple((s, d, weak and k not in settled) for k, (s, d, weak) in enumerate(types))
     return treedef, strong, static, config
+
+
+def divide_leaves(
+    compiled: Compiled, inputs: Sequence[Slot], outputs: Sequence[Slot]
+) -> tuple[tuple[Slot, ...], LeafDivision | None]:
+    """Return the slots of a compiled step's argument leaves, and how the step divides the user's leaves.
+
+    Args:
+        compiled: the compiled step.
+        inputs, outputs: the slots that the step's programs know; see `slots`.
+    """
+    traced = compiled.traced
+    arguments, results = inputs[: len(traced.arg_names)], outputs[: len(traced.out_names)]
+    if not any((*traced.argument_parts, *traced.result_parts)):
+        return tuple(arguments), None
+    # `argument_parts` is empty if no argument is divided, and so is `result_parts`.
+    of_arguments = traced.argument_parts or (None,) * len(arguments)
+    of_results = traced.result_parts or (None,) * len(results)
+    division = LeafDivision(leaf_slots(arguments, of_arguments), leaf_slots(results, of_results))
+    return division.arguments, division
 
 
 def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:

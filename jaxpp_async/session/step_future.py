@@ -186,7 +186,8 @@ class StepArrays:
         return argument, traced.out_names[result].removesuffix(name[len(argument) :])
 
     def _names(self, leaves: Iterable[int]) -> str:
-        return listed([self._compiled.inputs[k].name for k in leaves], 3)
+        of_inputs = [slot.name for slot in self._compiled.arguments for _ in slot.pieces]
+        return listed(list(dict.fromkeys(of_inputs[k] for k in leaves)), 3)
 
 
 class Printer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -28,6 +28,9 @@ from jaxpp_async.jax_bridge.tracebacks import deliberate
 from jaxpp_async.markers import logical_axes
 from jaxpp_async.session.argument_binding import leaf_type, shape_struct
 from jaxpp_async.session.remote_array import RemoteArray
+
+if TYPE_CHECKING:
+    from jaxpp_async.planning.plan import Plan
 
 
 class DeviceLayout(Protocol):
@@ -51,8 +54,7 @@ class StepOptions:
         donate_argnums: positions of the arguments whose buffers the step may reuse.
         static_argnums: positions of the hashable arguments that are part of the program.
         schedule: the schedule to use in place of the one in the function; None keeps that one.
-        check_arguments: a function that raises an error unless the schedule is for arguments of these types;
-            None if it is for any.
+        plan: the plan that the schedule is of, which is for arguments of some types; None if there is none.
     """
 
     in_shardings: Any
@@ -60,7 +62,7 @@ class StepOptions:
     donate_argnums: tuple[int, ...]
     static_argnums: tuple[int, ...]
     schedule: Any = None
-    check_arguments: Callable[[Sequence[Any]], None] | None = None
+    plan: Plan | None = None
 
 
 def make_options(
@@ -72,7 +74,7 @@ def make_options(
     static_argnums: int | Sequence[int],
     caller: str,
     schedule: Any = None,
-    check_arguments: Callable[[Sequence[Any]], None] | None = None,
+    plan: Plan | None = None,
 ) -> StepOptions:
     """Check a user's options of a step, and return them.
 
@@ -81,7 +83,7 @@ def make_options(
         in_shardings, out_shardings, donate_argnums, static_argnums: as for `RemoteMesh.distributed`.
         caller: the function that the user called, for error messages.
         schedule: the schedule to use in place of those in the function; None keeps them.
-        check_arguments: see `StepOptions`.
+        plan: see `StepOptions`.
 
     Raises:
         TypeError: `fn` cannot be called.
@@ -91,7 +93,7 @@ def make_options(
         raise deliberate(TypeError(f"{caller} takes a step function; got {fn!r}"))
     donated = _argnums("donate_argnums", donate_argnums, fn)
     static = _argnums("static_argnums", static_argnums, fn)
-    return StepOptions(in_shardings, out_shardings, donated, static, schedule, check_arguments)
+    return StepOptions(in_shardings, out_shardings, donated, static, schedule, plan)
 
 
 def _argnums(name: str, value: int | Sequence[int], fn: Callable) -> tuple[int, ...]:
@@ -262,8 +264,8 @@ class StepDefinition:
         static = self._options.static_argnums
         shapes = [a if i in static else jax.tree.map(shape_struct, a) for i, a in enumerate(args)]
         layout, options = self.layout, self._options
-        if options.check_arguments is not None:
-            options.check_arguments(shapes)
+        if options.plan is not None:
+            options.plan.check_arguments(shapes)
         given = self._in_specs(self._dynamic(shapes), self._dynamic(range(len(args))))
         if logical_axes.has_explicit_axes(layout.target.mesh):
             shapes = self._typed(shapes, args, given)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 import weakref
 from collections import deque
@@ -16,16 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from jaxpp_async.base.printable import first_line, listed
+from jaxpp_async.base.printable import first_line, listed, shown_value
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.pipeline import CompilePlan, StepRequest, compile_step
-from jaxpp_async.compiler.work import works
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.submitted_step import SubmittedStep, UnfinishedSteps
 from jaxpp_async.errors import ArrayError, MeshError
@@ -37,11 +35,15 @@ from jaxpp_async.protocol.messages import RunKind
 from jaxpp_async.session import array_moves, report
 from jaxpp_async.session.argument_binding import Binding, Slot, host_array
 from jaxpp_async.session.array_moves import Mover, load_programs
+from jaxpp_async.session.auto_steps import auto_steps, choose_form
 from jaxpp_async.session.host_transfers import RemoteValues
+from jaxpp_async.session.leaf_division import DividedPlace
+from jaxpp_async.session.progress import MeshProgress, Phase
 from jaxpp_async.session.remote_array import DELETED, RemoteArray, is_remote
 from jaxpp_async.session.step import (
     CompiledStep,
     DistributedStep,
+    divide_leaves,
     handed_back,
     hidden_values,
     slots,
@@ -49,7 +51,13 @@ from jaxpp_async.session.step import (
 from jaxpp_async.session.step_future import Printer, StepArrays, StepFuture
 from jaxpp_async.session.step_request import StepOptions
 
+if TYPE_CHECKING:
+    from jaxpp_async.planning.mesh_planner import MeshPlanner
+
 _LOG = logging.getLogger("jaxpp_async")
+
+_MOST_TASK_S = 1e9
+"""The longest time in seconds that a device model may give to a task."""
 
 _STEPS_KEPT = 8
 """The number of finished steps whose timelines can still be read."""
@@ -67,8 +75,11 @@ class StepRunner:
         max_inflight: the number of steps that may be under way at the same time.
         actor_config: the settings of JAX with which the actors were started; empty if the actors live in this
             process.
+        planner: plans steps whose schedule is `Auto`.
         device_model: knows how long each executable of a step is to last at least; None to lengthen no
             executable.
+        progress: tells the user what is compiled; None to tell nothing.
+        on_step_end: called with each step that has ended without an error, and its compiled form.
 
     Attributes:
         recent: the last steps that finished, all of one program, the latest one at the end.
@@ -83,16 +94,25 @@ class StepRunner:
         target: Target,
         max_inflight: int,
         actor_config: Mapping[str, Any],
+        planner: MeshPlanner,
         device_model: DeviceModel | None = None,
+        progress: MeshProgress | None = None,
+        on_step_end: Callable[[SubmittedStep, CompiledStep], None] = lambda step, compiled: None,
     ):
+        self._progress = progress or MeshProgress("silent")
+        self._on_step_end = on_step_end
         self._actor_config = actor_config
         self._controller, self.values = controller, values
-        self.num_actors, self.target, self._device_model = num_actors, target, device_model
+        self.num_actors, self.target = num_actors, target
+        self._planner, self._device_model = planner, device_model
         self.recent: deque[SubmittedStep] = deque(maxlen=_STEPS_KEPT)
         self._admission = asyncio.Semaphore(max_inflight)
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._mover = Mover(controller, values, num_actors, target)
         self._printer = Printer(values)
+        self._begun: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # whose first step has begun
+        self._called: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # that have been called
+        self._told_again: weakref.WeakSet[DistributedStep] = weakref.WeakSet()  # why is told
         self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # their large moves are logged
         self._unfinished_steps = UnfinishedSteps(
             lambda ahead, waiting: controller().mesh_events.waiting(waiting.name, ahead.id)
@@ -145,12 +165,29 @@ class StepRunner:
         # From here on only the leaves found now count: while this waits, its caller may change the trees.
         leaves, found = step.recall(args)
         if isinstance(found, CompiledStep):
-            compiled = found
+            compiled = found if found.auto is None else await self._choose_form(step, found, args)
         else:
             compiled = await self.compile(step, args)
             if found is not None:
                 step.remember(found, compiled)
+            if compiled not in self._begun:
+                return await self._begin_first(step, compiled, leaves)
         return await self._admit(step, compiled, leaves)
+
+    async def _begin_first(
+        self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
+    ) -> StepFuture:
+        """Start the first step of a compiled form, and tell the user of it until it ends."""
+        self._begun.add(compiled)
+        phase = self._progress.begin(f"first step of {step.__name__}")
+        try:
+            future = await self._admit(step, compiled, leaves)
+        except BaseException:
+            self._progress.end(phase, is_done=False)
+            raise
+        submitted = future._step
+        submitted.when_done(lambda: self._progress.end(phase, is_done=submitted.error is None))
+        return future
 
     # ---------------------------------------------------------------- compiling
 
@@ -158,23 +195,56 @@ class StepRunner:
         """Return the compiled form of a step for these arguments; see `DistributedStep.compile`."""
         self._controller()
         signature = step.signature(args)
-        if (found := step.find(signature)) is not None:
-            return found
-        self._check_settings()
-        # read now: both may change while other steps compile
-        request, settings = (step.request(args), jax_config.trace_settings())
-        async with self._compile_lock:
-            if (found := step.find(signature)) is not None:  # another call compiled it meanwhile
-                return found
-            if jax_config.trace_settings() != settings:
-                raise MeshError(
-                    f"step {step.__name__!r} was called under other settings of JAX than hold now that it is "
-                    "its turn to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of "
-                    "a thread, so let no other task enter or leave one meanwhile"
-                )
-            compiled = await self._load(request, step, self._device_model)
-            step.keep(signature, compiled)
-            return compiled
+        if (found := step.find(signature)) is None:
+            self._check_settings()
+            # read now: both may change while other steps compile
+            request, settings = (step.request(args), jax_config.trace_settings())
+            async with self._compile_lock:
+                # another call may have compiled it meanwhile
+                if (found := step.find(signature)) is None:
+                    self._tell_why_again(step, signature)
+                    found = await self._load_under(settings, request, step)
+                    step.keep(signature, found)
+                    if found.auto is not None and (warning := self._planner.over_cap(step, found)):
+                        _LOG.warning(warning)
+        return await self._choose_form(step, found, args)
+
+    def _tell_why_again(self, step: DistributedStep, signature: Any) -> None:
+        """Warn the user that a step is compiled for further arguments; after the first time, only log it."""
+        why = step.why_compiled_again(signature)
+        if why is None:
+            return
+        level = logging.INFO if step in self._told_again else logging.WARNING
+        self._told_again.add(step)
+        _LOG.log(
+            level,
+            "step %r is compiled again: %s; every set of shapes is compiled once, so keep them few",
+            step.__name__,
+            why,
+        )
+
+    async def _choose_form(
+        self, step: DistributedStep, compiled: CompiledStep, args: Sequence[Any]
+    ) -> CompiledStep:
+        """Return the compiled form, or the one that is planned in its place if its schedule is `Auto`."""
+
+        async def load(request: StepRequest, settings: Any) -> CompiledStep:
+            async with self._compile_lock:
+                return await self._load_under(settings, request, step)
+
+        return await choose_form(step, compiled, args, self._planner, load)
+
+    async def _load_under(
+        self, settings: tuple[Any, ...], request: StepRequest, step: DistributedStep
+    ) -> CompiledStep:
+        """Compile a step and load it on the actors, if JAX still has the settings of the step's call."""
+        if jax_config.trace_settings() != settings:
+            raise MeshError(
+                f"step {step.__name__!r} was called under other settings of JAX than hold now that it is "
+                "its turn to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of "
+                "a thread, so let no other task enter or leave one meanwhile"
+            )
+        return await self._load(request, step, self._device_model)
 
     async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
         """Make argument `argnum` of `step` on the actors by running `fn(*args)`; see `DistributedStep.init`.
@@ -186,11 +256,14 @@ class StepRunner:
         wanted, of = jax.tree.leaves(argument), f"argument {argnum} of step {step.__name__!r}"
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(argument)]
         what = f"step.init: {getattr(fn, '__name__', 'init')} does not make {of}"
+        divided = {k: place for k, s in enumerate(wanted) if (place := DividedPlace.of(s)) is not None}
         maker = DistributedStep(self, fn, StepOptions(None, None, (), ()))
         leaves = jax.tree.leaves(tuple(args))
         request = replace(
             maker.request(args),
-            result_homes={k: frozenset(s.home) for k, s in enumerate(wanted) if s.home},
+            result_homes={k: frozenset(s.home) for k, s in enumerate(wanted) if s.home}
+            | {k: tuple(map(frozenset, place.actors)) for k, place in divided.items()},
+            result_parts={k: place.parts for k, place in divided.items()},
             out_specs=lambda traced: _checked_out_specs(traced, wanted, paths, what),
         )
         compiled = await self._load(request, maker)
@@ -220,15 +293,29 @@ class StepRunner:
     async def _load(
         self, request: StepRequest, step: DistributedStep, device_model: DeviceModel | None = None
     ) -> CompiledStep:
+        with self._progress.phase(f"compiling {step.__name__}") as phase:
+            return await self._load_told(request, step, device_model, phase)
+
+    async def _load_told(
+        self, request: StepRequest, step: DistributedStep, device_model: DeviceModel | None, phase: Phase
+    ) -> CompiledStep:
         start_s = time.perf_counter()
-        compiled = compile_step(request)
+        compiled = compile_step(request, lambda name: phase.update(f"pass {name} is done"))
+        num_stages = sum(len(loop.stage_actors) for loop in compiled.placed.loops.values())
+        stages = f"{num_stages} stage{'s' * (num_stages != 1)}" if num_stages else "no loop"
+        phase.update(stages)
         report.report_notes(step.__name__, step.line, request, compiled)
         names = dict(enumerate(compiled.traced.arg_names)) if nonfinite.forbids_nonfinite() else {}
         modelled_s = (
             modelled_seconds(device_model, compiled, step.__name__) if device_model is not None else {}
         )
         program_id, loaded = await load_programs(
-            self._controller(), compiled.programs, compiled.executables, names, modelled_s
+            self._controller(),
+            compiled.programs,
+            compiled.executables,
+            names,
+            modelled_s,
+            lambda done, total, cached: phase.update(f"{stages}, {_compiled_text(done, total, cached)}"),
         )
         seconds = time.perf_counter() - start_s
         self._controller().mesh_events.compiled(step.__name__, seconds, len(compiled.placed.graph.nodes))
@@ -237,6 +324,7 @@ class StepRunner:
         donated = {
             k: continued.get(k) for k, arg in enumerate(compiled.traced.arg_of) if arg in request.donated
         }
+        arguments, division = divide_leaves(compiled, inputs, outputs)
         return CompiledStep(
             compiled=compiled,
             program_id=program_id,
@@ -248,6 +336,9 @@ class StepRunner:
             compile_s={a: reply.compile_s for a, reply in loaded.items()},
             temp_bytes={a: reply.temp_bytes for a, reply in loaded.items()},
             hidden_values=hidden_values(compiled),
+            arguments=arguments,
+            division=division,
+            auto=auto_steps(compiled),
         )
 
     # ---------------------------------------------------------------- arguments
@@ -255,7 +346,8 @@ class StepRunner:
     def _check_leaves(self, leaves: Sequence[Any], compiled: CompiledStep) -> None:
         self._controller().check_usable()  # why arrays are lost is the mesh's failure, not theirs
         seen: dict[int, Slot] = {}
-        for k, (leaf, slot) in enumerate(zip(leaves, compiled.inputs, strict=False)):
+        positions = compiled.compiled.traced.argument_positions
+        for k, leaf, slot in zip(positions, leaves, compiled.arguments, strict=True):
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise ArrayError(f"{slot.name} is a ShapeDtypeStruct, which has no values; pass an array")
             if not is_remote(leaf):
@@ -265,13 +357,7 @@ class StepRunner:
                 raise ArrayError(
                     f"{slot.name} is donated and passed twice in one call; donate it once or pass a copy"
                 )
-            first = seen.setdefault(id(leaf), slot)
-            any_sharding = slot.any_sharding or first.any_sharding
-            if not any_sharding and first.type.aval.spec != slot.type.aval.spec:
-                raise ArrayError(
-                    f"{first.name} and {slot.name} are one array, but their shardings differ "
-                    f"({first.type.aval.spec} and {slot.type.aval.spec}); pass a copy"
-                )
+            _check_alike(seen.setdefault(id(leaf), slot), slot)
 
     async def _place_hidden(self, compiled: CompiledStep) -> None:
         """Before a step's first run, send its captured arrays and microbatch indices to the actors."""
@@ -295,12 +381,19 @@ class StepRunner:
             The future of the step.
         """
         binding = compiled.binding
-        if (self._admission.locked() or self._start_lock.locked()) and binding.ids(
-            self.values, leaves
-        ) is None:
+        if (self._admission.locked() or self._start_lock.locked()) and (
+            (inputs := compiled.divide(leaves)) is None or binding.ids(self.values, inputs) is None
+        ):
             # errors in the arguments are raised immediately, not after the steps under way
             self._check_leaves(leaves, compiled)
-        submitted = SubmittedStep(compiled.program_id, step.__name__, kind, lambda: compiled.works)
+        submitted = SubmittedStep(
+            compiled.program_id,
+            step.__name__,
+            kind,
+            compiled.compiled.count_works,
+            compiled.compiled.find_cut,
+            compiled.compiled.cut_choice,
+        )
         self._unfinished_steps.add(submitted)
         try:
             await self._admission.acquire()
@@ -309,38 +402,48 @@ class StepRunner:
             async with self._start_lock:
                 moved: tuple[array_moves.Moved, ...] = ()
                 copies: dict[int, RemoteArray] = {}
-                ids = binding.ids(self.values, leaves)
-                to_copy = _to_copy(compiled, leaves)
-                if ids is None or to_copy or len(compiled.hidden) < len(compiled.hidden_values):
-                    moved = await self._prepare_arguments(step, compiled, leaves)
-                    copies = await self._copies(compiled, leaves, to_copy)
-                    ids = binding.ids(self.values, leaves)
-                return self._start(submitted, compiled, leaves, ids, moved, copies)
+                inputs = compiled.divide(leaves)
+                ids = None if inputs is None else binding.ids(self.values, inputs)
+                is_placed = len(compiled.hidden) == len(compiled.hidden_values)
+                if inputs is None or ids is None or not is_placed or _to_copy(compiled, inputs):
+                    moved, inputs = await self._prepare_arguments(step, compiled, leaves)
+                    copies = await self._copies(compiled, inputs, _to_copy(compiled, inputs))
+                    self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
+                    ids = binding.ids(self.values, inputs)
+                return self._start(submitted, compiled, inputs, ids, moved, copies)
         except BaseException:  # also a cancellation: the next step is admitted instead
             submitted.withdraw()
             raise
 
     async def _prepare_arguments(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
-    ) -> tuple[array_moves.Moved, ...]:
-        """Check a step's arguments, and move arrays to the actors that use them.
+    ) -> tuple[tuple[array_moves.Moved, ...], Sequence[Any]]:
+        """Check a step's arguments, and divide arrays and move them to the actors that use them.
 
         Before the first run, also send hidden arguments (captured arrays, microbatch indices).
 
         Returns:
-            The arguments that were moved or resharded.
+            The arguments that were moved, resharded or divided; and the arguments as the step's programs take
+            them, see `CompiledStep.divide`.
         """
         self._check_leaves(leaves, compiled)
         await self._place_hidden(compiled)
-        moved = await self._mover.bring(leaves, compiled.inputs, step.__name__)
+        divided = await self._mover.divide(leaves, compiled.arguments, step.__name__)
+        self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
+        inputs = compiled.divide(leaves)
+        assert inputs is not None
+        moved = divided + await self._mover.bring(inputs, compiled.inputs, step.__name__)
         if moved:
             _LOG.info(array_moves.summary(moved, step.__name__))
-        if compiled not in self._warned and array_moves.carried_bytes(moved) > array_moves.WARN_BYTES:
+        # The state of a planned step moves once, in the first call.
+        is_first = step.plan is not None and compiled not in self._called
+        self._called.add(compiled)
+        is_new = compiled not in self._warned and compiled.plan is None and not is_first
+        if is_new and array_moves.carried_bytes(moved) > array_moves.WARN_BYTES:
             self._warned.add(compiled)
             why = partial(report.why_taken, compiled.compiled)
             _LOG.warning(array_moves.warning(moved, step.__name__, why))
-        self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
-        return moved
+        return moved, inputs
 
     async def _copies(
         self, compiled: CompiledStep, leaves: Sequence[Any], results: Sequence[int]
@@ -352,7 +455,7 @@ class StepRunner:
 
         Args:
             compiled: the step's compiled form.
-            leaves: the argument leaves of the call.
+            leaves: the argument leaves of the call, as the step's programs take them.
             results: positions of the results that are such arguments; see `_to_copy`.
 
         Returns:
@@ -361,9 +464,17 @@ class StepRunner:
         if not results:
             return {}
         kept = [compiled.handed_back[result] for result in results]
-        copies = await self._mover.copy([(compiled.inputs[arg].name, leaves[arg]) for arg in kept])
-        self._check_leaves(leaves, compiled)  # as above
-        return dict(zip(results, copies, strict=True))
+        of_actors = [(compiled.inputs[arg].name, p) for arg in kept for p in leaves[arg].pieces if p.actors]
+        copies = iter(await self._mover.copy(of_actors))
+        return {
+            result: leaves[arg].with_pieces(
+                [
+                    next(copies) if piece.actors else self.values.new_host_array(piece.value_type, piece.host)
+                    for piece in leaves[arg].pieces
+                ]
+            )
+            for result, arg in zip(results, kept, strict=True)
+        }
 
     def _start(
         self,
@@ -379,7 +490,7 @@ class StepRunner:
         Args:
             step: the step, whose turn has come.
             compiled: its compiled form for this call.
-            leaves: the argument leaves of the call.
+            leaves: the argument leaves of the call, as the step's programs take them.
             ids: the return value of `Binding.ids`; if it is None, the leaves need `bind_with_care`.
             moved: the arguments that were moved before the step; the future lists them.
             copies: copies of arguments that the step returns unchanged, by position of the result.
@@ -396,14 +507,21 @@ class StepRunner:
             if result in copies:
                 results[result] = copies[result]
             elif is_remote(leaf := leaves[arg]) and leaf.host is None:
-                results[result] = RemoteArray(self.values, leaf.array_id, leaf.value_type, leaf.actors)
+                same = [
+                    RemoteArray(self.values, p.array_id, p.value_type, p.actors, host=p.host)
+                    for p in leaf.pieces
+                ]
+                results[result] = leaf.with_pieces(same)
                 taken_over.append(results[result])
             else:
                 results[result] = self.values.new_host_array(*binding.returned_host_value(arg, leaf))
         traced = compiled.compiled.traced
         count = len(traced.out_names)
         try:
-            outputs = jax.tree.unflatten(traced.out_tree, results[:count])  # may run code of the user's
+            of_user = (
+                results[:count] if compiled.division is None else compiled.division.join(self.values, results)
+            )
+            outputs = jax.tree.unflatten(traced.out_tree, of_user)  # may run code of the user's
             controller.start_step(
                 step,
                 arguments.array_ids,
@@ -418,17 +536,28 @@ class StepRunner:
             raise
         arguments.mark_sent()
         arrays = StepArrays(step.name, compiled, leaves, results)
-        step.when_done(lambda: self._note_end(step, arrays))
+        step.when_done(lambda: self._note_end(step, compiled, arrays))
         printing = self._printer.start(traced, results[count:], step) if traced.prints else None
         return StepFuture(outputs, step, arrays, printing, moved)
 
-    def _note_end(self, step: SubmittedStep, arrays: StepArrays) -> None:
+    def _note_end(self, step: SubmittedStep, compiled: CompiledStep, arrays: StepArrays) -> None:
         if step.error is None:
+            if compiled.auto is not None:
+                compiled.auto.note_end(step)
             if self.recent and self.recent[-1].program_id != step.program_id:
                 self.recent.clear()  # they keep the arrays of another compiled step
             self.recent.append(step)
+            self._on_step_end(step, compiled)
         else:
             arrays.fail(first_line(step.error))
+
+
+def _compiled_text(done: int, total: int, cached: int) -> str:
+    """Return how far actors are with the executables of a step: XLA's own work, and that of the cache."""
+    xla = f"{done - cached} by XLA" if done > cached else ""
+    cache = f"{cached} from the cache" if cached else ""
+    how = ", ".join(filter(None, (xla, cache)))
+    return f"{done} of {total} executables are compiled{f' ({how})' if how else ''}"
 
 
 def modelled_seconds(model: DeviceModel, compiled: CompilePlan, step_name: str) -> dict[int, float]:
@@ -442,22 +571,23 @@ def modelled_seconds(model: DeviceModel, compiled: CompilePlan, step_name: str) 
         step_name: the name of the step, for error messages.
 
     Raises:
-        MeshError: the model raises an exception, or returns something other than a time.
+        MeshError: the model raises an exception, or returns something other than a time of at most
+            `_MOST_TASK_S`.
     """
     found: dict[int, float] = {}
-    for index, (recipe, work) in enumerate(zip(compiled.placed.recipes, works(compiled), strict=True)):
+    for index, (recipe, work) in enumerate(zip(compiled.placed.recipes, compiled.works, strict=True)):
         where = f"step {step_name!r}: device_model.task_s of {recipe.name!r} ({work.flops:.3g} FLOPs)"
         try:
             seconds = model.task_s(work)
-        except Exception as error:  # the user's model may raise anything
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's model may raise anything
             raise MeshError(
-                f"{where} raised {type(error).__name__}: {error}; let it return seconds for every executable "
-                "of the step, of which nothing has been loaded"
+                f"{where} raised {type(error).__name__}: {shown_value(error, str)}; let it return seconds "
+                "for every executable of the step, of which nothing has been loaded"
             ) from error
-        if not isinstance(seconds, Real) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
+        if not isinstance(seconds, Real) or isinstance(seconds, bool) or not 0 <= seconds <= _MOST_TASK_S:
             raise MeshError(
-                f"{where} returned {seconds!r}; let it return a finite number of seconds, 0 or more, for "
-                "every executable of the step, of which nothing has been loaded"
+                f"{where} returned {shown_value(seconds)}; let it return a finite number of seconds, 0 or "
+                "more, for every executable of the step, of which nothing has been loaded"
             )
         if seconds > 0:
             found[index] = float(seconds)
@@ -477,9 +607,38 @@ def _unused_donations(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[Act
     for k in compiled.donated:
         leaf, taken = leaves[k], compiled.inputs[k].actors
         if is_remote(leaf) and leaf.actors != taken and (taken or k not in back):
-            for actor in set(leaf.actors).difference(taken):
-                found.setdefault(actor, []).append(leaf.array_id)
+            for piece in leaf.pieces:
+                for actor in set(piece.actors).difference(taken):
+                    found.setdefault(actor, []).append(piece.array_id)
     return found
+
+
+def _check_alike(first: Slot, slot: Slot) -> None:
+    """Check that one array can be two arguments of a call.
+
+    Args:
+        first, slot: the slots of both arguments.
+
+    Raises:
+        ArrayError: the step takes the array in two shardings, or divided in two ways.
+    """
+    if any(s.any_sharding and not s.actors for s in (first, slot)):
+        return
+    if first.parts != slot.parts:
+        raise ArrayError(
+            f"{first.name} and {slot.name} are one array, but the step divides its layers between actors "
+            f"differently ({_parts_text(first)} and {_parts_text(slot)}); pass a copy"
+        )
+    for one, other in zip(first.pieces, slot.pieces, strict=True):
+        if one.type.aval.spec != other.type.aval.spec and not (one.any_sharding or other.any_sharding):
+            raise ArrayError(
+                f"{one.name} and {other.name} are one array, but their shardings differ "
+                f"({one.type.aval.spec} and {other.type.aval.spec}); pass a copy"
+            )
+
+
+def _parts_text(slot: Slot) -> str:
+    return "not at all" if slot.parts is None else listed(slot.parts.names(""), 4)
 
 
 def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:

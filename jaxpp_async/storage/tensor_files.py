@@ -17,6 +17,7 @@ import hashlib
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, BinaryIO, TypeAlias
@@ -171,31 +172,68 @@ def read(path: str, wanted: Sequence[WantedArray]) -> list[np.ndarray]:
             return [_read_array(file, path, entries, start, one) for one in wanted]
 
 
+ReadOne: TypeAlias = Callable[[str, WantedArray], np.ndarray]
+"""A function that reads one array from the file at a path."""
+
+
+def read_shared(pieces: Iterable[tuple[str, WantedArray]]) -> ReadOne:
+    """Return a function that reads pieces, and reads a piece once that several arrays are parts of.
+
+    Args:
+        pieces: the path and the description of each piece that will be read, in this order, as often as it
+            will be.
+    """
+    left = Counter((path, wanted.name) for path, wanted in pieces)
+    kept: dict[tuple[str, str], np.ndarray] = {}
+
+    def read_one(path: str, wanted: WantedArray) -> np.ndarray:
+        key = path, wanted.name
+        left[key] -= 1
+        found = kept[key] if key in kept else read(path, [wanted])[0]
+        if left[key] > 0:
+            kept[key] = found
+        else:
+            kept.pop(key, None)
+        return found
+
+    return read_one
+
+
 def read_pieces(
     shape: Sequence[int],
     dtype: str,
     pieces: Iterable[tuple[str, Sequence[int], WantedArray]],
     needed: Sequence[Index] = (),
+    read_one: ReadOne | None = None,
 ) -> np.ndarray:
-    """Read an array that is stored in pieces in several files.
+    """Read an array that is stored in pieces in several files, or a part of such an array.
 
     Args:
-        shape: the shape of the whole array.
+        shape: the shape of the array to read.
         dtype: the array's dtype.
         pieces: for each piece, a tuple of three: the path of its file, the position of its first element in
-            the whole array, and its description in the file.
+            the array to read, and its description in the file. Elements beyond that array are left out.
         needed: the index ranges of the array that the caller needs. A piece that overlaps none of these
             ranges is not read, and its elements are zero in the result. If `needed` is empty, the whole array
             is read.
+        read_one: a function that reads one piece; None for one that reads it from its file.
 
     Raises:
         CheckpointError: a file is missing, cut off or damaged, or an array in it is not the wanted one.
     """
     whole = np.zeros(tuple(shape), numpy_dtype(dtype))
     for path, start, wanted in pieces:
-        index = tuple(slice(first, first + size) for first, size in zip(start, wanted.shape, strict=True))
+        index = tuple(
+            slice(max(first, 0), min(first + size, length))
+            for first, size, length in zip(start, wanted.shape, shape, strict=True)
+        )
+        if any(one.start >= one.stop for one in index):
+            continue
         if not needed or any(_overlap(index, other, shape) for other in needed):
-            whole[index] = read(path, [wanted])[0]
+            piece = read(path, [wanted])[0] if read_one is None else read_one(path, wanted)
+            whole[index] = piece[
+                tuple(slice(i.start - first, i.stop - first) for i, first in zip(index, start, strict=True))
+            ]
     return whole
 
 

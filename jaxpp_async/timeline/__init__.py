@@ -7,15 +7,21 @@ computed afterwards, when a user asks for it. `docs/timeline.md` explains how to
     clock_alignment   finds how far each actor's clock is ahead of the controller's
     event_graph       computes when events happen that wait for each other
     breakdown         finds where each actor's time went, and what the whole step was spent on
-    timeline          combines all this for one step: `Timeline`, as tables and as a trace for Perfetto
+    imbalance         says why one actor computes more than the others
+    advice            says what would make a step shorter
+    drawing           draws a step
+    trace             writes steps to a file for Perfetto, and reads them
+    timeline          combines all this for one step: `Timeline`, and prints it as tables
 """
 
 import warnings
 from typing import Any
 
 from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares
+from jaxpp_async.timeline.drawing import draw_timeline
 from jaxpp_async.timeline.events import ActorTimeline, Recorded, TimelineEvent, TimelineTransfer
-from jaxpp_async.timeline.timeline import Timeline, chrome_trace, make_timeline, write_trace
+from jaxpp_async.timeline.timeline import Timeline, load_timelines, make_timeline, no_cut
+from jaxpp_async.timeline.trace import chrome_trace, write_trace
 
 __all__ = (
     "ActorTimeline",
@@ -26,7 +32,10 @@ __all__ = (
     "TimelineEvent",
     "TimelineTransfer",
     "chrome_trace",
+    "draw_timeline",
+    "load_timelines",
     "make_timeline",
+    "no_cut",
     "write_trace",
 )
 

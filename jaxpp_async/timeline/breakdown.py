@@ -11,8 +11,9 @@ the length of the step, so the items add up to the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -51,6 +52,10 @@ class TimeShares:
         return self.compute_s + self.wait_s + self.transfer_s + self.dispatch_s + self.idle_s
 
 
+Cause: TypeAlias = Literal["compute", "wait", "transfer", "dispatch"]
+"""An actor computes during an interval of its part in a step, or this is why it does not."""
+
+
 def divide_time(
     timeline: ActorTimeline, transfers: Mapping[int, TimelineTransfer], span_s: float
 ) -> TimeShares:
@@ -61,26 +66,42 @@ def divide_time(
         transfers: the transfers to this actor, each under the instruction index of its receive.
         span_s: the seconds from when the first actor began the step until the last one finished it.
     """
+    taken_s = dict.fromkeys(get_args(Cause), 0.0)
+    end_s = timeline.begin_s
+    for cause, start_s, until_s in intervals(timeline, transfers):
+        taken_s[cause] += until_s - start_s
+        end_s = until_s
+    idle_s = span_s - (end_s - timeline.begin_s)
+    return TimeShares(timeline.actor, idle_s=idle_s, **{f"{cause}_s": t for cause, t in taken_s.items()})
+
+
+def intervals(
+    timeline: ActorTimeline, transfers: Mapping[int, TimelineTransfer]
+) -> Iterator[tuple[Cause, float, float]]:
+    """Return what an actor did from its first instruction of a step to its last one, without gaps.
+
+    Args:
+        timeline: the actor's events.
+        transfers: the transfers to this actor, each under the instruction index of its receive.
+
+    Returns:
+        The cause, start and end of each interval, in seconds since the step's start; some have no length.
+    """
     by_instruction = {e.instruction: e for e in timeline.events}
-    compute_s = wait_s = transfer_s = dispatch_s = 0.0
     free_s = timeline.begin_s  # the end of the last task so far
     for run in timeline.runs:
         start_s = max(run.start_s, free_s)
         made_s, there_s = _find_arrival(run, by_instruction, transfers)
         there_s = min(max(there_s, free_s), start_s)
         made_s = min(max(made_s, free_s), there_s)
-        wait_s += made_s - free_s
-        transfer_s += there_s - made_s
-        dispatch_s += start_s - there_s
+        yield "wait", free_s, made_s
+        yield "transfer", made_s, there_s
+        yield "dispatch", there_s, start_s
         free_s = max(run.end_s, start_s)
-        compute_s += free_s - start_s
+        yield "compute", start_s, free_s
     moved_s = max((e.end_s for e in timeline.events if e.kind in ("send", "recv")), default=free_s)
-    transfer_s += max(0.0, moved_s - free_s)
-    free_s = max(free_s, moved_s)
-    end_s = max(timeline.end_s, free_s)
-    dispatch_s += end_s - free_s
-    idle_s = span_s - (end_s - timeline.begin_s)
-    return TimeShares(timeline.actor, compute_s, wait_s, transfer_s, dispatch_s, idle_s)
+    yield "transfer", free_s, max(moved_s, free_s)
+    yield "dispatch", max(moved_s, free_s), max(timeline.end_s, moved_s, free_s)
 
 
 def _find_arrival(
@@ -222,6 +243,7 @@ class StepReplay:
         needs: list[list[int]] = [[] for _ in (*events, *actors)]
         delays = np.zeros((3, len(needs)))
         self._runs_s, self._moves_s, self._starts_s = delays
+        self._run_numbers: dict[tuple[ActorId, int], int] = {}
 
         def number_needs(actor: ActorId, instructions: Sequence[int]) -> list[int]:
             return [numbers[actor, i] for i in instructions if (actor, i) in numbers]
@@ -237,6 +259,7 @@ class StepReplay:
                 number = numbers[a.actor, run.instruction]
                 needs[number] = [previous, *number_needs(a.actor, run.needs)]
                 self._runs_s[number] = run.duration_s
+                self._run_numbers[a.actor, run.instruction] = number
                 previous = number
             for e in a.events:
                 if e.kind == "input":
@@ -251,5 +274,17 @@ class StepReplay:
             starts: whether each actor begins, and gets its arguments, at the measured times; otherwise all
                 actors begin together and have their arguments from the beginning.
         """
+        return max(self._times(moves, starts), default=0.0)
+
+    def run_ends(self) -> dict[tuple[ActorId, int], float]:
+        """Return when each task ends if no transfer takes time and all actors begin together, in seconds.
+
+        Returns:
+            A dictionary. Its keys are the actor and the index of the instruction.
+        """
+        times = self._times(moves=False, starts=False)
+        return {key: times[number] for key, number in self._run_numbers.items()}
+
+    def _times(self, moves: bool, starts: bool) -> list[float]:
         delays = self._runs_s + moves * self._moves_s + starts * self._starts_s
-        return max(self._graph.times(delays.tolist()), default=0.0)
+        return self._graph.times(delays.tolist())

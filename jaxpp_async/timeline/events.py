@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, cast
 
 from jaxpp_async.program.actor_program import ActorProgram, format_instructions
+from jaxpp_async.program.buffer_table import held_bytes
 from jaxpp_async.program.instructions import (
     ActorId,
     BufferId,
@@ -58,6 +59,7 @@ class TimelineEvent:
         tag: the tag of a transfer, which identifies it together with the two actors; None for other kinds.
         needs: the indices of the actor's instructions whose results this instruction reads.
         executable: the index of the executable that a run calls; None for other kinds.
+        held_bytes: the bytes of the actor's buffer table at this instruction, as its program says.
         text: the instruction's line in the compiled step's `as_text()`.
     """
 
@@ -72,6 +74,7 @@ class TimelineEvent:
     tag: Tag | None = None
     needs: tuple[int, ...] = ()
     executable: ExecutableId | None = None
+    held_bytes: int = 0
     text: str = field(default="", repr=False)
 
     @property
@@ -191,7 +194,7 @@ def read_events(
     if len(stamps) != len(program.instructions):
         raise ValueError(f"{len(stamps)} pairs of stamps for {len(program.instructions)} instructions")
     made_by: dict[BufferId, int] = {}  # the last instruction so far that wrote each buffer
-    texts = format_instructions(program)
+    texts, held = format_instructions(program), held_bytes(program)
     events: list[TimelineEvent] = []
     for index, (instruction, moments) in enumerate(zip(program.instructions, stamps, strict=True)):
         needs = tuple(dict.fromkeys(made_by[b] for b in _buffers_read(instruction) if b in made_by))
@@ -215,6 +218,7 @@ def read_events(
                 tag=tag,
                 needs=needs,
                 executable=instruction.executable if isinstance(instruction, Run) else None,
+                held_bytes=held[index],
                 text=texts[index],
             )
         )

@@ -1,33 +1,27 @@
-"""Combine the actors' parts of one step into a `Timeline`, which can be queried, printed as tables or saved
-as a trace.
-
-A trace is in Chrome's event format, for https://ui.perfetto.dev or chrome://tracing. The trace shows the
-controller and each actor as a process, with one thread each for tasks, sends and receives, and with an arrow
-from each send to its receive. Its times are microseconds since the start of the first step.
-
-Source: "Trace Event Format", the JSON that Chrome's tracing writes: `X` is a slice, `s` and `f` are the ends
-of an arrow, `M` gives names.
+"""Combine the actors' parts of one step into a `Timeline`, which can be queried, drawn, printed as tables or
+saved as a trace.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from jaxpp_async.program.instructions import ActorId, task_kind
-from jaxpp_async.program.work import TaskWork
+from jaxpp_async.base.printable import visible
+from jaxpp_async.program.instructions import ActorId
+from jaxpp_async.program.task_label import task_kind
+from jaxpp_async.program.work import CutChoice, LoopCut, TaskWork
+from jaxpp_async.timeline.advice import advise
 from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares, break_down_step, divide_time
 from jaxpp_async.timeline.clock_alignment import align_step
+from jaxpp_async.timeline.drawing import draw_timeline
 from jaxpp_async.timeline.events import (
     ActorTimeline,
     Recorded,
@@ -38,10 +32,17 @@ from jaxpp_async.timeline.events import (
     read_stamps,
     transfer_labels,
 )
+from jaxpp_async.timeline.trace import chrome_trace, read_steps, write_trace
+from jaxpp_async.view import Drawable, Drawing
+from jaxpp_async.view.table import table_as_text
+
+
+def no_cut() -> None:
+    """Return None, as the cut of a step whose cut is not known."""
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Drawable):
     """The record of one step, instruction by instruction. `print` shows what the step's time was spent on.
 
     All times are seconds since the step's start, which is when the controller sent the step to the actors, on
@@ -57,6 +58,8 @@ class Timeline:
         clock_error_s: the largest possible error between times of two different actors; 0: all actors are on
             the controller's host.
         count_works: a function that returns `works`.
+        find_cut: a function that returns `cut`.
+        cut_choice: how that cut was chosen.
     """
 
     step: int
@@ -67,6 +70,8 @@ class Timeline:
     transfers: tuple[TimelineTransfer, ...]
     clock_error_s: float = 0.0
     count_works: Callable[[], Sequence[TaskWork]] = field(default=tuple, repr=False, compare=False)
+    find_cut: Callable[[], LoopCut | None] = field(default=no_cut, repr=False, compare=False)
+    cut_choice: CutChoice = ""
 
     @cached_property
     def works(self) -> tuple[TaskWork, ...]:
@@ -75,8 +80,17 @@ class Timeline:
         """
         return tuple(self.count_works())
 
+    @cached_property
+    def cut(self) -> LoopCut | None:
+        """The cut of the step's one loop into stages, by which a cost model knows which layers a task has.
+
+        None if nobody knows, or if the step has no loop or several.
+        """
+        return self.find_cut()
+
     def __getstate__(self) -> dict[str, Any]:  # a function cannot be pickled
-        return {**self.__dict__, "works": self.works, "count_works": tuple}
+        known = {"works": self.works, "count_works": tuple, "cut": self.cut, "find_cut": no_cut}
+        return {**self.__dict__, **known}
 
     @property
     def events(self) -> tuple[TimelineEvent, ...]:
@@ -149,9 +163,11 @@ class Timeline:
         return median(self.task_times[kind])
 
     def __repr__(self) -> str:
-        return f"<Timeline: {self._title()}; print() it, .events, .transfers, .shares, .bill, .write(path)>"
+        return f"<Timeline: {self.title}; print() it, .events, .transfers, .shares, .bill, .write(path)>"
 
-    def _title(self) -> str:
+    @property
+    def title(self) -> str:
+        """A line of text that names the step, with its time and the number of actors."""
         clocks = f", clocks within {_time(self.clock_error_s)}" if self.clock_error_s else ""
         actors = f"{len(self.actors)} actor{'s' if len(self.actors) != 1 else ''}"
         return f"step {self.step} of {self.name!r}: {_time(self.duration_s)} on {actors}{clocks}"
@@ -159,15 +175,46 @@ class Timeline:
     def __str__(self) -> str:
         tasks = [(kind, len(t), median(t), sum(t)) for kind, t in self.task_times.items()]
         tables = _shares_table(self.shares), _tasks_table(tasks), _breakdown_table(self.bill)
-        return "\n\n".join((self._title(), *tables))
+        return visible(
+            "\n\n".join((self.title, *tables, "\n".join(("what to do:", *map(str, advise(self))))))
+        )
+
+    def to_drawing(self, **options: Any) -> Drawing:
+        """Return the step as a drawing; see `drawing.draw_timeline`."""
+        return draw_timeline(self, **options)
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """Return this step as a dictionary of Chrome's trace events; see `chrome_trace`."""
         return chrome_trace([self])
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write this step to a file as a trace for Perfetto; see `write_trace`."""
+        """Write this step to a file, for Perfetto and for `load_timelines`; see `write_trace`."""
         write_trace(path, [self])
+
+
+def load_timelines(path: str | os.PathLike[str]) -> list[Timeline]:
+    """Return the steps of a file that `Timeline.write` or `write_trace` has written, without works.
+
+    Args:
+        path: the file.
+
+    Raises:
+        TimelineError: the file has no steps, or those of another version, or it is damaged.
+        OSError: the file cannot be read.
+    """
+    return [
+        Timeline(
+            step=saved.step,
+            name=saved.name,
+            origin_s=saved.origin_s,
+            duration_s=saved.duration_s,
+            actors=saved.actors,
+            transfers=pair_transfers(saved.actors),
+            clock_error_s=saved.clock_error_s,
+            cut_choice=saved.cut_choice,
+        )
+        for saved in read_steps(path)
+    ]
 
 
 def make_timeline(
@@ -176,6 +223,8 @@ def make_timeline(
     origin_s: float,
     recorded: Mapping[ActorId, Recorded],
     count_works: Callable[[], Sequence[TaskWork]] = tuple,
+    find_cut: Callable[[], LoopCut | None] = no_cut,
+    cut_choice: CutChoice = "",
 ) -> Timeline:
     """Return the timeline of a finished step.
 
@@ -185,6 +234,8 @@ def make_timeline(
         origin_s: when the controller sent the step, in seconds of the controller's clock.
         recorded: what the controller recorded of each actor's part.
         count_works: a function that returns the work of each executable of the step, by its index.
+        find_cut: a function that returns the cut of the step's loop into stages, or None.
+        cut_choice: how that cut was chosen.
 
     Raises:
         ValueError: the number of an actor's time stamps does not fit its program.
@@ -208,6 +259,8 @@ def make_timeline(
         transfers=pair_transfers(actors),
         clock_error_s=aligned.pair_error_s,
         count_works=count_works,
+        find_cut=find_cut,
+        cut_choice=cut_choice,
     )
 
 
@@ -255,7 +308,7 @@ def _breakdown_table(bill: StepBreakdown) -> str:
         rows.append((item, _time(seconds), _share(seconds, bill.total_s), why))
     allowed = f"{_time(bill.bound_s)} (compute, imbalance, schedule) at best"
     took = f"{_time(bill.span_s)} taken (all but queue and reply)"
-    ratio = f"{bill.efficiency:.0%} of what the schedule allows: {allowed}, {took}"
+    ratio = f"{bill.efficiency:z.0%} of what the schedule allows: {allowed}, {took}"
     rows.append(("", _time(bill.total_s), "100%", ratio))
     return _table(("bill", "time", "share", ""), rows, left=(0, 3))
 
@@ -277,225 +330,4 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: tuple[int
         table.add_column(name, justify="left" if k in left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    out = io.StringIO()
-    Console(file=out, width=200, color_system=None, highlight=False, markup=False).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().split("\n"))
-
-
-# ---------------------------------------------------------------- trace
-
-_LEAST_US = 0.001
-"""The shortest length of a slice in microseconds, which is one nanosecond. Perfetto counts nanoseconds, and
-an arrow cannot begin or end in a slice of zero length.
-"""
-
-_KINDS = ("steps", "tasks", "sends", "receives")
-"""The kinds of threads of a process in the trace, from top to bottom. Slices of one kind that overlap are
-drawn on several threads.
-"""
-
-_CONTROLLER = 1
-"""The number of the controller's process in the trace; the actors' processes follow. The number is not 0,
-because viewers take process 0 for an idle processor.
-"""
-
-_Key: TypeAlias = tuple[ActorId, int]
-"""The key of one instruction: the actor and the index of the instruction in its program."""
-
-
-def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:
-    """Return several steps of one mesh as one trace in Chrome's event format.
-
-    Args:
-        timelines: the steps, in any order.
-
-    Returns:
-        The trace, ready for `json.dump`: `{"traceEvents": [...], "displayTimeUnit": "ms"}`.
-    """
-    timelines = sorted(timelines, key=lambda t: t.origin_s)
-    names = {_CONTROLLER: "controller", **_names(timelines)} if timelines else {}
-    tracks = _Tracks(timelines[0].origin_s if timelines else 0.0, first_tid=max(names, default=0) + 1)
-    for pid, name in names.items():
-        tracks.process(pid, name)
-    for timeline in timelines:
-        tracks.origin_s = timeline.origin_s
-        details = {"name": timeline.name, "clock_error_us": round(timeline.clock_error_s * 1e6, 3)}
-        tracks.add(_CONTROLLER, "steps", f"step {timeline.step}", 0.0, timeline.duration_s, details)
-        _add_transfers(tracks, timeline, _add_actors(tracks, timeline))
-    return {"traceEvents": [*tracks.names, *tracks.events], "displayTimeUnit": "ms"}
-
-
-def write_trace(path: str | os.PathLike[str], timelines: Iterable[Timeline]) -> None:
-    """Write several steps of one mesh to a file as one trace for https://ui.perfetto.dev or chrome://tracing.
-
-    Args:
-        path: the file to write.
-        timelines: the steps, in any order.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(chrome_trace(timelines), file, separators=(",", ":"))
-
-
-def _names(timelines: Sequence[Timeline]) -> dict[int, str]:
-    """Return a name for each actor's process in the trace, by the number of that process.
-
-    The name lists the hosts and pids of the actor. An actor that was replaced in a restart had several, but
-    it is one process in the trace.
-    """
-    places: dict[ActorId, dict[str, None]] = {}
-    for actor in (actor for timeline in timelines for actor in timeline.actors):
-        known = places.setdefault(actor.actor, {})
-        if actor.host:
-            known[f"{actor.host}, pid {actor.pid}"] = None
-    return {
-        _process(actor): f"actor {actor}" + (f" ({', then '.join(places[actor])})" if places[actor] else "")
-        for actor in sorted(places)
-    }
-
-
-def _add_actors(tracks: _Tracks, timeline: Timeline) -> dict[_Key, _Slice]:
-    """Add a slice to the trace for each task, send and receive of a step.
-
-    Returns:
-        The slices by actor and instruction index.
-    """
-    sent_s = {(t.receive.actor, t.receive.instruction): t.send.start_s for t in timeline.transfers}
-    slices: dict[_Key, _Slice] = {}
-
-    def shown_from(event: TimelineEvent) -> float:
-        """Return when the slice of an event starts.
-
-        The slice of a receive starts with its send, because a receive is posted long before its data is sent.
-        """
-        sent = sent_s.get((event.actor, event.instruction), event.start_s)
-        return min(max(event.start_s, sent), event.end_s)
-
-    for actor in timeline.actors:
-        # In order of time, because `_Tracks.add` reuses a thread as soon as it is free.
-        for event in sorted(actor.events, key=lambda e: (shown_from(e), e.instruction)):
-            kind = {"run": "tasks", "send": "sends", "recv": "receives"}.get(event.kind)
-            if kind is not None:
-                details = _details(event, timeline.step)
-                drawn = tracks.add(
-                    _process(event.actor), kind, event.label, shown_from(event), event.end_s, details
-                )
-                slices[event.actor, event.instruction] = drawn
-    return slices
-
-
-def _add_transfers(tracks: _Tracks, timeline: Timeline, slices: Mapping[_Key, _Slice]) -> None:
-    for transfer in timeline.transfers:
-        send, receive = transfer.send, transfer.receive
-        if transfer.duration_s >= 0:  # otherwise the clocks are wrong: draw no arrow into the past
-            tracks.arrow(
-                send.label, slices[send.actor, send.instruction], slices[receive.actor, receive.instruction]
-            )
-
-
-def _process(actor: ActorId) -> int:
-    return _CONTROLLER + 1 + actor
-
-
-def _details(event: TimelineEvent, step: int) -> dict[str, Any]:
-    details: dict[str, Any] = {"step": step, "instruction": event.instruction, "text": event.text}
-    if event.kind == "send":
-        details |= {"bytes": event.size_bytes, "tag": event.tag, "to_actor": event.peer}
-    elif event.kind == "recv":
-        details |= {"bytes": event.size_bytes, "tag": event.tag, "from_actor": event.peer}
-        details["posted_us_before_data"] = round(event.duration_s * 1e6, 3)
-    return details
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    pid: int
-    tid: int
-    start_us: float
-    end_us: float
-
-
-@dataclass(slots=True)
-class _Tracks:
-    """A collector of a trace's events, which puts overlapping slices on different threads.
-
-    Args:
-        first_s: the time that is zero in the trace, in seconds of the controller's clock.
-        first_tid: the first thread number. All thread numbers differ from all process numbers, since viewers
-            take a thread with its process's number for the main thread.
-
-    Attributes:
-        origin_s: the start of the current step, from which the times given to `add` are counted.
-        names: the trace events that name processes and threads.
-        events: the trace events of slices and arrows.
-    """
-
-    first_s: float
-    first_tid: int
-    origin_s: float = 0.0
-    names: list[dict[str, Any]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    _threads: dict[tuple[int, str], list[int]] = field(default_factory=dict)
-    _free_from_us: dict[int, float] = field(default_factory=dict)
-    _num_arrows: int = 0
-
-    def process(self, pid: int, name: str) -> None:
-        """Add a process to the trace and give it a name. This must be called once per process."""
-        self.names.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
-        self.names.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
-
-    def add(
-        self, pid: int, kind: str, name: str, start_s: float, end_s: float, details: dict[str, Any]
-    ) -> _Slice:
-        """Add a slice to the trace and return it.
-
-        The slice is put on the first thread of its process and kind that is free at its start.
-
-        Args:
-            pid: the number of the process.
-            kind: the kind of thread, one of `_KINDS`.
-            name: the text on the slice.
-            start_s, end_s: the start and end of the slice, in seconds since `origin_s`.
-            details: what viewers show when the slice is selected.
-        """
-        start_us, end_us = (round((self.origin_s - self.first_s + t) * 1e6, 3) for t in (start_s, end_s))
-        end_us = max(end_us, round(start_us + _LEAST_US, 3))
-        tid = self._free_thread(pid, kind, start_us)
-        self._free_from_us[tid] = end_us
-        times = {"ts": start_us, "dur": round(end_us - start_us, 3)}
-        self.events.append(
-            {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, **times, "args": details}
-        )
-        return _Slice(pid, tid, start_us, end_us)
-
-    def arrow(self, name: str, start: _Slice, end: _Slice) -> None:
-        """Add an arrow from the start of one slice to the end of another.
-
-        Both ends of the arrow are placed within their slices in time, because viewers attach an end to the
-        slice in which it lies.
-        """
-        self._num_arrows += 1
-        common = {"cat": "transfers", "name": name, "id": self._num_arrows}
-        # still within the slice if viewers truncate it
-        arrives_us = round(max(end.start_us, end.end_us - 2 * _LEAST_US), 3)
-        self.events.append({"ph": "s", "pid": start.pid, "tid": start.tid, "ts": start.start_us, **common})
-        self.events.append({"ph": "f", "bp": "e", "pid": end.pid, "tid": end.tid, "ts": arrives_us, **common})
-
-    def _free_thread(self, pid: int, kind: str, at_us: float) -> int:
-        threads = self._threads.setdefault((pid, kind), [])
-        for tid in threads:
-            if self._free_from_us[tid] <= at_us:
-                return tid
-        tid = self.first_tid + len(self._free_from_us)  # unique in the trace, as some viewers require
-        name, order = (
-            kind + (f" {len(threads) + 1}" if threads else ""),
-            _KINDS.index(kind) * 1000 + len(threads),
-        )
-        common = {"ph": "M", "pid": pid, "tid": tid}
-        self.names.append({**common, "name": "thread_name", "args": {"name": name}})
-        self.names.append({**common, "name": "thread_sort_index", "args": {"sort_index": order}})
-        threads.append(tid)
-        self._free_from_us[tid] = at_us
-        return tid
+    return table_as_text(table, 200)

@@ -60,8 +60,9 @@ class Harness:
         self.transports[actor] = self.transport_type(self.network, actor)
         return self.transports[actor]
 
-    def _replied(self, message, number):
-        self.waiting.pop(number).set_result(message)
+    def _replied(self, message, number=None):
+        if number is not None:  # else it is a report of how far a `Load` is
+            self.waiting.pop(number).set_result(message)
 
     async def start(self, actor, kind, **fields):
         """Send a request; returns the future of its reply."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpp_async.actors.executables import SelfChecked, call_checked
+from jaxpp_async.actors import executables
+from jaxpp_async.actors.executables import Executable, Executables, SelfChecked, call_checked
 
 NAN, INF = jnp.array([1.0, jnp.nan]), jnp.array([jnp.inf])
 
@@ -50,3 +54,21 @@ def test_an_executable_that_looks_at_itself_names_the_first_operation_of_its_las
     assert run.explain() is None  # not called yet
     assert list(run(NAN)) == [NAN]
     assert run.explain() == "a.py:2: invalid value (nan) encountered in log; batch had one already"
+
+
+async def test_each_executable_that_is_compiled_is_told_and_whence_it_came(monkeypatch):
+    def compile_blob(blob, donated, devices):
+        return Executable(lambda: [], 0, (), (), is_cached=blob == b"cached")
+
+    monkeypatch.setattr(executables, "compile_blob", compile_blob)
+    no_devices: Any = None
+    told: list[tuple[int, int, int]] = []
+    with ThreadPoolExecutor(1) as workers:
+        here = Executables(no_devices, workers)
+        here.add_blobs({"a": b"cached", "b": b"new", "c": b"new"})
+        await here.load([("a", ()), ("b", ()), ("a", ())], lambda *counts: told.append(counts))
+        assert told == [(0, 2, 0), (1, 2, 1), (2, 2, 1)]
+        await here.load([("a", ()), ("c", ())], lambda *counts: told.append(counts))
+        assert told[3:] == [(0, 1, 0), (1, 1, 0)]
+        await here.load([("a", ())], lambda *counts: told.append(counts))
+    assert len(told) == 5

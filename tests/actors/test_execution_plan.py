@@ -7,7 +7,8 @@ from graph_builder import gpipe, pipeline_graph, std_1f1b
 
 from jaxpp_async.actors.execution_plan import BindInput, Execute, PostRecv, StartSend, make_plan
 from jaxpp_async.actors.executor import Executor
-from jaxpp_async.compiler.lowering import lower, peak_plan
+from jaxpp_async.compiler.lowering import lower
+from jaxpp_async.program.buffer_table import peak_plan
 
 
 class Step:

@@ -330,7 +330,7 @@ def test_any_program_finishes_in_any_order_of_completion(seed, ahead):
 
 
 def test_peak_bytes_are_those_that_the_compiler_plans():
-    from jaxpp_async.compiler.lowering import peak_plan
+    from jaxpp_async.program.buffer_table import peak_plan
 
     for seed in range(200):
         rng = random.Random(seed)

@@ -17,7 +17,7 @@ from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 async def main():
     replies = asyncio.Queue()
     network = MemoryNetwork()
-    send = lambda reply, number: replies.put_nowait(reply)
+    send = lambda reply, number=None: number is None or replies.put_nowait(reply)
     actor = Actor(0, make_transport=lambda name, _: MemoryTransport(network, 0), send=send)
     actor.handle(m.Configure(
         spmd_mesh=(("data", 2), ("model", 2)), axis_types=("auto", "auto"), platform="cpu",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpp_async.base.printable import printable, shown
+from jaxpp_async.base.printable import printable, shown, visible
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,9 @@ def test_only_what_utf8_has_no_bytes_for_is_escaped(text, found):
 )
 def test_a_path_is_shown_on_one_line_with_what_cannot_be_seen_escaped(path, found):
     assert shown(path) == found
+
+
+def test_a_terminal_gets_no_commands():
+    assert visible("a\nb\tc") == "a\nb\\tc" and visible("a\nb", keep="") == "a\\nb"
+    assert visible("\x1b]0;title\x07\x1b[2J\u202e") == "\\x1b]0;title\\x07\\x1b[2J\\u202e"
+    assert visible("wei\xdf \U0001f600") == "wei\xdf \U0001f600"

@@ -23,7 +23,8 @@ from paper.models import BFLOAT16, GPT3, LLAMA2, ModelShape, stage_layers, train
 from paper.rows import FSDP, JAXPP, NEMO, SPMD, Row, read_rows
 
 import jaxpp_async as jpp
-from jaxpp_async.program.instructions import runs, task_kind
+from jaxpp_async.program.instructions import runs
+from jaxpp_async.program.task_label import task_kind
 from jaxpp_async.program.work import Collective
 
 ROWS = read_rows()
@@ -72,12 +73,10 @@ def test_eight_stages_of_one_or_two_layers_are_twelve_layers_an_actor():
 
 def test_an_exchange_in_a_ring():
     # 7 steps of 3.4 us and 100 MB at 450 GB/s; between nodes one step of 14 us and 50 MB at 50 GB/s, twice.
-    assert PERFECT.exchange_s("all-gather", 8, 800e6, in_node=True) == pytest.approx(
+    assert PERFECT.exchange_s("all-gather", costs.MODEL, 8, 800e6) == pytest.approx(
         7 * (3.4e-6 + 100e6 / 450e9)
     )
-    assert PERFECT.exchange_s("all-reduce", 2, 100e6, in_node=False) == pytest.approx(
-        2 * (14e-6 + 50e6 / 50e9)
-    )
+    assert PERFECT.exchange_s("all-reduce", costs.DATA, 2, 100e6) == pytest.approx(2 * (14e-6 + 50e6 / 50e9))
 
 
 @pytest.mark.parametrize(("nodes", "factor"), [(8, 1), (64, 1), (128, 1.1), (256, 1.21)])
@@ -86,8 +85,10 @@ def test_stragglers_cost_from_64_nodes_on(nodes, factor):
 
 
 def test_a_backward_hides_its_second_gathers_and_its_scatters():
-    gather, scatter = Collective("all-gather", 8, 1e6), Collective("reduce-scatter", 8, 1e6)
-    small = Collective("all-reduce", 8, 10.0)
+    gather, scatter, small = (
+        Collective(kind, (("model", 8),), size)
+        for kind, size in (("all-gather", 1e6), ("reduce-scatter", 1e6), ("all-reduce", 10.0))
+    )
     forward, backward = [gather, scatter] * 2, [gather, gather, scatter, small] * 2
     assert len(costs.exposed_exchanges(forward)) == 4
     assert costs.exposed_exchanges(backward) == [gather, gather, small, small]

@@ -163,3 +163,24 @@ async def test_files_that_no_manifest_names_go_when_it_is_asked_for(mesh, tmp_pa
     removed = await asyncio.wait_for(Checkpoints(mesh, tmp_path).remove_leftovers(), 60.0)
     assert removed == [str(left)]
     assert [path.name for path in left.parent.iterdir()] == ["notes.txt"]
+
+
+async def test_a_notebook_shows_the_checkpoints_and_the_save_under_way(mesh, tmp_path):
+    checkpoints = Checkpoints(mesh, tmp_path / "a<b")
+    assert repr(checkpoints).endswith("a<b: 0 complete; keeps 3>")
+    await checkpoints.save(7, {})
+    under_way = checkpoints._current = Saving(checkpoints.path(8), 2_000_000)
+    under_way.written_bytes = 500_000
+    html = checkpoints._repr_html_()
+    assert "a&lt;b: 1 complete, the newest of step 7; keeps 3" in html
+    assert html.index("00000008") < html.index(">7<")
+    assert "500 kB of 2 MB" in html and "cannot be read" in html  # the manifest of this mesh is empty
+    under_way.set_outcome()
+    assert "00000008" not in checkpoints._repr_html_()
+
+
+async def test_a_notebook_shows_how_far_a_save_is(tmp_path):
+    saving = Saving(str(tmp_path), 2_000)
+    assert "0 B of 2 kB" in saving._repr_html_() and "being written" in saving._repr_html_()
+    saving.set_outcome(CheckpointError("the disk is <full>"))
+    assert "failed: the disk is &lt;full&gt;" in saving._repr_html_()

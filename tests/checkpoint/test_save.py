@@ -1,4 +1,4 @@
-"""Direct tests of who writes what of a checkpoint, how a save ends, and what is removed behind it."""
+"""Direct tests of how a save ends, and what is removed behind it."""
 
 from __future__ import annotations
 
@@ -8,87 +8,19 @@ import socket
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from jaxpp_async.checkpoint import save
 from jaxpp_async.checkpoint.save import (
     FileRemovals,
-    SavedArray,
     Saving,
     checkpoint_failure,
     in_thread,
-    make_save_plan,
 )
-from jaxpp_async.checkpoint.trees import Leaves
-from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ActorDiedError, CheckpointError, RemoteError
-from jaxpp_async.layout.array_parts import Scattering, parts_of
-from jaxpp_async.program.instructions import Aval
 from jaxpp_async.protocol.actor_info import Topology
 from jaxpp_async.protocol.messages import Done
 from jaxpp_async.protocol.task_group import OwnedTasks
-from jaxpp_async.session.remote_array import RemoteArray
-
-
-class Mesh:
-    """Stands in for a mesh's owner of arrays."""
-
-    def release(self, array) -> None: ...
-
-
-MESH = Mesh()
-
-# ---------------------------------------------------------------- who writes what
-
-
-def array(array_id: int, *actors: int, size: int = 4, spec=()) -> RemoteArray:
-    return RemoteArray(MESH, array_id, ValueType(Aval((size,), "float32", spec)), actors)
-
-
-def plan(arrays: dict[str, RemoteArray], host=(), *, per_actor: int = 1):
-    how = Scattering((("x", 2),), per_actor)
-    controller = SimpleNamespace(processes=Topology(2, per_actor), scattering=how)
-    return make_save_plan(Leaves(arrays, dict(host), {}, {}), controller)
-
-
-def names(files) -> dict[int, list[list[str]]]:
-    return {process: [[entry.name for entry in file] for file in each] for process, each in files.items()}
-
-
-def test_an_array_on_one_actor_is_written_there_and_one_on_several_where_least_is_written():
-    made = plan({"a": array(1, 0), "b": array(2, 1, size=2), "both": array(3, 0, 1)})
-    assert made.snapshots == {0: (1,), 1: (2, 3)}
-    assert names(made.files) == {0: [["a"]], 1: [["b", "both"]]}
-
-
-def test_an_array_at_two_places_of_a_tree_is_taken_once_and_written_under_both_names():
-    tied = array(1, 0)
-    made = plan({"embed": tied, "head": tied}, host=[("x", np.zeros(2, np.int8))])
-    assert made.snapshots == {0: (1,)}
-    assert names(made.files) == {0: [["embed", "head"]]}
-    assert made.size_bytes == 2 * 16 + 2
-
-
-def test_files_are_of_about_one_size_and_no_array_is_cut(monkeypatch):
-    monkeypatch.setattr(save, "FILE_BYTES", 32)
-    sizes = {"a": 4, "b": 4, "c": 16, "d": 1}
-    made = plan({name: array(k, 0, size=size) for k, (name, size) in enumerate(sizes.items())})
-    assert names(made.files) == {0: [["a", "b"], ["c"], ["d"]]}
-
-
-def test_of_an_actor_of_two_processes_each_writes_the_parts_that_it_owns():
-    made = plan({"split": array(1, 0, spec=("x",)), "whole": array(2, 0)}, per_actor=2)
-    assert names(made.files) == {0: [["split[0]", "whole"]], 1: [["split[2]"]]}
-    assert made.snapshots == {0: (1, 2), 1: (1,)}
-    assert [entry.number for file in made.files[1] for entry in file] == [1]
-
-
-def test_a_part_is_named_by_where_it_begins():
-    part = parts_of(Aval((2, 4), "float32", (None, "x")), (("x", 2),))[1]
-    assert (SavedArray(1, "w", part).name, SavedArray(1, "w", part).number) == ("w[0,2]", 1)
-    assert (SavedArray(1, "w").name, SavedArray(1, "w").number) == ("w", -1)
-
 
 # ---------------------------------------------------------------- how it ends
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxpp_async.checkpoint import manifest as m
-from jaxpp_async.checkpoint.restore import load_manifest
+from jaxpp_async.checkpoint.stored import load_manifest
 from jaxpp_async.errors import CheckpointError
 from jaxpp_async.storage import checkpoint_folder, tensor_files
 from jaxpp_async.storage.tensor_files import WantedArray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,8 @@ from planning import f32
 import jaxpp_async as jpp
 from jaxpp_async.compiler.continued_arguments import changed_arguments, continued_arguments, result_positions
 from jaxpp_async.compiler.trace import trace
+from jaxpp_async.program.instructions import Aval
+from jaxpp_async.program.leaf_parts import Parts
 
 
 class State(NamedTuple):
@@ -176,3 +179,17 @@ def test_only_donated_arguments_are_looked_at():
     t = traced(lambda x, y: (x[:1], y[:1]), A, B)
     assert changed_arguments(t, [1], {}) == ["second float32[3] as result[1] float32[1]"]
     assert changed_arguments(t, [], {}) == []
+
+
+def test_a_leaf_in_parts_is_named_and_typed_as_a_whole():
+    t = traced(lambda x: jnp.concatenate([x, x]), f32(4))
+    first, second = (t.types.new(replace(t.types[v], aval=Aval((2,), "float32"))) for v in t.flat.inputs * 2)
+    parts = Parts(0, (0, 2, 4))
+    divided = replace(
+        t,
+        flat=replace(t.flat, inputs=(first, second)),
+        arg_names=parts.names("first"),
+        arg_of=(0, 0),
+        argument_parts=(parts,),
+    )
+    assert changed_arguments(divided, [0], {}) == ["first float32[4] as result float32[8]"]

@@ -12,15 +12,16 @@ from jax import lax
 from planning import f32, heavy, plan_step, sent
 
 import jaxpp_async as jpp
-from jaxpp_async.compiler.cut import cut_loops, marks_of, work_between_marks
+from jaxpp_async.compiler.cut import cut_choice_of, cut_loops, marks_of, work_between_marks
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.export_cache import ExportCache
 from jaxpp_async.compiler.ir import Loop
 from jaxpp_async.compiler.partition import partition
 from jaxpp_async.compiler.pipeline import StepRequest, compile_step
 from jaxpp_async.compiler.trace import trace
-from jaxpp_async.errors import ScheduleError, StageError, UnsupportedError
+from jaxpp_async.errors import PlanError, ScheduleError, StageError, UnsupportedError
 from jaxpp_async.schedules.cut import Cut
+from jaxpp_async.schedules.planned import PlannedSchedule
 
 D = 4
 X = f32(3, 2, D)  # 3 microbatches of 2 rows
@@ -53,8 +54,8 @@ def step_of(schedule, loss=chain):
     return step
 
 
-def loops_of(fn, *args, schedule=None):
-    traced = cut_loops(trace(fn, args), schedule)
+def loops_of(fn, *args, schedule=None, actors=3):
+    traced = cut_loops(trace(fn, args), schedule, actors)
     return [op for op in traced.flat.ops if isinstance(op, Loop)], traced.types
 
 
@@ -64,6 +65,26 @@ def cut(schedule, loss=chain, ws=SIX, x=X, **options):
 
 
 # ---------------------------------------------------------------- marks that are named
+
+
+def test_a_plan_for_another_step_is_refused():
+    rows = tuple(map(tuple, jpp.Std1F1B(3).tasks(3, 3)))
+    names = tuple(f"layer {i}" for i in range(5))
+    plan = PlannedSchedule(rows, (1, 3), mark_names=names)
+    staged = cut(plan)
+    assert staged.loop.cut is not None and staged.loop.cut.boundaries == (1, 3)
+    with pytest.raises(PlanError, match=r"a step with 5 marks .*, and the loop at .*test_cut.py:\d+ has 4"):
+        cut(plan, ws=FIVE)
+    other = PlannedSchedule(rows, (1, 3), mark_names=("embedding", *names[1:]))
+    with pytest.raises(PlanError, match=r"mark 0 has the name 'embedding', and .* the name 'layer 0'; plan"):
+        cut(other)
+
+    def twice(ws, batch):
+        step = step_of(plan)
+        return step(step(ws, batch)[0], batch)
+
+    with pytest.raises(PlanError, match=r"with one loop, and the step has 2 loops, at .*test_cut.py:\d+ and"):
+        loops_of(twice, SIX, X)
 
 
 @pytest.mark.parametrize("stages", [[1, 3], ["layer 1", "layer 3"], (1, "layer 3")])
@@ -97,7 +118,7 @@ def test_a_cut_equals_that_of_a_model_with_only_these_marks():
 
 def test_without_stages_every_mark_is_a_boundary_and_nothing_is_copied():
     traced = trace(step_of(jpp.GPipe(6)), (SIX, X))
-    after = cut_loops(traced, None)
+    after = cut_loops(traced, None, 6)
     assert [op is item for op, item in zip(after.flat.ops, traced.flat.ops, strict=True)]
     (loop,) = [op for op in after.flat.ops if isinstance(op, Loop)]
     assert loop.cut is None and len(marks_of(loop)) == 5
@@ -218,7 +239,7 @@ def test_a_loop_of_fewer_marks_is_an_error_with_its_line():
 
 
 def test_a_schedule_of_too_few_stages_is_told_of_stages():
-    with pytest.raises(ScheduleError, match="or one whose stages= says which calls end a stage"):
+    with pytest.raises(ScheduleError, match="or give it stages='balanced', or stages="):
         plan_step(step_of(jpp.GPipe(3)), FIVE, X)
 
 
@@ -239,6 +260,30 @@ def test_a_balanced_cut_gives_the_heavy_head_a_stage_of_its_own():
     assert isinstance(chosen, Cut) and chosen.boundaries == (2, 5)
     assert len(chosen.shares) == 3 and sum(chosen.shares) == pytest.approx(1)
     assert chosen.shares[2] > chosen.shares[1] > chosen.shares[0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "choice"),
+    [
+        (jpp.Std1F1B(3, stages="balanced"), "work"),
+        (jpp.Std1F1B(3, stages=[1, 3]), ""),
+        (jpp.Std1F1B(5), ""),
+        (PlannedSchedule(tuple(map(tuple, jpp.GPipe(3).tasks(3, 3))), (1, 3)), "plan"),
+    ],
+)
+def test_how_a_cut_was_chosen_is_known(schedule, choice):
+    traced = cut_loops(trace(step_of(schedule), (FIVE, X)), None, 3)
+    assert cut_choice_of(traced.flat) == choice
+
+
+def test_a_balanced_cut_weighs_the_actors_of_the_schedule():
+    """The head is as heavy as several layers, and shares its actor with the first stage of a V."""
+    ws, x = weights(*[32] * 9, 128), f32(4, 2, 32)
+    (turns,), _ = loops_of(step_of(jpp.Interleaved1F1B(4, stages="balanced")), ws, x, actors=2)
+    (fold,), _ = loops_of(step_of(jpp.ZeroBubbleV(4, stages="balanced")), ws, x, actors=2)
+    assert turns.cut is not None and fold.cut is not None
+    one, other = (cut.shares[0] + cut.shares[3] for cut in (turns.cut, fold.cut))
+    assert abs(turns.cut.shares[0] + turns.cut.shares[2] - 0.5) < 0.06 and abs(other - 0.5) < 0.06 < one - 0.5
 
 
 def test_a_balanced_cut_without_gradients_weighs_the_forward():

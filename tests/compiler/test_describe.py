@@ -28,7 +28,7 @@ from jaxpp_async.compiler.describe import (
 from jaxpp_async.compiler.ir import Flat, Lit
 from jaxpp_async.markers.reductions import Stack, Sum
 from jaxpp_async.program.actor_program import ActorProgram
-from jaxpp_async.program.instructions import Aval, Delete, Input, task_kind
+from jaxpp_async.program.instructions import Aval, Delete, Input
 
 # ---------------------------------------------------------------- texts
 
@@ -235,14 +235,6 @@ def test_phases_are_named_by_the_loops_around_them():
     phases = [reasons.phase(n) for n in placed.graph.nodes if n.task is None and n.label.startswith("outer")]
     assert phases == ["before loop 1", "before loop 2", "after loop 2"]
     assert reasons.num_microbatches == 2
-
-
-@pytest.mark.parametrize(
-    ("label", "expected"),
-    [("bwd(stage 1, mb 13)", "bwd(stage 1)"), ("outer(0, actor 1)", "outer(0, actor 1)")],
-)
-def test_a_task_is_known_without_its_microbatch(label, expected):
-    assert task_kind(label) == expected
 
 
 def test_a_graph_and_its_shardings_are_one_line_a_value():

@@ -13,6 +13,7 @@ from jax import export
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from planning import f32
 
+import jaxpp_async as jpp
 from jaxpp_async.compiler.export import Target, emit, explained, lowering_context, refuse_host_memory
 from jaxpp_async.compiler.ir import Op, Recipe
 from jaxpp_async.errors import ScheduleError, UnsupportedError
@@ -226,3 +227,28 @@ def test_bound_equations_keep_their_line_in_the_executable():
     op = Op("sin", body.refs("a"), body.refs("y"), lambda xs: private_api.bind_eqn(eqn, xs), "l")
     blob = emit(Recipe("fwd0", body.inputs, body.refs("y"), (op,)), body.types, {}, CPU).blob
     assert "test_export.py" in export.deserialize(bytearray(blob)).mlir_module()
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100-sxm"])
+def test_a_ragged_all_to_all_of_tokens_is_exported(device):
+    """Experts that drop no token need one. XLA runs it on GPUs alone, so it is only compiled here."""
+
+    def send(rows):
+        me, half = jax.lax.axis_index("expert"), rows.shape[0] // 2
+        halves, starts = jnp.full(2, half), jnp.array([0, half])
+        return jax.lax.ragged_all_to_all(
+            rows, jnp.zeros_like(rows), starts, halves, jnp.full(2, me * half), halves, axis_name="expert"
+        )
+
+    def loss(weights, x):
+        x = jax.shard_map(send, in_specs=PartitionSpec("expert"), out_specs=PartitionSpec("expert"))(
+            x @ weights[0]
+        )
+        return jnp.mean((jpp.pipeline_yield(x) @ weights[1]) ** 2)
+
+    def step(weights, batch):
+        return jpp.accumulate_grads(lambda mb: jax.grad(loss)(weights, mb), jpp.Std1F1B(2))(batch)
+
+    machine = jpp.Machine(2, {"expert": 2}, device)
+    done = jpp.compile_for(machine, step, ([f32(4, 4), f32(4, 4)], f32(4, 8, 4)), lower=True)
+    assert "fwd0" in done.passes["emit"] and "bwd0" in done.passes["emit"]

@@ -73,14 +73,58 @@ HALVED = {"bwd1": ["v1 = mul a #0.5"], "bwd0": ["v2 = mul b #0.5"]}
             {"bwd1": ["v1 = convert_element_type a '"], "bwd0": ["v2 = convert_element_type b '"]},
             id="a widening cast is done in each stage",
         ),
+        pytest.param(
+            ["g = sub a b '"],
+            ["a of bwd1", "v1 of bwd0"],
+            ["v2 = add_partial a v1"],
+            {"bwd0": ["v1 = neg b '"]},
+            id="a difference is a sum with a negative",
+        ),
+        pytest.param(
+            ["f[] = reduce_max z", "s = sub a b '", "g = mul s f '"],
+            ["v3 of bwd1", "v2 of bwd0"],
+            ["v4 = add_partial v3 v2"],
+            {"bwd1": ["v3 = mul a f '"], "bwd0": ["v1 = neg b '", "v2 = mul v1 f '"]},
+            id="a scalar of an earlier task is sent",
+        ),
+        pytest.param(
+            ["s = add_any a b '", "m:bool[] = gt loss #1.0", "g:float32[3,3] = select_n m zeros s '"],
+            ["v1 of bwd1", "v2 of bwd0"],
+            ["v3 = add_partial v1 v2"],
+            {"bwd1": ["v1 = select_n m a '"], "bwd0": ["v2 = select_n m b '"]},
+            id="a choice between a sum and zeros is made in each stage",
+        ),
+        pytest.param(
+            ["m:bool[] = gt loss #1.0", "g:float32[3,3] = select_n m a b '"],
+            ["v1 of bwd1", "v2 of bwd0"],
+            ["v3 = add_partial v1 v2"],
+            {"bwd1": ["v1 = select_n m a '"], "bwd0": ["v2 = select_n m b '"]},
+            id="a choice between gradients of two stages",
+        ),
     ],
 )
 def test_a_gradient_of_two_stages_is_accumulated_in_each_and_joined_behind_the_loop(
     lines, parts, epilogue, added
 ):
     body = two_stages()
-    body.add("a2[3,3] = dot_general dy y '", *lines)
+    body.add("a2[3,3] = dot_general dy y '", "zeros[3,3] = broadcast_in_dim #0.0", *lines)
     assert texts(body, found_for(body, "g")) == (parts, epilogue, added)
+
+
+def test_nothing_is_added_to_a_task_for_an_operation_that_stays_in_the_loop():
+    body = two_stages()
+    body.add("s = add_any a b '", "m = mul s #0.5", "g:bfloat16 = convert_element_type m '")
+    assert texts(body, found_for(body, "g")) == (["g of bwd0"], None, {"bwd1": [], "bwd0": []})
+
+
+def test_a_choice_of_zero_or_a_part_has_zeros_elsewhere():
+    body = two_stages()
+    body.add("m[3,3] = broadcast_in_dim #1.0")
+    body.add("g = select_n m a b '", run=lambda xs: [np.where(xs[0], xs[2], xs[1])])
+    found = found_for(body, "g")
+    mask = np.array([True, False])
+    parts = [op.run([mask, np.array([1.0, 2.0])])[0] for ops in found.added.values() for op in ops]
+    assert [part.tolist() for part in parts] == [[0.0, 2.0], [1.0, 0.0]]
 
 
 def test_what_the_epilogue_replaces_is_dropped_from_the_loop():
@@ -104,6 +148,15 @@ def test_what_the_epilogue_replaces_is_dropped_from_the_loop():
         pytest.param(["s = add_any a b '", "g = add_any s #1.0 '"], "bwd0", id="a constant added"),
         pytest.param(["s = add_any a b '", "g = div #1.0 s '"], "bwd0", id="a division by a sum"),
         pytest.param(["s = add_any a b '", "g = mul s s '"], "bwd0", id="a square"),
+        pytest.param(["s = add_any a b '", "k = mul z z", "g = mul s k '"], "bwd0", id="a large factor"),
+        pytest.param(
+            ["f[] = reduce_sum b '", "s = add_any a b '", "g = mul s f '"], "bwd0", id="a later scalar"
+        ),
+        pytest.param(
+            ["m:bool[] = gt loss #1.0", "g:float32[3,3] = select_n m b w '"],
+            "bwd0",
+            id="a choice of a weight",
+        ),
         pytest.param(
             ["s = add_any a b '", "k = mul s s '", "g = add_any s k '"], "bwd0", id="a sum used twice"
         ),

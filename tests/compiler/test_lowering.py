@@ -19,16 +19,15 @@ from hypothesis import strategies as st
 from program_text import parse_program
 
 from jaxpp_async.compiler.lowering import (
-    PeakPlan,
     donate_buffers,
     insert_transfers,
     lower,
-    peak_plan,
     plan_transfers,
 )
 from jaxpp_async.compiler.verify import verify_graph, verify_programs, verify_together
 from jaxpp_async.program.actor_program import ActorProgram, format_program
-from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Run, Send, runs
+from jaxpp_async.program.buffer_table import peak_plan
+from jaxpp_async.program.instructions import Recv, Run, runs
 
 # ---------------------------------------------------------------- small graphs
 
@@ -430,30 +429,6 @@ def test_peak_of_gpipe_follows_the_formula(num_microbatches):
     first, last = _peaks(gpipe, 2, num_microbatches)
     assert first == num_microbatches * residual + weight + 3 * activation
     assert last == num_microbatches * residual + weight + activation
-
-
-# ---------------------------------------------------------------- peak bytes
-
-A, B = Aval((10,), "float32"), Aval((3,), "bfloat16", ("data",))
-
-
-@pytest.mark.parametrize(
-    "instructions, uncounted, plan",
-    [
-        ((), (), PeakPlan(0, 0)),
-        ((Input(0, 0),), (0,), PeakPlan(0, 0)),
-        ((Recv(0, 1, 0), Recv(1, 1, 1)), (), PeakPlan(46, 1)),
-        ((Recv(0, 1, 0), Run("f", 0, (0,), (1,)), Delete(0), Delete(1)), (), PeakPlan(46, 1)),
-        ((Recv(0, 1, 0), Delete(0), Recv(1, 1, 1)), (), PeakPlan(40, 0)),
-        ((Run("f", 0, (), (0,)), Run("g", 1, (0,), (2,), (0,))), (), PeakPlan(40, 0)),
-        ((Run("f", 0, (), (0,)), Run("g", 1, (0,), (2,), ())), (), PeakPlan(80, 1)),
-        ((Run("f", 0, (), (0,)), Output(0, 0), Output(0, 1), Run("g", 1, (), (2,), ())), (), PeakPlan(40, 0)),
-        ((Run("f", 0, (), (0, 1, 2)),), (0, 2), PeakPlan(6, 0)),
-        ((Run("f", 0, (), (0,)), Send(0, 1, 0), Delete(0), Run("f", 0, (), (2,))), (), PeakPlan(40, 0)),
-    ],
-)
-def test_peak_plan(instructions, uncounted, plan):
-    assert peak_plan(ActorProgram(0, instructions, (A, B, A), frozenset(uncounted))) == plan
 
 
 # ---------------------------------------------------------------- random graphs

@@ -17,7 +17,7 @@ from jaxpp_async.compiler.trace import trace
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Input
 
-PASSES = ["trace", "partition", "schedule", "place", "shard", "transfer", "donate", "delete"]
+PASSES = ["trace", "hoist", "partition", "schedule", "place", "shard", "transfer", "donate", "delete"]
 
 
 def train(w, batch):

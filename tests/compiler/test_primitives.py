@@ -51,6 +51,7 @@ NOT_AGAIN |= {"global_array_to_host_local_array"}  # there once `multihost_utils
 NOT_AGAIN |= {"from_edtype", "random_clone", "stage", "tie", "to_edtype", "with_memory_space_constraint"}
 
 LISTS = {name: value for name, value in vars(primitives).items() if isinstance(value, frozenset)}
+LISTS |= {name: frozenset(getattr(primitives, name)) for name in ("AFFINE", "LINEAR_IN_ONE")}
 
 
 @pytest.fixture(scope="module")

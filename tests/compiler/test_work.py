@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,6 +18,7 @@ from jaxpp_async.compiler import work
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import Recipe
 from jaxpp_async.compiler.trace import trace
+from jaxpp_async.session import mesh_options
 
 CPU = Target(None, "cpu", {})
 
@@ -145,6 +149,54 @@ def test_an_argument_that_is_not_read_and_what_an_index_skips_cost_nothing():
     assert update[0].size_bytes == 4 * 2 * 4 * 8
 
 
+# ---------------------------------------------------------------- temporaries
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "within"),
+    [
+        (mlp, [(512, 64), (64, 256), (256, 64)], (0.5, 2.0)),
+        (attention, [(4, 128, 64), (64, 192), (64, 64)], (0.5, 2.0)),
+        (lambda x: jnp.sum(jnp.tanh(x) ** 2), [(512, 512)], (0, 0)),
+    ],
+    ids=["mlp", "attention", "elementwise"],
+)
+def test_temporaries_are_about_those_of_xla(fn, shapes, within):
+    args = [jax.ShapeDtypeStruct(s, "float32") for s in shapes]
+    analysis = jax.jit(fn).lower(*args).compile().memory_analysis()
+    least, most = within
+    found = counted(fn, *shapes)[0].temp_bytes
+    assert least * analysis.temp_size_in_bytes <= found <= most * analysis.temp_size_in_bytes + 64
+
+
+def test_attention_does_not_hold_the_scores_of_all_its_layers():
+    def layers(n):
+        def fn(x, w):
+            for _ in range(n):
+                p = jax.nn.softmax(jnp.einsum("sd,td->st", x, x))
+                x = (p @ x) @ w
+            return x
+
+        return counted(fn, (1024, 8), (8, 8))[0].temp_bytes
+
+    assert layers(4) == pytest.approx(layers(1), rel=0.05) and 1 <= layers(1) / (4 * 1024**2) < 2.1
+
+
+def test_temporaries_of_a_loop_are_those_of_one_iteration_and_sharded_ones_are_parts():
+    def body(c, w):
+        return jnp.tanh(jnp.tanh(c @ w) @ w), jnp.sum(c)
+
+    def looped(x, ws):
+        return lax.scan(body, x, ws)[0] @ ws[0]
+
+    one, many = (counted(looped, (64, 32), (n, 32, 32))[0].temp_bytes for n in (2, 16))
+    assert 64 * 32 * 4 <= one == many
+    split = mesh_options.make_target({"d": 4}, ["auto"], {}, "cpu")
+    whole = counted(lambda x, w: (x @ w) @ w, (64, 32), (32, 32))[0].temp_bytes
+    part = counted(lambda x, w: (x @ w) @ w, (64, 32), (32, 32), specs=[("d",), (), ("d",)], target=split)
+    assert (whole, part[0].temp_bytes) == (64 * 32 * 4, 64 * 32 * 4 / 4)
+
+
 # ---------------------------------------------------------------- whole steps
 
 
@@ -163,7 +215,7 @@ def train_step(layers, schedule):
 
 def by_name(compiled):
     names = [recipe.name for recipe in compiled.placed.recipes]
-    return dict(zip(names, work.works(compiled), strict=True))
+    return dict(zip(names, compiled.works, strict=True))
 
 
 def test_equal_tasks_are_counted_once(monkeypatch):
@@ -174,6 +226,17 @@ def test_equal_tasks_are_counted_once(monkeypatch):
     found = by_name(compiled)
     assert len(counts) <= 8 < 60 < len(found)
     assert found["fwd1"] == found["fwd22"] and found["fwd1"].key != found["bwd1"].key
+    number = len(counts)
+    assert by_name(compiled) == found and len(counts) == number
+
+
+def test_the_count_outlives_the_step_and_keeps_only_its_operations():
+    compiled = plan_step(train_step(2, jpp.Std1F1B(2)), [f32(8, 8)] * 2, f32(8, 4, 8), actors=2)
+    count, ends = compiled.count_works, [weakref.ref(x) for x in (compiled, compiled.placed, compiled.traced)]
+    del compiled
+    gc.collect()
+    assert [end() for end in ends] == [None] * 3
+    assert count() is count() and len(count()) > 4
 
 
 def test_a_task_has_one_key_in_steps_of_all_schedules_and_lowered_or_not():
@@ -223,6 +286,6 @@ def test_shardings_of_types_count_like_those_that_are_inferred(kind):
     product, weights = 2 * 4 * 8 * 8 / 4, 8 * 8 / 2 * 4
     assert product <= found["fwd0"].flops < 1.3 * product
     assert 3 * product <= found["fwd_bwd1"].flops < 3.6 * product
-    sums = [(c.kind, c.devices, c.size_bytes) for c in found["fwd_bwd1"].collectives]
-    assert ("all-reduce", 2, 2 * 8 * 4) in sums  # of the product of split rows
-    assert ("all-reduce", 2, weights) in sums  # of the gradients over the batch
+    sums = [(c.kind, dict(c.axes), c.size_bytes) for c in found["fwd_bwd1"].collectives]
+    assert ("all-reduce", {"model": 2}, 2 * 8 * 4) in sums  # of the product of split rows
+    assert ("all-reduce", {"data": 2}, weights) in sums  # of the gradients over the batch

@@ -202,7 +202,9 @@ async def test_progress_is_reported_and_every_actor_says_where_it_runs():
         await load(controller, "done")
         infos = controller.actors
     assert said[0] == "starting 2 actors" and said[-1] == "compiling on 2 actors"
-    assert sorted(said[1:3]) == [f"{info} is ready: fake:0" for info in infos]
+    ready, counts = zip(*(text.rsplit(" (", 1) for text in said[1:3]), strict=True)
+    assert sorted(ready) == [f"{info} is ready: fake:0" for info in infos]
+    assert counts == ("1 of 2)", "2 of 2)")
     assert all(info.host == socket.gethostname() and info.pid != os.getpid() for info in infos)
 
 
@@ -340,7 +342,7 @@ async def test_a_failure_that_may_be_a_consequence_waits_for_its_cause(monkeypat
             controller._observe(ProcessDied(controller.actors[0], Death(-9, ())))
             assert controller.cause is not None
         elif then == "a restart":
-            controller._on_restarted([], 0)
+            controller._on_restarted([], 0, 0.0)
         elif then == "the end":
             await controller.aclose()
         await asyncio.sleep(0.1)

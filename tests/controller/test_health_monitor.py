@@ -385,6 +385,18 @@ async def test_a_silence_is_observed_with_the_step_and_the_latest_position(monke
     await mesh.monitor.aclose()
 
 
+async def test_what_actors_do_is_told_without_asking_them(monkeypatch):
+    mesh = Mesh(monkeypatch)
+    assert mesh.monitor.activities() == {}
+    mesh.step({1: at(1, waiting=False, computing=True)})
+    mesh.beat(1)
+    assert mesh.monitor.activities()[1] == ("run fwd(stage 1, mb 0) of step 7", False)
+    mesh.of(1).page = at(4)  # it has gone on since its last heartbeat
+    assert mesh.monitor.activities()[1] == ("run bwd(stage 1, mb 0) of step 7, waiting for data", True)
+    assert mesh.asked == []
+    await mesh.monitor.aclose()
+
+
 # ---------------------------------------------------------------- steps
 
 BEGIN: list[tuple[Any, ...]] = [(2, "step", WAITING), (2, "answer", LOST)]

@@ -90,11 +90,11 @@ def test_a_failure_is_told_if_an_actor_is_gone(log, error, is_told):
 
 
 def test_a_restart_is_told_for_each_that_was_replaced_or_for_the_mesh(log):
-    MeshEvents(log).restarted([ACTOR], 3)
-    MeshEvents(log).restarted([], 2)
+    MeshEvents(log).restarted([ACTOR], 3, 1.5)
+    MeshEvents(log).restarted([], 2, 0.25)
     assert told(log) == [
-        ("restarted", 1, None, f"{WHO} is at work again; steps that are run again: 3"),
-        ("restarted", None, None, "the mesh is at work again; steps that are run again: 2"),
+        ("restarted", 1, None, f"{WHO} is at work again after 1.5 s; steps that are run again: 3"),
+        ("restarted", None, None, "the mesh is at work again after 0.2 s; steps that are run again: 2"),
     ]
 
 

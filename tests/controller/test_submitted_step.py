@@ -12,11 +12,13 @@ from sent_steps import STATS, answer, link, sent_step
 from jaxpp_async.controller.submitted_step import PATIENCE_S, SubmittedStep, UnfinishedSteps
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
 from jaxpp_async.program.actor_program import ActorProgram
-from jaxpp_async.program.instructions import Aval, Run
+from jaxpp_async.program.instructions import Aval, Run, Send
 from jaxpp_async.protocol.clocks import Clock, Reading
 from jaxpp_async.protocol.messages import StepDone, StepStats, step_id
 
 STEP = step_id(7)
+
+ONE_TASK = ActorProgram(0, (Run("f", 0, (), (0,)),), (Aval((), "float32"),))
 
 # ---------------------------------------------------------------- replies
 
@@ -172,7 +174,7 @@ async def test_a_step_that_ran_again_has_the_timeline_of_its_last_run():
 
 async def test_clocks_are_kept_as_they_were_when_the_actor_answered():
     clock = Clock()
-    step = sent_step(STEP, programs={0: ActorProgram(0, (Run("f", 0, (), (0,)),), ())}, clock=clock)
+    step = sent_step(STEP, programs={0: ONE_TASK}, clock=clock)
     clock.note(Reading(step.sent_s, step.sent_s + 100.0, step.sent_s))
     began_s = step.sent_s + 100.0
     answer(step, 0, StepStats(0, 0, 0, 0, 0, struct.pack("<dd", began_s, began_s)))
@@ -331,3 +333,9 @@ async def test_a_step_that_was_left_when_its_loop_was_closed_needs_no_timer(monk
     monkeypatch.setattr(Loop, "is_closed", lambda self: True)
     line.act("!a")
     assert not line.loop.timers
+
+
+async def test_sent_bytes_are_those_of_the_programs_sends():
+    avals = Aval((4, 2), "float32"), Aval((3,), "float64")
+    sends = ActorProgram(0, (Send(0, 1, 0), Send(1, 1, 1), Send(0, 1, 2)), avals)
+    assert sent_step(STEP, [0, 1], {0: sends, 1: ActorProgram(1, (), ())}).sent_bytes() == 32 + 24 + 32

@@ -9,6 +9,7 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from flit_core import buildapi
@@ -17,13 +18,16 @@ CLONE = Path(__file__).parents[2]
 README = CLONE / "README.md"
 
 
+def code_blocks(page: Path, language: str = "python") -> list[str]:
+    """The blocks of code of a page, in the language that their fences name."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A user's folder with both examples in it."""
-    examples = re.findall(
-        r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-    train, test = examples
+    """A user's folder with the example of the README, and the test of docs/howto/testing.md."""
+    (train,), (test,) = code_blocks(README), code_blocks(CLONE / "docs" / "howto" / "testing.md")
     assert len(train.splitlines()) <= 40
     (tmp_path / "train.py").write_text(train, encoding="utf-8")
     (tmp_path / "test_train.py").write_text(test, encoding="utf-8")
@@ -40,6 +44,22 @@ def run(folder: Path, *arguments: str) -> str:
 def test_example_runs_as_printed_and_learns(folder: Path):
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run(folder, "train.py"))]
     assert len(losses) == 6 and losses[-1] < losses[0] / 10
+
+
+def test_the_lines_behind_the_loop_show_which_stage_is_slow(folder: Path):
+    (lines,) = code_blocks(README, "py")
+    text = (folder / "train.py").read_text(encoding="utf-8")
+    loop, main = text.split("\n\n\nif __name__")
+    (folder / "train.py").write_text(
+        f"{loop}\n{indent(lines, 8 * ' ')}\n\nif __name__{main}", encoding="utf-8"
+    )
+    shown = run(folder, "train.py")
+    assert "stage 1" in shown and "imbalance" in shown
+    assert "<html" in (folder / "step.html").read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short_enough_for_a_newcomer():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 130
 
 
 def test_a_users_test_runs_as_printed(folder: Path):

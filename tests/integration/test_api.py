@@ -312,7 +312,7 @@ async def test_what_a_compiled_step_says(remote_mesh):
         f"{task}, mb {i})" for task in ("fwd(stage 0", "fwd_bwd(stage 1", "bwd(stage 0") for i in range(4)
     ]
     assert all(label in text for label in labels)
-    assert list(compiled.passes)[:3] == ["trace", "partition", "schedule"]
+    assert list(compiled.passes)[:3] == ["trace", "hoist", "partition"]
     assert all(isinstance(t, str) and t for t in compiled.passes.values())
     report = compiled.report()
     assert [dict(a.tasks) for a in report.actors] == [

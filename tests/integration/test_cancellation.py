@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 import pytest
+import stacked
 from fake_actor import start_fakes
 from interrupting import WAYS, Point, interrupted, points
 from models import grads_step, mlp
@@ -130,6 +131,22 @@ def move(bench: Bench) -> Operation:
     return move
 
 
+def divide(bench: Bench) -> Operation:
+    halves, quarters = (
+        bench.mesh.distributed(stacked.train_step(schedule))
+        for schedule in (jpp.Std1F1B(2), jpp.Interleaved1F1B(4))
+    )
+    batch = stacked.make_batch()
+
+    async def divide() -> None:
+        state = await bench.mesh.put(stacked.make_state())
+        for step in (halves, quarters, halves):  # each takes it in other parts
+            await bench.mesh.run(step, state, batch)
+        assert_close(await bench.mesh.fetch(state), stacked.make_state())
+
+    return divide
+
+
 def prints(bench: Bench) -> Operation:
     said: list[float] = []
 
@@ -172,6 +189,7 @@ OPERATIONS: dict[str, Callable[[Bench], Operation]] = {
         compile_anew,
         init,
         move,
+        divide,
         prints,
         save,
         restore,

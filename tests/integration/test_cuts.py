@@ -120,3 +120,10 @@ async def test_the_log_and_the_report_say_which_marks_were_chosen(remote_mesh, c
     assert f"step 'step': stages end at marks {chosen}" in caplog.text
     assert f"end at marks {chosen}" in str(compiled.report())
     assert "stage 0 at mark 1 (" in str(compiled.report())
+
+
+async def test_a_timeline_knows_how_its_step_was_cut(remote_mesh):
+    mesh = await remote_mesh(2, launcher="inline")
+    step = mesh.distributed(momentum_step(jpp.Std1F1B(2, stages="balanced")))
+    await mesh.run(step, first_state(), MODEL.batch(0, NUM_MICROBATCHES))
+    assert mesh.last_step_timeline().cut_choice == "work"

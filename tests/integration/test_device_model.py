@@ -240,6 +240,10 @@ async def test_a_mesh_closes_while_a_task_waits(caplog):
         (math.nan, "returned nan; let it return"),
         (math.inf, "returned inf; let it return"),
         (True, "returned True; let it return"),
+        (10**400, "returned 10000.*; let it return"),
+        (SystemExit(3), "raised SystemExit: 3; let it return"),
+        (KeyboardInterrupt(), "raised KeyboardInterrupt: ; let it return"),
+        (ValueError("a\n\x1b[31m"), r"raised ValueError: a\\n\\x1b\[31m; let it return"),
         (None, "returned None; let it return"),
         ("1", "returned '1'; let it return"),
         (
@@ -247,7 +251,7 @@ async def test_a_mesh_closes_while_a_task_waits(caplog):
             r"raised KeyError: 'fwd'; let it return seconds for every executable of the step, ",
         ),
     ],
-    ids=repr,
+    ids=lambda value: repr(value)[:30],
 )
 async def test_a_model_without_an_answer_is_an_error_before_anything_is_loaded(answer, says, monkeypatch):
     class Model:
@@ -256,7 +260,7 @@ async def test_a_model_without_an_answer_is_an_error_before_anything_is_loaded(a
         def task_s(self, work: TaskWork) -> float:
             if not self.broken:
                 return np.float32(0.001)
-            if isinstance(answer, Exception):
+            if isinstance(answer, BaseException):
                 raise answer
             return answer
 
@@ -269,6 +273,6 @@ async def test_a_model_without_an_answer_is_an_error_before_anything_is_loaded(a
         said = r"step '<lambda>': device_model.task_s of '[^']+' \(1 FLOPs\) " + says
         assert re.match(said, str(error.value)), str(error.value)
         assert str(error.value).endswith("of the step, of which nothing has been loaded")
-        assert error.value.__cause__ is (answer if isinstance(answer, Exception) else None)
+        assert error.value.__cause__ is (answer if isinstance(answer, BaseException) else None)
         model.broken = False
         assert await (await mesh.run(step, np.float32(1))) == 2

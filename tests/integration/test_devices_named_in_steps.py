@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from planning import plan_step
 
 import jaxpp_async as jpp
 from jaxpp_async.errors import ShardingError, UnsupportedError
@@ -102,6 +104,25 @@ async def test_shard_map_takes_the_actors_mesh(remote_mesh):
         await mesh.run(mesh.distributed(outside(on_shards(over(2)))), WEIGHTS, BATCH)
     bare = outside(jax.shard_map(lambda y: y * 2, in_specs=P("data"), out_specs=P("data")))
     assert_close(await (await mesh.run(mesh.distributed(bare), WEIGHTS, BATCH)), BATCH[0] @ WEIGHTS[0] * 2)
+
+
+def test_a_shard_map_over_an_axis_that_actors_do_not_have():
+    """The error has the user's line and says what to write, before anything runs."""
+    over_expert = {"in_specs": P("expert"), "out_specs": P("expert")}
+    says = r":\d+: .*axes are \['data'\][\s\S]*expert[\s\S]*give spmd_mesh that axis"
+    for options in (over_expert, over_expert | {"axis_names": {"expert"}}):
+        fn = outside(jax.shard_map(lambda y: y * 2, **options))
+        with pytest.raises(ShardingError, match=Path(__file__).name + says):
+            plan_step(fn, WEIGHTS, BATCH, spmd_mesh={"data": 2})
+
+
+def test_a_shard_map_that_leaves_an_axis_of_the_mesh_to_xla_may_not_split_by_it():
+    """JAX's own words: the mesh has the axis."""
+    options = {"in_specs": P("model"), "out_specs": P(), "axis_names": {"data"}}
+    fn = outside(jax.shard_map(lambda y: y.sum(), **options))
+    with pytest.raises(ValueError, match="marked as manual") as caught:
+        plan_step(fn, WEIGHTS, BATCH, spmd_mesh={"data": 2, "model": 2})
+    assert not isinstance(caught.value, ShardingError)
 
 
 @pytest.mark.parametrize(

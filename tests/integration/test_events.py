@@ -125,8 +125,8 @@ def test_what_is_told():
     mesh_events.recovered(info, 4.0)
     mesh_events.failed(RemoteError("the user's own", actor=1))  # nobody died
     mesh_events.failed(ActorDiedError("actor 1 was killed", actor=1, host="n1", pid=47, step=7))
-    mesh_events.restarted([info], 3)
-    mesh_events.restarted([], 0)
+    mesh_events.restarted([info], 3, 1.5)
+    mesh_events.restarted([], 0, 1.5)
     mesh_events.closed(ActorDiedError("actor 1 was killed"))
     mesh_events.closed(None)
     assert [(event.kind, event.actor, event.step, event.details.get("pid")) for event in log._kept] == [

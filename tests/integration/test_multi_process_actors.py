@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.host_values import HostCopy, HostValues
-from jaxpp_async.checkpoint.restore import load_manifest
+from jaxpp_async.checkpoint.stored import load_manifest
 from jaxpp_async.errors import ActorDiedError, ActorUnresponsiveError, CheckpointError, MeshError
 from jaxpp_async.launch.hosts import addresses_of_hosts, parse_hosts, place, spread
 from jaxpp_async.layout import array_parts

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import pytest
 from docs_code import doc_code
 
@@ -113,3 +114,13 @@ async def test_sigterm_cancels_the_main_task():
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     assert left == ["in order"]
+
+
+async def test_what_is_logged_is_printed_step_by_step(capsys):
+    def train_step(state, batch):
+        return state + batch, state
+
+    await docs["train_and_log"](train_step, jnp.zeros(()), [jnp.ones(())] * 3)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{step} {{'loss': {float(step)}, 'rate': 0.0003}}" for step in range(3)
+    ]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from planning import f32, plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async.compiler.lowering import peak_plan
 from jaxpp_async.launch.inline import InlineLauncher
+from jaxpp_async.program.buffer_table import peak_plan
 from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules import dependencies
 from jaxpp_async.testing import assert_close

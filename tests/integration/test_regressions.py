@@ -174,7 +174,7 @@ async def test_a_copied_result_is_moved_only_once_it_is_whole(remote_mesh):
     def scaled(first, second):
         def step(params, batch):
             def body(x):
-                h = jpp.pipeline_yield(jnp.mean(params[first]) * x)
+                h = jpp.pipeline_yield(jnp.mean(params[first] * x[0]) * x)
                 return jnp.sum(h * jnp.mean(params[second]))
 
             return params, jpp.accumulate_grads(body, jpp.GPipe(2))(batch)

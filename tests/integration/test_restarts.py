@@ -326,6 +326,23 @@ async def test_a_second_death_while_the_first_is_mended(undisturbed):
             assert_same(await losses, undisturbed[i])
 
 
+async def test_a_transfer_that_a_restart_aborts_is_no_further_failure(monkeypatch, undisturbed):
+    """A copy of the state was being made: its end of the survivor fails while the restart is under way."""
+    monkeypatch.setattr(failure_policy, "GRACE_S", 0.0)
+    async with a_mesh(max_restarts=1) as mesh:
+        step = mesh.distributed(train_step, donate_argnums=0)
+        state = start()
+        for i, batch in enumerate(BATCHES[:3]):
+            run = asyncio.ensure_future(mesh.run(step, state, batch))
+            await asyncio.sleep(0)
+            if i == 1:
+                kill(mesh, 0)
+                await until(lambda: mesh._running()._recovery.state is State.RENEWING, every_s=0)
+                mesh._running()._on_transfer_error(TransferError("it was aborted", actor=1))
+            state, losses = await run
+            assert_same(await losses, undisturbed[i])
+
+
 async def test_neighbours_die_one_after_the_other(undisturbed):
     """Each holds the other's copy, and no new one is taken in between."""
     async with a_mesh(backup_every=1000) as mesh:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from built_in import every_schedule
 from models import grads_step, mlp
 
 import jaxpp_async as jpp
@@ -14,21 +15,7 @@ GUESS = jpp.CostModel(
 )
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        jpp.GPipe(4),
-        jpp.Std1F1B(4),
-        jpp.Eager1F1B(4),
-        jpp.Interleaved1F1B(4),
-        jpp.LoopedBFS(4),
-        jpp.ZeroBubbleH1(4),
-        jpp.ZeroBubbleH2(4),
-        jpp.ZeroBubbleV(4),
-        jpp.DualPipeV(4),
-    ],
-    ids=lambda s: type(s).__name__,
-)
+@pytest.mark.parametrize("schedule", every_schedule(4), ids=lambda s: type(s).__name__)
 async def test_simulated_bytes_are_measured_bytes(remote_mesh, schedule):
     mesh, model = await remote_mesh(2, launcher="inline"), mlp(4)
     step = mesh.distributed(grads_step(model, schedule), donate_argnums=0)
@@ -38,6 +25,7 @@ async def test_simulated_bytes_are_measured_bytes(remote_mesh, schedule):
     measured = tuple(s.peak_bytes for s in mesh.last_step_stats())
     assert jpp.simulate(compiled, GUESS, draws=1).peak_bytes == measured
     assert min(measured) > 0
+    assert mesh.last_step_timeline().count_works is compiled.compiled.count_works  # not of the compiled step
 
 
 async def test_costs_of_measured_steps_simulate_another_schedule(remote_mesh, tmp_path):

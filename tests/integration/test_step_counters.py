@@ -141,9 +141,13 @@ async def test_an_empty_step_takes_few_macs_and_calls(remote_mesh, monkeypatch):
         await controller.start_step(SubmittedStep(program_id), {}, {})
     calls: list[int] = []
     package = str(Path(jpp.__file__).parent)
+    comprehensions = {"<listcomp>", "<dictcomp>", "<setcomp>"}  # frames of their own before Python 3.12
 
     def count(frame: Any, event: str, arg: Any) -> None:
-        calls[-1] += event == "call" and frame.f_code.co_filename.startswith(package)
+        code = frame.f_code
+        calls[-1] += (
+            event == "call" and code.co_filename.startswith(package) and code.co_name not in comprehensions
+        )
 
     for _ in range(9):
         calls.append(0)

@@ -259,8 +259,8 @@ def test_a_scan_is_unrolled_at_its_markers(loss, layers):
         sgd(loss), params, X, actors=3, schedules=(jpp.GPipe(3), jpp.Std1F1B(3), jpp.ZeroBubbleH1(3))
     ):
         shapes = Counter(shape for *_, shape in sent(done))
-        # Behind the loop one layer's gradient and the updated stack travel, once.
-        assert shapes[(D, D)] + shapes[(3, D, D)] == 1 and shapes[np.shape(params["layers"])] == 1
+        # Each layer lives with its stage: no gradient and no weight travels.
+        assert not any(len(shape) > 1 and shape[-2:] == (D, D) for shape in shapes)
         assert shapes[ROWS, D] == 4 * MICROBATCHES
 
 

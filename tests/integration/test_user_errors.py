@@ -949,7 +949,7 @@ OPTIONS = [
     (
         {"axis_rules": {"batch": ("data", "model")}, "spmd_mesh": {"data": 1}},
         ShardingError,
-        r"names the axis 'model', but spmd_mesh has \['data'\]",
+        r"names the axis 'model', but spmd_mesh has \['data'\]; give spmd_mesh that axis, or map ",
     ),
     ({"axis_rules": {"batch": 3}}, ShardingError, r"axis_rules\['batch'\] is 3; it is a mesh axis"),
     ({"axis_types": {"x": "auto"}}, MeshError, "axis_types names the axis 'x'"),

@@ -26,7 +26,7 @@ import jaxpp_async as jpp
 from jaxpp_async.base import private_folder
 from jaxpp_async.errors import MeshError
 from jaxpp_async.jax_bridge import jax_config
-from jaxpp_async.jax_bridge.compilation_cache import DEFAULT, default_folder, make_cache
+from jaxpp_async.jax_bridge.compilation_cache import DEFAULT, cache_hits, default_folder, make_cache
 from jaxpp_async.launch import LocalLauncher
 
 MODEL = mlp(2)
@@ -284,3 +284,17 @@ def test_an_entry_is_never_seen_half_written(tmp_path, monkeypatch):
     writer.put("key", entry)
     assert seen == [None, None] and reader.get("key") == entry
     assert [path.name for path in tmp_path.iterdir()] == ["key-cache"]
+
+
+def test_who_compiles_knows_whether_the_cache_had_it():
+    """The suite's own cache is used; the number makes the program one that it has not yet."""
+    odd = float.fromhex(os.urandom(6).hex())
+
+    def compile_it():
+        with cache_hits() as hits, cache_hits() as inner:
+            jax.jit(lambda x: x * 2 + odd).lower(1.0).compile()
+        assert hits == []  # of the inner context alone
+        return len(inner)
+
+    assert compile_it() == 0
+    assert compile_it() == 1

@@ -14,10 +14,10 @@ from jaxpp_async.launch.run_module import command_here, command_there, inherited
 
 
 def test_every_interpreter_is_told_to_leave_the_working_directory_out_of_its_path():
-    assert command_here("jaxpp_async.cli", "doctor")[:2] == [sys.executable, "-P"]
-    assert command_here("jaxpp_async.cli", "doctor")[-2:] == ["jaxpp_async.cli", "doctor"]
-    there = command_there("/opt/python", "jaxpp_async.cli", "doctor")
-    assert (there[:2], there[-3:]) == (["/opt/python", "-P"], ["-m", "jaxpp_async.cli", "doctor"])
+    assert command_here("jaxpp_async.__main__", "doctor")[:2] == [sys.executable, "-P"]
+    assert command_here("jaxpp_async.__main__", "doctor")[-2:] == ["jaxpp_async.__main__", "doctor"]
+    there = command_there("/opt/python", "jaxpp_async.__main__", "doctor")
+    assert (there[:2], there[-3:]) == (["/opt/python", "-P"], ["-m", "jaxpp_async.__main__", "doctor"])
 
 
 @pytest.mark.parametrize(("ignores", "kept"), [(True, {"OTHER"}), (False, {"OTHER", "PYTHONFOO"})])

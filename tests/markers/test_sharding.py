@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -142,6 +144,7 @@ def test_a_prefix_says_the_sharding_of_all_leaves_below_it():
             (2,),
             "in_shardings of arg[0]: dimension 0 of shape (2,) is not divisible by 6 ",
         ),
+        (("x",), (2,), "in_shardings of arg[0] names 'x', an axis of the mesh, but axis_rules has no entry "),
         (TWO, (2,), f"in_shardings of arg[0]: {TWO} has 2 entries for an array of shape (2,)"),
         (SUMMANDS, (2,), f"in_shardings of arg[0]: {SUMMANDS} is reduced or unreduced over an axis, "),
         (NamedSharding(EXPLICIT, PartitionSpec("x")), (4,), None),
@@ -180,3 +183,21 @@ def test_more_names_than_dimensions_are_refused_with_the_users_line():
         ShardingError, match=r"test_sharding.py:\d+: shard got 2 names \('a', 'b'\) for an array of 1 dim"
     ):
         shard(jnp.ones(2), ("a", "b"))
+
+
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_a_mesh_axis_without_a_rule_is_refused_as_a_logical_name(mesh):
+    """Without an error the array would silently lie whole on every device."""
+    x = struct_with_spec(LEAF, mesh, ())
+
+    def marked():
+        return jax.eval_shape(lambda x: shard(x, ("x",)), x)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        with axis_rules({"batch": "x"}), pytest.raises(ShardingError) as caught:
+            marked()
+        with axis_rules({"x": None}):
+            assert marked().shape == (4,)
+        assert marked().shape == (4,)  # of no actors: the identity
+    assert re.match(r".*test_sharding.py:\d+: shard names 'x', an axis of the mesh, but ", str(caught.value))
+    assert str(caught.value).endswith("RemoteMesh axis_rules={'x': 'x', ...}, or 'x': None to split nothing")

@@ -10,8 +10,9 @@ from small_pipelines import drawn_problem
 
 from jaxpp_async.planning.cut import best_cut, equal_cut, peak_counts
 from jaxpp_async.planning.evaluation import TaskTable
-from jaxpp_async.planning.named import FOLDS, named_order
+from jaxpp_async.planning.named import named_order
 from jaxpp_async.planning.problem import Layer, PipelineProblem
+from jaxpp_async.schedules import NAMED
 
 
 def busiest_s(problem, cut, actors):
@@ -38,10 +39,10 @@ def test_the_busiest_actor_has_as_little_work_as_any_cut_gives_it(actors):
         assert busiest_s(problem, cut, actors) == pytest.approx(least, rel=2e-6)
 
 
-@pytest.mark.parametrize("schedule", FOLDS)
+@pytest.mark.parametrize("schedule", NAMED)
 def test_under_a_cap_too(schedule):
     rng = random.Random(schedule.__name__)
-    num_stages = FOLDS[schedule][0] * 2
+    num_stages = schedule.stages_per_actor[0] * 2
     order = named_order(schedule(num_stages), 4, 2)
     fitting = 0
     for _ in range(6):
@@ -83,10 +84,10 @@ def test_large_problems_end_with_a_good_cut():
     assert busiest_s(problem, cut, (*range(6), *reversed(range(6)))) <= 1.1 * 240 / 6
 
 
-@pytest.mark.parametrize("schedule", FOLDS)
+@pytest.mark.parametrize("schedule", NAMED)
 def test_an_actors_peak_is_at_one_of_the_moments_whatever_the_bytes_are(schedule):
     rng = random.Random(schedule.__name__)
-    num_stages = FOLDS[schedule][0] * 3
+    num_stages = schedule.stages_per_actor[0] * 3
     order = named_order(schedule(num_stages), 7, 3)
     assert len(order.moments) < 60
     for _ in range(4):

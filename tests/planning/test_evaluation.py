@@ -9,10 +9,9 @@ from small_pipelines import drawn_problem
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.planning.evaluation import TaskTable, evaluate, table_of
-from jaxpp_async.planning.named import FOLDS
 from jaxpp_async.planning.problem import Assignment, Layer, PipelineProblem
 from jaxpp_async.program.instructions import Task
-from jaxpp_async.schedules import bubble_fraction
+from jaxpp_async.schedules import NAMED, bubble_fraction
 
 TWO = PipelineProblem((Layer(1, 1, 1, 8, 3, 4), Layer(2, 2, 2, 10, 5, 0, 7)), 2, 2, 100, 0.5, 8)
 
@@ -57,11 +56,11 @@ def test_lists_that_wait_for_each_other_are_an_error():
     assert table_of(TWO, stuck).step_s(table_of(TWO, stuck).rows_of(stuck.rows)) == float("inf")
 
 
-@pytest.mark.parametrize("schedule", FOLDS)
+@pytest.mark.parametrize("schedule", NAMED)
 def test_without_transfers_it_agrees_with_the_simulation_of_schedules(schedule):
     rng = random.Random(schedule.__name__)
     for num_actors, num_microbatches in ((2, 5), (3, 3), (4, 7)):
-        num_stages = FOLDS[schedule][0] * num_actors
+        num_stages = schedule.stages_per_actor[0] * num_actors
         problem = drawn_problem(
             rng, num_layers=num_stages, num_actors=num_actors, num_microbatches=num_microbatches
         )

@@ -1,11 +1,15 @@
+from functools import partial
+
 import jax
 import pytest
+from loop_models import MODELS, batch, chain_loss, trained, weights
 from uneven_model import ROWS, WIDTH, arguments, uneven_step
 
 import jaxpp_async as jpp
 from jaxpp_async.errors import PlanError
 from jaxpp_async.planning.cost_model import CostModel, TaskFormula
 from jaxpp_async.planning.layers import profile_layers, resized, shortened
+from jaxpp_async.planning.machine import StepCompiler
 from jaxpp_async.planning.samples import LinkCost, Samples
 
 WEIGHT, ACTIVATION = 4 * WIDTH * WIDTH, 4 * ROWS * WIDTH
@@ -19,15 +23,15 @@ COSTS = CostModel(
 
 
 def profile(step, args, costs=COSTS):
-    def compile_step(machine, schedule):
-        return jpp.compile_for(machine, step, args, schedule=schedule, donate_argnums=0)
-
-    return profile_layers(compile_step, jpp.Machine(2), costs, 2, lambda argnum: argnum == 1)
+    compiler = StepCompiler(step, "plan", donate_argnums=0)
+    return profile_layers(compiler, args, jpp.Machine(2), costs, 2, lambda argnum: argnum == 1)
 
 
 def test_layers_have_the_times_and_bytes_of_the_finest_cut():
     found = profile(uneven_step(), arguments(num_microbatches=2))
     assert len(found.layers) == 5 and len(found.marks) == 4
+    by = "0 of 5 layers by the times of the measured stages that contain them; 5 by FLOPs at 1 GFLOP/s"
+    assert found.assumed[0] == by
     first, *middle, last = found.layers
     assert first.input_gradient_s == 0 and last.sent_bytes == 0
     product_s = 2 * ROWS * WIDTH * WIDTH / 1e9
@@ -40,6 +44,19 @@ def test_layers_have_the_times_and_bytes_of_the_finest_cut():
         assert layer.weight_kept_bytes == 2 * ACTIVATION  # the input and the output's gradient
     assert 1.9 < last.work_s / middle[0].work_s < 2.2
     assert last.static_bytes >= 4 * WEIGHT
+
+
+def test_the_time_of_scaling_gradients_is_weight_gradients_time():
+    steps, args = (MODELS["clipped_gradients"].step, chain), (weights(3), batch(2))
+    clipped, plain = (profile(partial(step, jpp.Std1F1B), args) for step in steps)
+    by_weight = [
+        a.weight_gradient_s - b.weight_gradient_s for a, b in zip(clipped.layers, plain.layers, strict=True)
+    ]
+    assert all(more > 0 for more in by_weight[1:])
+
+
+def chain(pipe, params, batches):
+    return trained(chain_loss, pipe, 3, params, batches)
 
 
 def test_what_does_not_depend_on_the_work_is_dispatch_and_latency():
@@ -90,3 +107,15 @@ def test_a_global_batch_is_divided_into_other_microbatches():
     assert {leaf.shape for leaf in batch.values()} == {(2, ROWS, WIDTH)}
     with pytest.raises(PlanError, match="a global batch of 48, which cannot be divided into 5 microbatches"):
         resized(args, (1,), 5)
+
+
+def test_a_step_with_several_loops_of_marks_is_refused():
+    def step(w, batch):
+        def grads(mb):
+            return jax.grad(lambda w: (jpp.pipeline_yield(mb @ w) @ w).sum())(w)
+
+        return [jpp.accumulate_grads(grads, jpp.Std1F1B(2))(batch) for _ in range(2)]
+
+    params, batch = arguments(num_microbatches=2)
+    with pytest.raises(PlanError, match=r"'step' has 2 loops with pipeline_yield, at .*py:\d+ and "):
+        profile(step, (params["layers"][0], batch["x"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,13 +17,23 @@ from jaxpp_async.schedules import resolve
 
 
 @settings(max_examples=80, deadline=None)
-@given(seed=st.integers(0, 10**6), num_actors=st.integers(1, 4), num_stages=st.integers(1, 8))
-def test_any_keys_give_valid_lists_within_the_cap(seed, num_actors, num_stages):
+@given(
+    seed=st.integers(0, 10**6),
+    num_actors=st.integers(1, 4),
+    num_stages=st.integers(1, 8),
+    weight_share=st.sampled_from((None, 2.0)),
+)
+def test_any_keys_give_valid_lists_within_the_cap(seed, num_actors, num_stages, weight_share):
     rng = random.Random(seed)
     count = rng.randint(1, 6)
     problem = drawn_problem(
         rng, num_layers=num_stages, num_actors=num_actors, num_microbatches=count, is_tight=True
     )
+    if weight_share is not None:  # an input gradient leaves more than the forward left
+        layers = [
+            replace(layer, weight_kept_bytes=weight_share * layer.kept_bytes) for layer in problem.layers
+        ]
+        problem = replace(problem, layers=tuple(layers))
     actors = [rng.randrange(num_actors) for _ in range(num_stages)]
     stages = problem.stages(tuple(range(1, num_stages)))
     table = TaskTable(stages, actors, count, num_actors)
@@ -74,3 +85,20 @@ def test_the_least_key_goes_first():
     assert order((0.0, -10.0, -20.0)) == one_by_one
     # With one microbatch under way at most, weight gradients can still wait.
     assert order((0.0, 10.0, 20.0), limit=1)[:3] == ["fwd 0", "bwd_input 0", "fwd 1"]
+
+
+def test_a_backward_is_whole_where_the_bytes_for_its_weight_gradient_do_not_fit():
+    problem = PipelineProblem((Layer(1, 1, 1, kept_bytes=1, weight_kept_bytes=2),), 1, 2)
+    table = TaskTable(problem.stages(()), (0,), 2, 1)
+    priorities = Priorities(1.0, (0.0, -10.0, 20.0), (2,))
+
+    def order(cap):
+        found = list_schedule(table, priorities, [cap])
+        assert found is not None and fits(table.peak_bytes(found[2]), [cap])
+        return [f"{task.ty} {task.i}" for task in table.tasks_of(found[2])[0]]
+
+    assert order(1.0) == ["fwd 0", "bwd 0", "fwd 1", "bwd 1"]
+    assert order(2.0)[:3] == ["fwd 0", "bwd_input 0", "bwd_weight 0"]
+    assert order(3.0)[:3] == ["fwd 0", "bwd_input 0", "fwd 1"]
+    assert order(3.0)[3] == "bwd 1"  # beside what the first weight gradient needs there is one byte
+    assert order(4.0)[:4] == ["fwd 0", "bwd_input 0", "fwd 1", "bwd_input 1"]

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from layer_steps import layer_step
+from planning import f32
 
 import jaxpp_async as jpp
 from jaxpp_async.compiler.pipeline import Compiled
@@ -16,26 +18,7 @@ from jaxpp_async.errors import MeshError, ScheduleError, ShardingError
 from jaxpp_async.planning.devices import DEVICES, LINKS, Device, Link
 from jaxpp_async.planning.machine import Machine, compile_for
 
-
-def f32(*shape):
-    return jax.ShapeDtypeStruct(shape, "float32")
-
-
-def step_of(num_stages, schedule):
-    def train_step(ws, xs):
-        def loss(ws, x):
-            for k, w in enumerate(ws):
-                x = jnp.tanh(x @ w)
-                x = jpp.pipeline_yield(x) if k < num_stages - 1 else x
-            return jnp.sum(x**2)
-
-        grads = jpp.accumulate_grads(lambda mb: jax.grad(loss)(ws, mb), schedule)(xs)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads)
-
-    return train_step
-
-
-TWO = step_of(2, jpp.Std1F1B(2))
+TWO = layer_step(2, jpp.Std1F1B(2))
 ARGS = ([f32(8, 8)] * 2, f32(4, 2, 8))
 
 
@@ -72,7 +55,7 @@ def test_a_machine_may_have_devices_and_links_of_the_user_s_own():
             "links has 'within'; its keys are 'devices'",
         ),
         ({"actors": 2, "links": {"devices": "pcie9"}}, MeshError, "link is 'pcie9'.*did you mean 'pcie"),
-        ({"actors": 2, "memory": 1.5}, MeshError, "memory is 1.5; give a whole number"),
+        ({"actors": 2, "memory": 1.5}, MeshError, "memory is 1.5; write bytes"),
         ({"actors": 2, "spmd_mesh": {"x": 0}}, MeshError, "spmd_mesh has 'x': 0"),
         ({"actors": 2, "axis_rules": {"embed": "y"}}, ShardingError, "names the axis 'y'"),
     ],
@@ -93,7 +76,10 @@ def test_the_programs_are_those_of_a_mesh_of_this_shape():
     assert planned.as_text() == real.as_text() and planned.works == real.works
     assert planned.passes["delete"] == real.passes["delete"]
     assert [a.tasks for a in planned.report().actors] == [a.tasks for a in real.report().actors]
-    assert repr(planned).startswith("<PlannedStep: 2 actors, ") and planned.name == "train_step"
+    assert (
+        repr(planned).startswith("<PlannedStep: Std1F1B(num_stages=2), 2 actors, ")
+        and planned.name == "train_step"
+    )
 
 
 async def test_a_mesh_compiles_the_same_programs_and_counts_the_same_work():
@@ -102,7 +88,9 @@ async def test_a_mesh_compiles_the_same_programs_and_counts_the_same_work():
         compiled = await mesh.distributed(TWO, donate_argnums=0).compile(ws, xs)
         planned = compile_for(Machine(2), TWO, (ws, xs), donate_argnums=0)
         assert compiled.as_text() == planned.as_text()
-        assert compiled.works == planned.works and repr(compiled).startswith("<CompiledStep: 2 actors, ")
+        assert compiled.works == planned.works and repr(compiled).startswith(
+            "<CompiledStep: Std1F1B(num_stages=2), 2 actors, "
+        )
 
 
 def test_compiling_for_gpus_needs_none_and_takes_no_memory():
@@ -121,7 +109,7 @@ def test_many_actors_of_many_devices():
     machine = Machine(64, {"data": 2, "model": 4}, "h100-sxm")
     planned = compile_for(
         machine,
-        step_of(64, jpp.Std1F1B(64)),
+        layer_step(64, jpp.Std1F1B(64)),
         ([f32(8, 8)] * 64, f32(64, 4, 8)),
         in_shardings=(P(None, "model"), P(None, "data")),
     )
@@ -131,7 +119,7 @@ def test_many_actors_of_many_devices():
 
 def test_another_schedule_is_compiled_without_a_change_of_the_step():
     planned = compile_for(Machine(2), TWO, ARGS, schedule=jpp.GPipe(2))
-    assert planned.as_text() == compile_for(Machine(2), step_of(2, jpp.GPipe(2)), ARGS).as_text()
+    assert planned.as_text() == compile_for(Machine(2), layer_step(2, jpp.GPipe(2)), ARGS).as_text()
 
 
 @pytest.mark.parametrize(
@@ -152,3 +140,10 @@ def test_another_schedule_is_compiled_without_a_change_of_the_step():
 def test_errors_are_those_of_a_mesh_and_name_the_user_s_line(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_memory_may_be_text_and_links_are_a_dictionary():
+    assert Machine(2, memory="70GB").memory == 70 * 10**9
+    for links in (["ethernet-100g"], {3: "ethernet-100g"}):
+        with pytest.raises(MeshError, match=r"links (is|has)"):
+            Machine(2, links=links)

@@ -16,8 +16,8 @@ def test_every_delay_is_read_as_the_one_that_the_replay_has():
     assert found.works == {"small": WORKS[0], "large": WORKS[1]}
     assert found.queue == [1] and found.skew == [0, 0.5] and found.reply == [8]
     assert dict(found.arguments) == {4: [0.5]}
-    assert found.dispatch == [0.5, 0.5, 0.125]  # the first run after its arguments; the others back to back
-    assert found.wake == [0.25]
+    assert found.dispatch == [0.5, 0.125]  # back to back
+    assert found.wake == [0.5, 0.25]  # by an argument, and by a transfer
     assert found.post == [0.25]
     assert dict(found.transfers) == {"same host": [(100, 1.75)]}
     assert found.actors_per_host == 0
@@ -76,3 +76,15 @@ def test_messages_of_one_size_are_latency_if_small_and_bytes_if_large():
     assert (small.bytes_per_s, small.latency.mean) == (None, 1e-4)
     assert large.bytes_per_s == pytest.approx((1 << 20) / 1e-3)
     assert large.latency.mean == pytest.approx(0, abs=1e-12)
+
+
+def test_a_task_that_reads_no_late_argument_does_not_wait_for_it():
+    events = (
+        event(0, 0, "input", 1, 1, label="arg 0"),
+        event(0, 1, "input", 1, 4, label="arg 1"),
+        event(0, 2, "run", 1.25, 2, 0, executable=0),
+        event(0, 3, "run", 4.5, 5, 1, executable=0),
+    )
+    found = read_timelines([timeline(ActorTimeline(0, events))])
+    assert found.dispatch == [0.25] and found.wake == [0.5]
+    assert dict(found.arguments) == {0: [0], 1: [3]}

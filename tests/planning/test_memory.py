@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from layer_steps import layer_step
 from planning import f32
 
 import jaxpp_async as jpp
+from jaxpp_async.compiler.ir import Recipe, Types
 from jaxpp_async.planning.machine import Machine, compile_for
 from jaxpp_async.planning.memory import (
     BUFFER_TABLE,
@@ -29,22 +29,6 @@ from jaxpp_async.program.work import TaskWork
 WIDTH, ROWS = 8, 4
 WEIGHT = WIDTH * WIDTH * 4
 NO_WORK = TaskWork("k", 0.0, 0.0)
-
-
-def train_step(num_stages, schedule):
-    def step(ws, xs):
-        def loss(ws, x):
-            for k, w in enumerate(ws):
-                x = jnp.sin(x @ w)
-                x = jpp.pipeline_yield(x) if k < num_stages - 1 else x
-            return jnp.sum(x**2)
-
-        grads, losses = jpp.accumulate_grads(
-            lambda mb: jax.value_and_grad(loss)(ws, mb)[::-1], schedule, reduce=(jpp.Sum(), jpp.Stack())
-        )(xs)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), losses
-
-    return step
 
 
 def arrays(num_stages, num_microbatches):
@@ -71,7 +55,7 @@ def arrays(num_stages, num_microbatches):
 )
 async def test_the_buffer_table_is_what_actors_measure(remote_mesh, num_actors, num_stages, schedule):
     mesh = await remote_mesh(num_actors, launcher="inline")
-    fn, (ws, xs) = train_step(num_stages, schedule), arrays(num_stages, 6)
+    fn, (ws, xs) = layer_step(num_stages, schedule), arrays(num_stages, 6)
     step = mesh.distributed(fn, donate_argnums=0)
     compiled = await step.compile(ws, xs)
     planned = compile_for(Machine(num_actors), fn, (ws, xs), donate_argnums=0)
@@ -87,7 +71,7 @@ async def test_the_buffer_table_is_what_actors_measure(remote_mesh, num_actors, 
 
 async def test_arguments_and_results_are_the_arrays_that_actors_keep(remote_mesh):
     mesh = await remote_mesh(2, launcher="inline")
-    fn, (ws, xs) = train_step(2, jpp.Std1F1B(2)), arrays(2, 6)
+    fn, (ws, xs) = layer_step(2, jpp.Std1F1B(2)), arrays(2, 6)
     for donated in ((), (0,)):
         step = mesh.distributed(fn, donate_argnums=donated)
         compiled = await step.compile(ws, xs)
@@ -113,7 +97,9 @@ def needs_of(
     compiled = SimpleNamespace(
         programs=[program],
         target=SimpleNamespace(axes={}),
-        placed=SimpleNamespace(graph=TaskGraph(1, (), (), (), ())),
+        placed=SimpleNamespace(
+            graph=TaskGraph(1, (), (), (), ()), recipes=[Recipe("f", (), ())] * 2, types=Types()
+        ),
         traced=SimpleNamespace(arg_of=()),
     )
     step = SimpleNamespace(compiled=compiled, works=works, temp_bytes=temp_bytes or {})
@@ -175,9 +161,9 @@ def test_one_array_is_under_way_to_each_actor():
 
 def test_temporaries_are_measured_or_estimated_from_the_work():
     instructions = Input(0, 0), Run("f", 0, (0,), (1,)), Output(1, 0)
-    work = TaskWork("k", 0.0, 130.0)
+    work = TaskWork("k", 0.0, 130.0, temp_bytes=49.5)
     assumed = needs_of(*instructions, uncounted=(0,), works=(work,)).row(TEMPORARIES)
-    assert (assumed.size_bytes, assumed.source) == ((130 - 10 - 20) / 2, "assumed")
+    assert (assumed.size_bytes, assumed.source) == (50, "assumed")
     measured = needs_of(*instructions, uncounted=(0,), temp_bytes={0: {0: 7, 1: 9}}).row(TEMPORARIES)
     assert (measured.size_bytes, measured.source) == (9, "measured")
 
@@ -205,7 +191,7 @@ def test_a_device_holds_its_part_of_an_array():
 
 
 def test_shardings_divide_every_row():
-    fn, args = train_step(2, jpp.Std1F1B(2)), ([f32(WIDTH, WIDTH)] * 2, f32(6, ROWS, WIDTH))
+    fn, args = layer_step(2, jpp.Std1F1B(2)), ([f32(WIDTH, WIDTH)] * 2, f32(6, ROWS, WIDTH))
     whole = memory_needs(compile_for(Machine(2), fn, args))
     split = memory_needs(
         compile_for(Machine(2, {"data": 2}, "a100-40g"), fn, args, in_shardings=(None, P(None, "data"))),
@@ -217,3 +203,12 @@ def test_shardings_divide_every_row():
         assert half.row(BUFFER_TABLE).size_bytes < one.row(BUFFER_TABLE).size_bytes
         assert half.peak_bytes == one.peak_bytes  # a sharded array counts as one whole array
         assert half.limit_bytes == 40e9 and half.fits
+
+
+def test_a_batch_grows_neither_arguments_nor_results():
+    instructions = Input(0, 0), Run("f", 0, (0,), (1,)), Output(1, 0)
+    needs = needs_of(*instructions, uncounted=(0, 1), temp_bytes={0: {0: 7}})
+    others = sum(
+        row.size_bytes for row in needs.rows if row.what.startswith("argument") or row.what == RESULTS
+    )
+    assert needs.batch_bytes == needs.total_bytes - others >= 7

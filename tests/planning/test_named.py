@@ -52,3 +52,13 @@ def test_a_boundary_does_not_pass_another():
     assert moved((2, 3), 0, 1, 5) is None
     assert moved((2, 3), 1, 1, 5) == (2, 4)
     assert moved((2, 4), 1, 1, 5) is None
+
+
+def test_named_schedules_of_so_many_stages():
+    def names(num_stages):
+        return sorted({type(s).__name__ for s in named_schedules(40, 4, num_stages)})
+
+    assert names(4) == ["Eager1F1B", "GPipe", "Std1F1B", "ZeroBubbleH1", "ZeroBubbleH2"] == names(3)
+    assert "VHalf" in names(8) and "GPipe" not in names(8)
+    assert names(24) == ["Interleaved1F1B", "LoopedBFS"] and names(10) == []
+    assert all(s.num_stages == 24 for s in named_schedules(40, 4, 24))

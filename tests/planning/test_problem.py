@@ -74,3 +74,10 @@ def test_an_assignment_says_which_actor_has_which_stage_and_which_marks_are_boun
     assert assignment.num_stages == 2
     assert assignment.actors == (1, 0)
     assert assignment.marks == (1,)
+
+
+def test_the_static_bytes_of_an_actor_are_those_of_its_stages():
+    stages = PipelineProblem(tuple(Layer(1, 1, 1, static_bytes=size) for size in (1, 2, 4)), 3, 4).stages(
+        (1, 2)
+    )
+    assert stages.static_bytes_of_actors((0, 2, 0), 3) == [5, 0, 2]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxpp_async.planning import replay
 from jaxpp_async.planning.replay import Replay, ReplayDelays
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Run, Send
 from jaxpp_async.timeline.events import read_stamps
+from jaxpp_async.transport import memory
 
 LARGE, SMALL = Aval((1 << 20,), "float32"), Aval((4,), "float32")
 
@@ -22,8 +24,8 @@ def run(label: str, inputs=(), outputs=(), donated=()) -> Run:
 
 
 def delays(replay: Replay, draws: int = 1, **given) -> ReplayDelays:
-    """Delays of 0, except those that are given: one number for all, or one per actor, run or transfer."""
-    sizes = {"begin_s": len(replay.actors), "arguments_s": len(replay.actors)}
+    """Delays of 0, except those given: a number for all, or one per actor, late input, run or transfer."""
+    sizes = {"begin_s": len(replay.actors), "arguments_s": len(replay.late_inputs)}
     sizes |= dict.fromkeys(("dispatch_s", "run_s", "wake_s"), len(replay.run_labels))
     sizes |= dict.fromkeys(("post_s", "occupied_s", "latency_s"), len(replay.sends))
     return ReplayDelays(
@@ -45,8 +47,23 @@ def test_an_actor_runs_its_tasks_one_after_the_other():
     replay = Replay(
         [program(0, Input(0, 0), run("a", [0], [1]), run("b", [1], [2]), Delete(1), Output(2, 0))]
     )
-    found = spans(replay, begin_s=1, arguments_s=2, dispatch_s=0.5, run_s=[10, 20])
-    assert found == [(1, 3), (3.5, 13.5), (14, 34), None, None]
+    found = spans(replay, begin_s=1, dispatch_s=0.5, wake_s=9, run_s=[10, 20])
+    assert found == [(1, 1), (1.5, 11.5), (12, 32), None, None]
+
+
+def test_only_what_reads_a_late_argument_waits_for_it():
+    instructions = [
+        Input(0, 7),
+        Input(1, 8),
+        Input(2, 9),
+        run("a", [0], [3]),
+        run("b", [1], [4]),
+        Send(2, 1, 0),
+    ]
+    replay = Replay([program(0, *instructions), program(1, Recv(0, 0, 0))], late_arguments=[8, 9])
+    assert replay.late_inputs == (8, 9)
+    found = spans(replay, begin_s=[1, 0], arguments_s=[20, 50], dispatch_s=0.5, wake_s=2, run_s=[10, 1])
+    assert found == [(1, 1), (1, 21), (1, 51), (1.5, 11.5), (23, 24), (51, 51), (0, 51)]
 
 
 def test_a_run_waits_for_what_it_receives_and_then_to_be_woken():
@@ -189,3 +206,7 @@ def test_programs_that_cannot_be_replayed_are_refused():
 
 def test_a_step_without_instructions_takes_no_time():
     assert Replay([program(0)]).run(delays(Replay([program(0)]))).last_s.tolist() == [0]
+
+
+def test_messages_are_copied_up_to_the_size_that_the_transport_copies():
+    assert replay.EAGER_BYTES == memory.EAGER_BYTES

@@ -56,3 +56,22 @@ def test_a_heavy_layer_is_left_alone_by_evening_the_work():
         if found is not None and len(found.actors) == 2:
             point = found
     raise AssertionError("the head was never alone")
+
+
+def test_many_actors_of_uneven_layers_get_nearly_even_work():
+    rng = random.Random(0)
+    works = [rng.uniform(1, 3) for _ in range(32)]
+    problem = PipelineProblem(tuple(Layer(work, work, work) for work in works), 8, 16)
+    moves = SearchMoves(problem, rng)
+    fold = (*range(8), *reversed(range(8)))
+    point = SearchPoint(tuple(range(2, 32, 2)), fold, (0.0,) * 96, (16,) * 32, 0.0, (False,) * 32)
+    mean_s = 3 * sum(works) / 8
+    assert moves.busiest_s(point) > 1.1 * mean_s
+    found = [moves.neighbour(point) for _ in range(200)]
+    assert min(moves.busiest_s(each) for each in found if each is not None) < 1.04 * mean_s
+
+
+def test_work_of_the_busiest_actor_counts_the_dispatch_of_whole_backwards():
+    problem = PipelineProblem((Layer(1, 2, 3), Layer(1, 1, 1), Layer(1, 1, 1)), 2, 4, dispatch_s=0.5)
+    point = SearchPoint((1, 2), (0, 1, 0), (0.0,) * 9, (4,) * 3, 0.0, (False,) * 3)
+    assert SearchMoves(problem, random.Random(0)).busiest_s(point) == 6 + 3 + 2 * 2 * 0.5

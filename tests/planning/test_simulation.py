@@ -3,57 +3,32 @@
 from __future__ import annotations
 
 import functools
+import re
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import pytest
+from built_in import every_schedule
+from layer_steps import layer_step
 from planning import f32, plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async.compiler.work import works
 from jaxpp_async.errors import MissingCost
 from jaxpp_async.planning.cost_model import TaskFormula
 from jaxpp_async.planning.samples import LinkCost, Samples
 from jaxpp_async.planning.simulation import Simulation, simulate
 from jaxpp_async.session import report
+from jaxpp_async.view import format_time
 
-SCHEDULES = [
-    jpp.GPipe(4),
-    jpp.Std1F1B(4),
-    jpp.Eager1F1B(4),
-    jpp.Interleaved1F1B(4),
-    jpp.LoopedBFS(4),
-    jpp.ZeroBubbleH1(4),
-    jpp.ZeroBubbleH2(4),
-    jpp.ZeroBubbleV(4),
-    jpp.DualPipeV(4),
-]
+SCHEDULES = every_schedule(4)
 
 
 @functools.cache
 def compiled(schedule, actors: int = 2, num_microbatches: int = 4, width: int = 8):
     """A compiled step of four layers, with the attributes of a `CompiledStep` that a simulation reads."""
 
-    def loss(params, mb):
-        x = mb
-        for k in range(4):
-            x = jnp.sin(x @ params[k])
-            if k < 3:
-                x = jpp.pipeline_yield(x)
-        return jnp.sum(x)
-
-    def step(params, batch):
-        def grads(mb):
-            loss_, found = jax.value_and_grad(loss)(params, mb)
-            return found, loss_
-
-        grads_, losses = jpp.accumulate_grads(grads, schedule)(batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads_), losses
-
     args = [f32(width, width)] * 4, f32(num_microbatches, 4, width)
-    done = plan_step(step, *args, actors=actors, donate=(0,))
-    return SimpleNamespace(compiled=done, works=works(done))
+    done = plan_step(layer_step(4, schedule), *args, actors=actors, donate=(0,))
+    return SimpleNamespace(compiled=done, works=done.works)
 
 
 def fixed(**given) -> jpp.CostModel:
@@ -78,6 +53,14 @@ def test_a_simulated_step_has_the_length_that_is_worked_out_by_hand():
     assert sim.step_s == (2 + 1.25 * len(runs) + 3,) * 3
     assert sim.timeline.duration_s == sim.step_s.p50
     assert sim.timeline.bill.queue_s == 2 and sim.timeline.bill.reply_s == pytest.approx(3)
+
+
+def test_constant_costs_are_drawn_once():
+    step, costs = compiled(jpp.GPipe(4)), fixed(dispatch=Samples((0.25,)))
+    assert costs.is_constant and not SPREAD.is_constant
+    many, one = simulate(step, costs, draws=9), simulate(step, costs, draws=1)
+    assert many.step_s == one.step_s and many.loop_s == one.loop_s
+    assert not fixed(tasks={"a": Samples((1.0, 2.0))}).is_constant
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: type(s).__name__)
@@ -155,9 +138,8 @@ def test_arguments_that_come_late_delay_the_actors_that_read_them():
 def test_every_assumed_time_is_listed_and_a_measured_one_is_not():
     step = compiled(jpp.Std1F1B(4), actors=4)
     sim = simulate(step, fixed(actors_per_host=2))
-    kinds = [text for text in sim.assumed if "time computed from FLOPs and bytes" in text]
-    assert "fwd(stage 0): time computed from FLOPs and bytes (4 runs)" in kinds
-    assert "fwd(stage 1), fwd(stage 2): time computed from FLOPs and bytes (8 runs)" in kinds
+    (computed,) = [text for text in sim.assumed if "by FLOPs and bytes" in text]
+    assert re.fullmatch(r"\d+ runs of \d+ tasks, by FLOPs and bytes: .*fwd\(stage 0\).* more", computed)
     assert (
         "a transfer of the kind 'between hosts' takes as long as one of the kind 'same host'" in sim.assumed
     )
@@ -184,29 +166,30 @@ def test_what_cannot_be_simulated_is_refused():
 def test_a_simulation_prints_a_short_report():
     sim = simulate(compiled(jpp.Std1F1B(4), actors=2), fixed())
     lines = str(sim).splitlines()
-    p50 = f"{1e3 * sim.step_s.p50:.2f}"
-    assert lines[0] == f"simulated: {p50} ms a step (p10 {p50}, p90 {p50}) on 2 actors"
+    p50 = format_time(sim.step_s.p50, "s")
+    assert lines[0] == f"simulated: {p50} a step (p10 {p50}, p90 {p50}) on 2 actors"
     assert lines[2].startswith("actor 0: ") and lines[2].endswith(
         f"peak {sim.peak_bytes[0]:,} bytes of buffers"
     )
     assert "assumed, not measured:" in lines
-    assert repr(sim).startswith(f"<Simulation: {p50} ms a step")
+    assert repr(sim).startswith(f"<Simulation: {p50} a step")
     assert sim.timeline.to_chrome_trace()["traceEvents"]
 
 
 def test_a_step_for_a_machine_that_need_not_exist_is_simulated_with_published_figures():
-    def step(params, batch):
-        def grads(mb):
-            def loss(params):
-                return jnp.sum(jpp.pipeline_yield(mb @ params[0]) @ params[1])
-
-            return jax.grad(loss)(params)
-
-        return jpp.accumulate_grads(grads, jpp.Std1F1B(2))(batch)
-
     machine = jpp.Machine(actors=2, spmd_mesh={"model": 8}, device="h100-sxm")
-    done = jpp.compile_for(machine, step, ([f32(1024, 1024)] * 2, f32(4, 64, 1024)))
+    done = jpp.compile_for(machine, layer_step(2, jpp.Std1F1B(2)), ([f32(1024, 1024)] * 2, f32(4, 64, 1024)))
     sim = simulate(done, jpp.CostModel.from_device("h100-sxm", devices_per_actor=8, matmul=0.5))
     assert 0 < sim.step_s.p10 == sim.step_s.p90 < 1e-3
     assert "nothing else takes time, and no time varies" in sim.assumed
     assert sim.peak_bytes == tuple(a.peak_bytes for a in done.report().actors)
+
+
+def test_a_step_of_short_tasks_says_that_dispatch_will_be_most_of_it():
+    step = compiled(jpp.Std1F1B(4), actors=4)
+
+    def says(**changes):
+        return any("which was assumed to be 0" in text for text in simulate(step, fixed(**changes)).assumed)
+
+    assert says(formula=TaskFormula(overhead_s=49e-6)) and not says(formula=TaskFormula(overhead_s=51e-6))
+    assert not says(formula=TaskFormula(overhead_s=1e-6), dispatch=Samples((1e-6,)))

@@ -14,7 +14,9 @@ from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules.base import (
     BuiltIn,
     Schedule,
+    divided_stages,
     flat,
+    freeze_stages,
     neighbouring_stages,
     tasks_through,
 )
@@ -28,14 +30,20 @@ from jaxpp_async.schedules.validate import format_grid, resolve
         (4, 2, [[0, 1], [2, 3]]),
         (5, 2, [[0, 1, 2], [3, 4]]),
         (2, 3, [[0], [1], []]),
+        (2, 8, [[0], [1], [], [], [], [], [], []]),
         (1, 2, [[0], []]),
         (3, 1, [[0, 1, 2]]),
     ],
 )
-def test_stage_s_is_on_actor_s_times_a_over_s(num_stages, num_actors, groups):
+def test_neighbouring_stages_are_on_neighbouring_actors(num_stages, num_actors, groups):
     found = [list(stages) for stages in neighbouring_stages(num_stages, num_actors)]
     assert found == groups
-    assert all(s * num_actors // num_stages == actor for actor, stages in enumerate(found) for s in stages)
+    used = min(num_stages, num_actors)
+    assert all(s * used // num_stages == actor for actor, stages in enumerate(found) for s in stages)
+
+
+def test_with_fewer_stages_than_parts_the_empty_parts_are_spread():
+    assert [list(stages) for stages in divided_stages(2, 4)] == [[0], [], [1], []]
 
 
 def test_stages_that_run_as_one_go_forward_in_order_and_backward_the_other_way_round():
@@ -146,3 +154,9 @@ def test_frozen_schedules_are_schedules_to_a_type_checker():
 
     schedules: list[Schedule] = [Frozen(2), GPipe(2)]
     assert all(isinstance(schedule, Schedule) for schedule in schedules)
+
+
+@pytest.mark.parametrize("stages", [b"ab", {"a": 1}])
+def test_bytes_and_dictionaries_are_no_list_of_marks(stages):
+    with pytest.raises(ScheduleError, match="write a list of marks"):
+        freeze_stages(stages, "here")

@@ -16,13 +16,13 @@ from jaxpp_async.schedules.builtin import (
     ZeroBubbleV,
 )
 from jaxpp_async.schedules.timing import bubble_fraction, idle_times, peak_activations, time_schedule
-from jaxpp_async.schedules.validate import LETTERS
+from jaxpp_async.schedules.validate import short_task
 
 HALVES = {"fwd": 1, "bwd": 2, "bwd_input": 1, "bwd_weight": 1}
 
 
 def rows(tasks) -> list[str]:
-    return [" ".join(f"{task.stage}{LETTERS[task.ty]}{task.i}" for task in row) for row in tasks]
+    return [" ".join(map(short_task, row)) for row in tasks]
 
 
 @pytest.mark.parametrize(

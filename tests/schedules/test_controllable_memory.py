@@ -21,7 +21,7 @@ from jaxpp_async.schedules import (
     stage_actors,
 )
 from jaxpp_async.schedules.controllable_memory import ControllableMemory, VHalf, VMin
-from jaxpp_async.schedules.validate import LETTERS
+from jaxpp_async.schedules.validate import short_task
 
 PUBLISHED = {VHalf: lambda a: (a + 2) // 2, VMin: lambda a: (a + 4) // 3}
 ACTORS = range(2, 13)
@@ -78,7 +78,7 @@ def test_v_half_stays_full_where_input_gradients_take_longer():
 
 
 def test_the_order_of_v_min_for_two_actors():
-    rows = [" ".join(f"{t.stage}{LETTERS[t.ty]}{t.i}" for t in row) for row in VMin(4).tasks(3, 2)]
+    rows = [" ".join(map(short_task, row)) for row in VMin(4).tasks(3, 2)]
     assert rows == [
         "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2",
         "1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2",
@@ -186,3 +186,16 @@ def test_a_cap_is_a_number_of_at_least_one(cap):
 def test_the_number_of_stages_is_checked_too():
     with pytest.raises(ScheduleError, match=r"ControllableMemory\(num_stages=\.\.\.\): expected a positive"):
         ControllableMemory(0, activations=2)
+
+
+def test_the_number_of_actors_is_no_option():
+    with pytest.raises(TypeError, match="has no option num_actors=; the mesh says how many"):
+        ControllableMemory(8, activations=2, num_actors=4)
+
+
+def test_many_actors_keep_the_published_counts():
+    for cls, published in PUBLISHED.items():
+        rows = _resolved(cls(64), 40, 32)
+        assert max(peak_activations(rows)) == 2 * published(32)
+    rows = _resolved(ControllableMemory(64, activations=3), 40, 32)
+    assert max(peak_activations(rows)) <= 6

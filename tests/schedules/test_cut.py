@@ -19,6 +19,7 @@ from jaxpp_async.schedules.cut import (
     Cut,
     Mark,
     balanced_cut,
+    balanced_cut_on,
     check_stages,
     num_stages_asked,
     stages_of,
@@ -73,6 +74,53 @@ def test_a_balanced_cut_of_many_layers_is_quick():
     """The work grows with the square of the number of layers, not with the number of all cuts."""
     boundaries = balanced_cut([1.0] * 600, 64)
     assert sorted({b - a for a, b in pairwise(boundaries)}) == [9, 10] and len(boundaries) == 63
+
+
+def actor_loads(costs, boundaries, actors):
+    loads = dict.fromkeys(actors, 0)
+    for actor, cost in zip(actors, stage_costs(costs, boundaries), strict=True):
+        loads[actor] += cost
+    return sorted(loads.values(), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("costs", "actors", "boundaries", "loads"),
+    [
+        # A V of two actors, of which the first has the heavy head: stages of 2, 3, 2, 4 and not 3, 2, 2, 4.
+        ([1] * 7 + [4], (0, 1, 1, 0), (1, 4, 6), [6, 5]),
+        # Stages of 3, 2, 2 and 4 in turn are balanced as they are.
+        ([1] * 7 + [4], (0, 1, 0, 1), (2, 4, 6), [6, 5]),
+        # The head alone is as heavy as what the other actor has in both its stages.
+        ([1] * 8 + [6], (0, 1, 0, 1), (2, 3, 7), [7, 7]),
+        ([5, 1, 1, 1, 1, 1], (0, 1, 0, 1), (0, 2, 3), [6, 4]),
+        ([1] * 8, (0, 1, 0, 1), (1, 3, 5), [4, 4]),  # equal stages
+        ([1] * 6, (0, 1, 1, 0), (1, 3, 4), [3, 3]),
+        ([3, 1, 1, 1], (0, 0), (0,), [6]),  # one actor: the largest stage alone counts
+    ],
+)
+def test_a_cut_on_actors_by_hand(costs, actors, boundaries, loads):
+    found = balanced_cut_on(costs, actors)
+    assert (found, actor_loads(costs, found, actors)) == (boundaries, loads)
+
+
+def test_a_cut_on_actors_is_never_worse_and_mostly_best():
+    draw, num_best = random.Random(0), 0
+    for _ in range(200):
+        num_actors, count = draw.randint(2, 3), draw.randint(6, 10)
+        num_stages = draw.randint(num_actors + 1, 2 * num_actors)
+        costs = [draw.choice([1, 1, 2, 3, 7, 20]) for _ in range(count)]
+        turns, folded = range(num_stages), [min(s, 2 * num_actors - 1 - s) for s in range(num_stages)]
+        actors = draw.choice([[s % num_actors for s in turns], folded])
+        found = actor_loads(costs, balanced_cut_on(costs, actors), actors)
+        assert found <= actor_loads(costs, balanced_cut(costs, num_stages), actors)
+        cuts = combinations(range(count - 1), num_stages - 1)
+        num_best += found[0] == min(actor_loads(costs, cut, actors)[0] for cut in cuts)
+    assert num_best >= 180
+
+
+def test_a_cut_with_one_stage_an_actor_is_the_balanced_one():
+    costs = [9, 1, 1, 1, 1, 4]
+    assert balanced_cut_on(costs, (2, 0, 1)) == balanced_cut(costs, 3)
 
 
 # ---------------------------------------------------------------- what schedules have

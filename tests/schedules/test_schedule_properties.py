@@ -14,18 +14,8 @@ from hypothesis import strategies as st
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules import (
+    NAMED,
     ControllableMemory,
-    DualPipeV,
-    Eager1F1B,
-    GPipe,
-    Interleaved1F1B,
-    LoopedBFS,
-    Std1F1B,
-    VHalf,
-    VMin,
-    ZeroBubbleH1,
-    ZeroBubbleH2,
-    ZeroBubbleV,
     bubble_fraction,
     dependencies,
     format_grid,
@@ -37,10 +27,7 @@ from jaxpp_async.schedules import (
 )
 
 QUICK = settings(max_examples=80, deadline=None)
-BUILT_IN = [
-    GPipe, Std1F1B, Eager1F1B, Interleaved1F1B, LoopedBFS, ZeroBubbleH1, ZeroBubbleH2, ZeroBubbleV, DualPipeV,
-    VHalf, VMin, partial(ControllableMemory, activations=1.5),
-]  # fmt: skip
+BUILT_IN = [*NAMED, partial(ControllableMemory, activations=1.5)]
 
 
 @st.composite

@@ -16,6 +16,7 @@ import jaxpp_async
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules import (
+    NAMED,
     DualPipeV,
     Eager1F1B,
     GPipe,
@@ -47,6 +48,7 @@ IN_LINE = (ZeroBubbleH1, ZeroBubbleH2)
 FOLDED = (ZeroBubbleV, DualPipeV)
 CAPPED = (VHalf, VMin)
 BUILT_IN = NEIGHBOURING + DEALT + IN_LINE + FOLDED + CAPPED
+assert set(BUILT_IN) == set(NAMED)
 DOCS = ROOT / "docs" / "schedules.md"
 HALVES = {"fwd": 1, "bwd": 2, "bwd_input": 1, "bwd_weight": 1}
 UNEVEN = [(s, m, a) for s in (1, 2, 3, 5, 8, 12) for m in (1, 2, 3, 5, 8, 9) for a in (1, 2, 3, 4, 5)]
@@ -92,7 +94,7 @@ def _place(cls, stage: int, stages: int, actors: int) -> int:
     if cls in FOLDED + CAPPED and stages > actors:
         part = stage * 2 * actors // stages
         return min(part, 2 * actors - 1 - part)
-    return stage * actors // stages
+    return stage * min(stages, actors) // stages
 
 
 @pytest.mark.parametrize("cls", NEIGHBOURING)
@@ -586,21 +588,6 @@ def test_long_cycle_is_cut():
         resolve(rows, num_stages=60, num_microbatches=30, num_actors=30)
     assert "and so on over" in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 24
-
-
-BUILT_IN = [
-    GPipe,
-    Std1F1B,
-    Eager1F1B,
-    Interleaved1F1B,
-    LoopedBFS,
-    ZeroBubbleH1,
-    ZeroBubbleH2,
-    ZeroBubbleV,
-    DualPipeV,
-    VHalf,
-    VMin,
-]
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)

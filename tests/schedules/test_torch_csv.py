@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from built_in import BUILT_IN, every_schedule
 
 import jaxpp_async as jpp
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules import resolve
-
-BUILT_IN = [
-    jpp.GPipe, jpp.Std1F1B, jpp.Eager1F1B, jpp.Interleaved1F1B, jpp.LoopedBFS,
-    jpp.ZeroBubbleH1, jpp.ZeroBubbleH2, jpp.ZeroBubbleV, jpp.DualPipeV,
-]  # fmt: skip
+from jaxpp_async.schedules.validate import short_task
 
 
 @pytest.fixture
@@ -26,14 +23,13 @@ def read(tmp_path):
 
 
 def _cells(rows) -> str:
-    letters = {"fwd": "F", "bwd": "B", "bwd_input": "I", "bwd_weight": "W"}
-    return "|".join(" ".join(f"{t.stage}{letters[t.ty]}{t.i}" for t in row) for row in rows)
+    return "|".join(" ".join(map(short_task, row)) for row in rows)
 
 
-@pytest.mark.parametrize("cls", BUILT_IN)
+@pytest.mark.parametrize("nth", range(len(BUILT_IN)), ids=[cls.__name__ for cls in BUILT_IN])
 @pytest.mark.parametrize(("stages", "m", "a"), [(8, 8, 4), (5, 3, 2), (2, 4, 3), (1, 1, 1)])
-def test_round_trip(cls, stages, m, a, tmp_path):
-    schedule, path = cls(stages), tmp_path / "s.csv"
+def test_round_trip(nth, stages, m, a, tmp_path):
+    schedule, path = every_schedule(stages)[nth], tmp_path / "s.csv"
     jpp.schedule_to_csv(schedule, path, m, a)
     found = jpp.schedule_from_csv(str(path))
     assert found.tasks(m, a) == schedule.tasks(m, a)

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxpp_async.compiler.ir import KeptWhole
 from jaxpp_async.program.actor_program import ActorProgram
-from jaxpp_async.program.instructions import Aval, Run
+from jaxpp_async.program.instructions import Aval, GraphInput, Run
+from jaxpp_async.program.leaf_parts import Parts
 from jaxpp_async.schedules.cut import Cut, Mark
 from jaxpp_async.session import report
 from jaxpp_async.session.report import report_notes
@@ -24,7 +26,10 @@ def compiled(
     """What is looked at of a compiled step of one loop; of none with `microbatches=0`."""
     loop = SimpleNamespace(num_microbatches=microbatches, leaves=leaves, line="train.py:7", cut=cut)
     loops = {0: SimpleNamespace(staged=SimpleNamespace(loop=loop))} if microbatches else {}
-    return SimpleNamespace(placed=SimpleNamespace(loops=loops), programs=programs, traced=None, continues={})
+    traced = SimpleNamespace(kept_whole=())
+    return SimpleNamespace(
+        placed=SimpleNamespace(loops=loops), programs=programs, traced=traced, continues={}
+    )
 
 
 def notes(step: SimpleNamespace, monkeypatch, changed=()) -> None:
@@ -84,3 +89,20 @@ def test_a_donated_argument_that_no_result_replaces_is_a_warning_at_the_users_li
         "float32[3]; a result can take an argument's memory only with its shape and dtype: return it as it "
         "came, or do not donate it"
     )
+
+
+@pytest.mark.parametrize("line", ["train.py:9", ""])
+def test_a_stacked_leaf_that_stays_whole_is_named_with_its_bytes_and_the_line(monkeypatch, caplog, line):
+    step = compiled(WORKS, microbatches=0)
+    parts = (Parts(0, (0, 1, 2)), None, None)
+    names = ("p['a'][0:1]", "p['a'][1:2]", "p['b']", "p['c']")
+    kept = (KeptWhole(1, "cumsum", line), KeptWhole(2, "sort", line))
+    step.traced = SimpleNamespace(kept_whole=kept, argument_parts=parts, arg_names=names)
+    inputs = (GraphInput(0, 2, (0, 1)), GraphInput(0, 3, (1,)))
+    step.placed.graph = SimpleNamespace(inputs=inputs, values=(SimpleNamespace(aval=F4),))
+    notes(step, monkeypatch)
+    (text,) = (record.getMessage() for record in caplog.records)  # on one actor a whole leaf is in its place
+    assert (
+        "p['b'] stacks layers of several stages and lives whole, 16 B, on actors 0, 1, since cumsum" in text
+    )
+    assert ("at train.py:9 needs" in text) == bool(line) and "placement.md" in text

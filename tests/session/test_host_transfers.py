@@ -10,8 +10,10 @@ from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.program.instructions import Aval
+from jaxpp_async.program.leaf_parts import Parts
 from jaxpp_async.session.argument_binding import Slot
 from jaxpp_async.session.host_transfers import RemoteValues
+from jaxpp_async.session.leaf_division import DividedPlace
 from jaxpp_async.session.remote_array import RemoteArray
 
 TWO = Target(jax.sharding.AbstractMesh((2,), ("x",)), "cpu", {})
@@ -123,3 +125,47 @@ def test_the_sharding_of_an_array_is_that_of_one_actor():
     mine, _ = values()
     assert mine.sharding_of(Aval((4,), "float32", ("x",))).spec == jax.sharding.PartitionSpec("x")
     assert values(Target(None, "cpu", {}))[0].sharding_of(Aval((4,), "float32")).is_fully_replicated
+
+
+# ---------------------------------------------------------------- arrays in parts
+
+
+def in_parts(mine: RemoteValues, *actors: tuple[int, ...], spec=()) -> RemoteArray:
+    kind, parts = ValueType(Aval((4,), "float32")), Parts(0, (0, 1, 4))
+    return mine.new_array_in_parts(kind, DividedPlace(parts, (spec, spec), actors))
+
+
+async def test_of_a_value_like_an_array_in_parts_each_actor_gets_its_part():
+    mine, controller = values(Target(None, "cpu", {}))
+    like = in_parts(mine, (0,), (1, 2))
+    made = await mine.put(np.arange(4, dtype=np.float32), like)
+    first, second = (piece.array_id for piece in made.pieces)
+    rest = [(second, [1, 2, 3])]
+    assert controller.puts == [{0: [(first, [0])], 1: rest, 2: rest}]
+    assert (made.actors, made.shape) == ((0, 1, 2), (4,))
+    del made
+    assert sorted(controller.freed) == [(0, first), (1, second), (2, second)]
+
+
+async def test_an_array_in_parts_is_fetched_part_by_part_and_joined():
+    mine, _ = values(Target(None, "cpu", {}))
+    array = in_parts(mine, (0,), (1, 2))
+    assert [one.tolist() for one in await mine.fetch([array, np.zeros(1)])] == [[1, 2, 2, 2], [0]]
+    assert (await mine.fetch(array)).tolist() == [1, 2, 2, 2]
+
+
+async def test_a_value_keeps_its_own_type_in_the_parts_of_another():
+    mine, controller = values()
+    like = in_parts(mine, (0,), (1,))
+    made = await mine.put(np.zeros((4, 2), np.int8), like)
+    assert [(p.shape, p.dtype) for p in made.pieces] == [((1, 2), np.int8), ((3, 2), np.int8)]
+    with pytest.raises(ArrayError, match=r"shape \(1,\) is not divisible by axis 'x'$"):
+        await mine.put(np.zeros(4, np.float32), in_parts(mine, (0,), (1,), spec=("x",)))
+    assert len(controller.puts) == 1
+
+
+async def test_a_value_of_another_length_is_refused_with_the_parts():
+    mine, controller = values(Target(None, "cpu", {}))
+    with pytest.raises(ArrayError, match=r"in parts of 4 rows together, along axis 0, .* shape \(3,\);"):
+        await mine.put(np.zeros(3, np.float32), in_parts(mine, (0,), (1,)))
+    assert controller.puts == []

@@ -10,6 +10,9 @@ import pytest
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.program.instructions import Aval
+from jaxpp_async.program.leaf_parts import Parts
+from jaxpp_async.session.argument_binding import Slot
+from jaxpp_async.session.leaf_division import leaf_slots, part_types
 from jaxpp_async.session.remote_array import RemoteArray
 from jaxpp_async.session.step_future import StepArrays
 
@@ -31,10 +34,14 @@ def array(array_id: int) -> RemoteArray:
 
 def compiled(donated: dict[int, int | None], handed_back=()) -> SimpleNamespace:
     """A compiled step: `donated` has the result that continues each donated leaf."""
-    inputs = [SimpleNamespace(name=name) for name in NAMES]
+    inputs = [Slot(name, F4, (0,)) for name in NAMES]
     traced = SimpleNamespace(out_names=RESULTS)
     return SimpleNamespace(
-        donated=donated, handed_back=handed_back, inputs=inputs, compiled=SimpleNamespace(traced=traced)
+        donated=donated,
+        handed_back=handed_back,
+        inputs=inputs,
+        arguments=inputs,
+        compiled=SimpleNamespace(traced=traced),
     )
 
 
@@ -90,3 +97,15 @@ def test_what_no_result_continues_is_lost_and_host_values_are_what_they_were():
 @pytest.mark.parametrize("leaves", [[], [array(1)]])
 def test_of_a_step_that_was_given_nothing_for_good_there_is_nothing_to_say(leaves):
     assert StepArrays("train", compiled({}), leaves, []).abandon() is None
+
+
+def test_a_leaf_in_parts_is_named_once():
+    parts = Parts(0, (0, 1, 4))
+    slots = [
+        Slot(name, kind, (0,)) for name, kind in zip(parts.names("cache"), part_types(F4, parts), strict=True)
+    ]
+    step = compiled({0: None, 1: None})
+    step.inputs, step.arguments = slots, leaf_slots(slots, (parts,))
+    assert StepArrays("train", step, [array(1), array(2)], []).abandon() == (
+        "no result continues cache, which cannot be used any more"
+    )

@@ -110,6 +110,32 @@ def test_of_an_array_in_pieces_only_those_that_are_needed_are_read(tmp_path, nee
     same(found, expected)
 
 
+@pytest.mark.parametrize(("start", "stop"), [(0, 4), (1, 3), (2, 4), (3, 4), (0, 1)])
+def test_of_an_array_in_pieces_a_part_is_read(tmp_path, start, stop):
+    whole = np.arange(1, 13, dtype=np.int32).reshape(4, 3)
+    pieces = []
+    for begin in (0, 2):
+        path, part = str(tmp_path / str(begin)), whole[begin : begin + 2]
+        _, digests = tensor_files.write(path, {"p": part}, {}, never)
+        pieces.append((path, (begin - start, 0), WantedArray("p", "int32", (2, 3), digests["p"])))
+    same(tensor_files.read_pieces((stop - start, 3), "int32", pieces), whole[start:stop])
+
+
+def test_a_piece_of_which_several_arrays_are_parts_is_read_once(tmp_path, monkeypatch):
+    path, whole = str(tmp_path / "whole"), np.arange(4, dtype=np.int32)
+    _, digests = tensor_files.write(path, {"w": whole, "v": whole}, {}, never)
+    pieces = [WantedArray(name, "int32", (4,), digests[name]) for name in ("w", "w", "v")]
+    reads, read = [], tensor_files.read
+    monkeypatch.setattr(tensor_files, "read", lambda *args: (reads.append(args), read(*args))[1])
+    read_one = tensor_files.read_shared([(path, piece) for piece in pieces])
+    parts = [
+        tensor_files.read_pieces((2,), "int32", [(path, (-start,), piece)], read_one=read_one)
+        for start, piece in zip((0, 2, 1), pieces, strict=True)
+    ]
+    assert [part.tolist() for part in parts] == [[0, 1], [2, 3], [1, 2]]
+    assert len(reads) == 2
+
+
 def test_a_piece_that_is_not_needed_may_be_missing(tmp_path):
     gone = (str(tmp_path / "gone"), (0,), WantedArray("p", "int32", (2,), "00"))
     found = tensor_files.read_pieces((4,), "int32", [gone], [(slice(2, 4),)])

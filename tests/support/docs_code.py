@@ -15,9 +15,9 @@ import jaxpp_async as jpp
 _DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
-def doc_code(page: str) -> dict[str, Any]:
-    """Names that the code blocks of `docs/<page>` define, run one after the other."""
-    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "jpp": jpp, "P": PartitionSpec}
+def doc_code(page: str, **given: Any) -> dict[str, Any]:
+    """Names that the code blocks of `docs/<page>` define, run one after the other; they may use `given`."""
+    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "jpp": jpp, "P": PartitionSpec, **given}
     for block in re.findall(r"^```python\n(.*?)^```", (_DOCS / page).read_text(), re.DOTALL | re.MULTILINE):
         exec(compile(block, page, "exec"), names)
     return names

@@ -38,6 +38,7 @@ from jaxpp_async.compiler.evaluate import recipe_function
 from jaxpp_async.compiler.pipeline import CompilePlan
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import BufferId, Delete, Input, Output, Recv, Run, Send
+from jaxpp_async.program.leaf_parts import Parts
 from jaxpp_async.session.argument_binding import host_array
 from jaxpp_async.testing import assert_close
 
@@ -70,9 +71,10 @@ def run_plan(done: CompilePlan, *args: Any, static: Sequence[int] = ()) -> Any:
         raise InterpreterError(f"the plan is for arguments {done.traced.in_tree}, not {tree}")
     hidden = [c.value for c in done.traced.captured]
     hidden += [np.int32(i) for i in range(done.placed.num_indices)]
+    leaves = _in_parts(leaves, done.traced.argument_parts)
     inputs = [jnp.asarray(host_array(x)) for x in (*leaves, *hidden)]
     with control_flow():
-        copies = _run_programs(done.programs, inputs, _functions(done))
+        copies = run_programs(done.programs, inputs, _functions(done))
     ids = {o.result: done.placed.value_ids[o.value] for o in done.placed.graph.outputs}
     leaf_of = {v: arg for arg, v in enumerate(done.traced.flat.inputs)}
     results = []
@@ -84,7 +86,26 @@ def run_plan(done: CompilePlan, *args: Any, static: Sequence[int] = ()) -> Any:
         array = _one_of(copies.get(k, {}), name)
         impl = done.traced.types[ids[k]].key_impl
         results.append(jax.random.wrap_key_data(array, impl=impl) if impl else array)
-    return jax.tree.unflatten(done.traced.out_tree, results)
+    return jax.tree.unflatten(done.traced.out_tree, _joined(results, done.traced.result_parts))
+
+
+def _in_parts(leaves: Sequence[Any], parts: Sequence[Parts | None]) -> list[Any]:
+    """Leaves, with the parts of each divided one in its place."""
+    pairs = zip(leaves, parts or [None] * len(leaves), strict=True)
+    return [
+        leaf if index is None else leaf[index]
+        for leaf, of_leaf in pairs
+        for index in ([None] if of_leaf is None else of_leaf.slices)
+    ]
+
+
+def _joined(results: Sequence[Any], parts: Sequence[Parts | None]) -> list[Any]:
+    """Results, with each divided one in the place of its parts."""
+    rest, found = iter(results), []
+    for of_leaf in parts or [None] * len(results):
+        made = [next(rest) for _ in range(1 if of_leaf is None else of_leaf.count)]
+        found.append(made[0] if of_leaf is None else jnp.concatenate(made, of_leaf.axis))
+    return found
 
 
 def check_step(
@@ -160,7 +181,7 @@ def _one_of(copies: dict[int, jax.Array], name: str) -> np.ndarray:
 # ---------------------------------------------------------------- programs
 
 
-def _run_programs(
+def run_programs(
     programs: Sequence[ActorProgram], inputs: Sequence[jax.Array], functions: RunOne
 ) -> dict[int, dict[int, jax.Array]]:
     """Run all programs, turn by turn. Returns for each result its copy on each actor."""

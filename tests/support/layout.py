@@ -31,6 +31,7 @@ _LAYOUT_TOKENS = {
     tokenize.ENDMARKER,
 }
 _PRAGMA = re.compile(r"\s*# (noqa|type: ignore|pyright: ignore)\b.*$")
+_BAD_SENTENCE = re.compile(r"(?:[.!?]\s+|\n\n\s*)(?:What|Those|They|It)\b[^.]{0,60}")
 _BAD_OPENING = re.compile(r"(What|Those|They|It)\b|\w+: |In: |[^.]* in, [^.]* out\b")
 
 
@@ -168,6 +169,18 @@ def badly_opened_docstrings() -> list[str]:
     ]
 
 
+def badly_begun_sentences() -> list[str]:
+    """Return where a sentence of a docstring, behind the opening, begins with a pronoun; also in examples."""
+    paths = sorted((ROOT / "examples").rglob("*.py"))
+    examples = [Module(path.relative_to(ROOT), path.read_text(encoding="utf-8")) for path in paths]
+    return [
+        f"{where}: {found[0].strip()}"
+        for module in (*all_files(), *examples)
+        for where, text in module.docstrings()
+        for found in _BAD_SENTENCE.finditer(text)
+    ]
+
+
 def num_import_rule_lines() -> int:
     """Return the length of the import rules in pyproject.toml, without comments and blank lines."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -193,13 +206,14 @@ def main() -> None:
         "public class names used twice": len(classes_named_twice()),
         "modules that no test imports": len(untested_modules()),
         "docstrings that do not open with a sentence": len(badly_opened_docstrings()),
+        "sentences of docstrings that begin with a pronoun": len(badly_begun_sentences()),
         f"lines of Python over {MAX_LINE}": len(long_lines()),
         f"lines of Markdown over {MAX_LINE}": len(long_markdown_lines()),
         "lines of import rules": num_import_rule_lines(),
         "lines of docs/architecture.md": num_architecture_lines(),
     }
     for what, value in rows.items():
-        print(f"{what:46}{value}")
+        print(f"{what:52}{value}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from interpret import _one_of, _run_programs
+from interpret import _one_of, run_programs
 from planning import plan_step
 
 from jaxpp_async.actors.executables import Executable, check_signature, compile_blob
@@ -95,7 +95,7 @@ def run_on_devices(
     for i in graph.inputs:
         aval = graph.values[i.value].aval
         inputs[i.arg] = jax.device_put(np.asarray(hosts[i.arg], aval.dtype), devices.sharding_of(aval))
-    copies = _run_programs(done.programs, inputs, lambda k: compiled[k].call)
+    copies = run_programs(done.programs, inputs, lambda k: compiled[k].call)
     results = [_one_of(copies[k], name) for k, name in enumerate(done.traced.out_names)]
     collectives = {r.name: _collectives(c.call.as_text()) for r, c in zip(recipes, compiled, strict=True)}  # pyright: ignore
     split: dict[tuple[int, ...], set[tuple]] = {}

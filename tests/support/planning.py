@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,7 @@ def plan_step(
     schedule: Any = None,
     static: tuple[int, ...] = (),
     platform: str = "cpu",
+    **request: Any,
 ) -> CompilePlan:
     """All passes but emission, for a mesh that nobody started."""
     axes, rules = spmd_mesh or {}, axis_rules or {}
@@ -41,7 +43,7 @@ def plan_step(
     )
     runner = SimpleNamespace(num_actors=actors, target=target)
     step = DistributedStep(runner, fn, StepOptions(in_shardings, None, donate, static, schedule))  # pyright: ignore
-    return plan(step.request(args))
+    return plan(replace(step.request(args), **request))
 
 
 def staged(fn: Any, *args: Any) -> StagedLoop:

@@ -65,9 +65,7 @@ def least_step(
     num, hops = len(stages), stages.hops(actors)
     kept, weight_kept = stages.kept_bytes, stages.weight_kept_bytes
     caps = [cap * (1 + 1e-9) for cap in problem.caps]
-    static = [0.0] * problem.num_actors
-    for stage, actor in enumerate(actors):
-        static[actor] += stages.static_bytes[stage]
+    static = stages.static_bytes_of_actors(actors, problem.num_actors)
     weights = [w - problem.dispatch_s for w in stages.weight_gradient_s]
     seen: set[object] = set()
     start = ((0, 0.0, 0, 0.0, 0),) * count, (0.0,) * problem.num_actors

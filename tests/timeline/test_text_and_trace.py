@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 
+from jaxpp_async.errors import TimelineError
 from jaxpp_async.program.work import TaskWork
 from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares
 from jaxpp_async.timeline.events import ActorTimeline, Recorded, TimelineEvent, TimelineTransfer
@@ -15,10 +17,10 @@ from jaxpp_async.timeline.timeline import (
     _breakdown_table,
     _shares_table,
     _tasks_table,
-    chrome_trace,
+    load_timelines,
     make_timeline,
-    write_trace,
 )
+from jaxpp_async.timeline.trace import chrome_trace, write_trace
 
 # ---------------------------------------------------------------- text
 
@@ -139,7 +141,9 @@ def test_the_first_step_is_the_zero_of_all_and_no_thread_has_a_process_number():
 
 def test_a_trace_is_written_as_json(tmp_path):
     write_trace(tmp_path / "trace.json", [STEP])
-    assert json.loads((tmp_path / "trace.json").read_text()) == chrome_trace([STEP])
+    written = json.loads((tmp_path / "trace.json").read_text())
+    del written["jaxpp_async"]  # which viewers skip
+    assert written == chrome_trace([STEP])
 
 
 # ---------------------------------------------------------------- a timeline
@@ -173,3 +177,91 @@ def test_works_are_counted_when_they_are_read_and_travel_with_the_timeline():
     assert counted == [1]
     copy = pickle.loads(pickle.dumps(step))
     assert (copy, copy.works) == (step, step.works)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def saved_step(number: int) -> Timeline:
+    sent = TimelineEvent(0, 1, "send", "fwd(stage 0, mb 0)", 1.5, 2.5, 64, peer=1, tag=0, needs=(0,))
+    came = TimelineEvent(1, 0, "recv", "fwd(stage 0, mb 0)", 1.0, 3.0, 64, peer=0, tag=0, held_bytes=64)
+    ran = TimelineEvent(0, 0, "run", "fwd(stage 0, mb 0)", 0.5, 1.5, executable=3, text='run "fwd"')
+    actors = (ActorTimeline(0, (ran, sent), 1e-6, "here", 41), ActorTimeline(1, (came,), 2e-6, "there", 42))
+    transfers = (TimelineTransfer(sent, came),)
+    return Timeline(number, "train", 100.0, 4.0, actors, transfers, 3e-6, cut_choice="work")
+
+
+def test_a_written_step_is_read_as_it_was(tmp_path):
+    saved_step(7).write(tmp_path / "step.json")
+    assert load_timelines(tmp_path / "step.json") == [saved_step(7)]
+
+
+def test_several_steps_are_read_from_one_file(tmp_path):
+    write_trace(tmp_path / "steps.json", iter([saved_step(1), saved_step(2)]))
+    assert [found.step for found in load_timelines(tmp_path / "steps.json")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no json", "no timeline that `Timeline.write` has written"),
+        ('{"traceEvents": []}', "no timeline that `Timeline.write` has written"),
+        (
+            '{"jaxpp_async": {"version": 99, "steps": []}}',
+            "version 99, and this version of jaxpp_async reads 1",
+        ),
+        ('{"jaxpp_async": {"version": 1, "steps": [{"step": 1}]}}', "damaged"),
+    ],
+)
+def test_a_file_that_is_no_timeline_is_refused(text, message, tmp_path):
+    (tmp_path / "step.json").write_text(text)
+    with pytest.raises(TimelineError, match=message):
+        load_timelines(tmp_path / "step.json")
+
+
+def test_a_printed_step_of_somebody_else_cannot_command_the_terminal():
+    evil = "fwd\x1b]0;pwned\x07"
+    event = TimelineEvent(0, 0, "run", evil, 0.0, 1.0)
+    text = str(Timeline(0, evil, 0.0, 1.0, (ActorTimeline(0, (event,)),), ()))
+    assert "\x1b" not in text and "\x07" not in text and "\\x1b]0;pwned" in text
+
+
+def spoilt(**changes):
+    """Return the events of two actors that hand data to each other, with the first event changed."""
+    events = [
+        TimelineEvent(0, 0, "run", "fwd(stage 0, mb 0)", 0.0, 1.0),
+        TimelineEvent(0, 1, "send", "x", 1.0, 1.5, 8, peer=1, tag=0, needs=(0,)),
+        TimelineEvent(1, 0, "recv", "x", 0.0, 1.5, 8, peer=0, tag=0),
+        TimelineEvent(1, 1, "run", "fwd(stage 1, mb 0)", 1.5, 2.0, needs=(0,)),
+    ]
+    events[0] = replace(events[0], **changes)
+    return [tuple(e for k, e in enumerate(events) if k // 2 == actor) for actor in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"actor": 7}, "actor 0 of step 3 has an instruction of actor 7"),
+        ({"instruction": 1}, "actor 0 of step 3 has an instruction twice"),
+        ({"end_s": -1.0}, "instruction 0 of actor 0 of step 3 ends before it starts"),
+        ({"end_s": 1e300}, "a time that is no number, or beyond 1e\\+09 s"),
+        ({"label": "think(stage 0, mb 0)"}, "of a task of the unknown type 'think'"),
+        ({"needs": (0,)}, "tasks wait for each other in a circle"),
+    ],
+)
+def test_a_file_whose_step_cannot_have_been_is_refused(changes, message, tmp_path):
+    def written(actors):
+        timelines = tuple(ActorTimeline(actor, events) for actor, events in enumerate(actors))
+        write_trace(tmp_path / "step.json", [Timeline(3, "train", 0.0, 2.0, timelines, ())])
+        return tmp_path / "step.json"
+
+    assert load_timelines(written(spoilt()))[0].bill.total_s == 2.0
+    with pytest.raises(TimelineError, match=f"or it is damaged: .*{message}"):
+        load_timelines(written(spoilt(**changes)))
+
+
+def test_a_file_with_an_actor_twice_is_refused(tmp_path):
+    actors = (ActorTimeline(0, spoilt()[0]),) * 2
+    write_trace(tmp_path / "step.json", [Timeline(3, "train", 0.0, 2.0, actors, ())])
+    with pytest.raises(TimelineError, match="step 3 has an actor twice"):
+        load_timelines(tmp_path / "step.json")

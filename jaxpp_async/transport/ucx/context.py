@@ -184,9 +184,7 @@ def check_takes_gpu_memory(found: Sequence[tuple[str, str]]) -> None:
     elif _wants_system_ucx():
         remedy = f"take a UCX that is built with CUDA, or pip's: unset {SYSTEM_UCX}"
     else:
-        remedy = (
-            "is it built with CUDA, and is the driver there (`python -m jaxpp_async doctor --platform cuda`)?"
-        )
+        remedy = "is it built with CUDA, and is the driver there (`jaxpp-async doctor --platform cuda`)?"
     raise MeshError(
         f"UCX on host {socket.gethostname()} cannot take GPU memory, it has no cuda_copy; {remedy}"
     )

@@ -505,8 +505,8 @@ class UCXTransport(Transport):
         """Give up a stalled worker, which UCX would never let release its buffers, and end all transfers.
 
         The worker is kept until this process ends, since destroying it might wait for the transfers for ever.
-        It makes no progress any more, and so copies nothing. The memory of transfers that a network adapter
-        or a GPU carries is kept as well.
+        A worker that is kept makes no progress any more, and so copies nothing. The memory of transfers that
+        a network adapter or a GPU carries is kept as well.
         """
         transfers = list(self._open.values())
         held = [transfer.memory for transfer in transfers if not transfer.link.is_moved_by_cpu]

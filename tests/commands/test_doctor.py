@@ -1,4 +1,4 @@
-"""Direct tests of the command line's options and exit status, in this process."""
+"""The options and the exit status of the command `doctor`, in this process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from jaxpp_async import cli
-from jaxpp_async.cli import WRONG_USE, app
+from jaxpp_async.commands import doctor
+from jaxpp_async.commands.app import app
+from jaxpp_async.commands.output import WRONG_USE
 from jaxpp_async.doctor.facts import UNLIMITED, Examination, HostFacts, HostReport, RequestedRun
 
 FACTS = HostFacts("n", "/py", "3.11.7", "Linux", {}, 1, 1 << 30, 1 << 30, UNLIMITED)
@@ -36,11 +37,11 @@ def test_options_that_cannot_be_are_refused_with_their_own_exit_status(arguments
 def found(monkeypatch):
     """What the doctor finds, without looking."""
 
-    async def look(launching, asked, measures) -> Examination:
+    async def look(options, asked, measures) -> Examination:
         here = HostReport("here", facts=FACTS)
         return Examination(RequestedRun(), here, (here,))
 
-    monkeypatch.setattr(cli, "_doctor", look)
+    monkeypatch.setattr(doctor, "_examine", look)
 
 
 def test_a_run_that_would_not_work_is_an_exit_status_and_json_says_why(found):
@@ -56,7 +57,7 @@ def test_the_facts_of_this_machine_are_printed_without_a_judgement(monkeypatch):
         assert platform == "cuda"
         return FACTS
 
-    monkeypatch.setattr(cli, "gather", facts)
+    monkeypatch.setattr("jaxpp_async.doctor.gather.gather", facts)
     result = CliRunner().invoke(app, ["doctor", "--facts", "--platform", "cuda"])
     assert result.exit_code == 0
     assert json.loads(result.stdout)["hostname"] == "n"

@@ -1,11 +1,11 @@
-"""The most bytes that a program's buffer table holds, and where."""
+"""Tests of `program/buffer_table.py`: the bytes that a program's buffer table holds, and the most of them."""
 
 from __future__ import annotations
 
 import pytest
 
-from jaxpp_async.compiler.lowering import PeakPlan, peak_plan
 from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.buffer_table import PeakPlan, held_bytes, peak_plan
 from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Run, Send
 
 SIZES = (10, 20, 30, 40)
@@ -57,3 +57,18 @@ def test_uncounted_slots_never_count():
 def test_a_sharded_array_counts_as_one_whole_copy():
     aval = Aval((4, 4), "bfloat16", ("x",))
     assert peak_plan(ActorProgram(0, (Input(0, 0),), (aval,))).peak_bytes == 32
+
+
+def test_held_bytes_at_each_instruction():
+    instructions = (
+        Input(0, 0),
+        Recv(1, 1, 0),
+        Run("f", 0, (0, 1), (2,)),
+        Delete(1),
+        Run("g", 1, (2,), (3,), (0,)),
+        Output(3, 0),
+    )
+    program = ActorProgram(
+        0, instructions, tuple(Aval((n,), "float32") for n in (10, 2, 10, 10)), frozenset()
+    )
+    assert held_bytes(program) == [40, 48, 88, 80, 80, 40]

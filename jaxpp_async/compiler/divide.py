@@ -1,0 +1,577 @@
+"""Rewrite a step so that its stacked leaves, and what is computed from them, are computed in parts.
+
+A divided argument leaf becomes one argument per part, a divided result one result per part, and an operation
+on divided values one operation per part. Later passes see no difference: they place each part where it is
+used. `stack_division` chooses the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from msgspec import structs
+
+from jaxpp_async.compiler import evaluate, scan
+from jaxpp_async.compiler.divided_axis import (
+    Aligned,
+    Along,
+    Branched,
+    Chained,
+    Combined,
+    MovedRows,
+    Picked,
+    Relation,
+    Stacked,
+    bound_argument,
+    equation_params,
+    relate,
+)
+from jaxpp_async.compiler.ir import (
+    Captured,
+    Flat,
+    Lit,
+    Loop,
+    Op,
+    Ref,
+    Traced,
+    Types,
+    literal_type,
+    renamed,
+)
+from jaxpp_async.compiler.primitives import ADDITIONS
+from jaxpp_async.compiler.stack_division import Division
+from jaxpp_async.jax_bridge import private_api
+from jaxpp_async.program.leaf_parts import Parts, part_positions
+
+
+def divide(traced: Traced, division: Division, wanted: Mapping[int, Parts]) -> Traced:
+    """Return a traced step in which the values of a division are computed in parts.
+
+    Args:
+        traced: the traced step, in which nothing is divided.
+        division: the parts of each divided value.
+        wanted: the parts in which the caller wants results, by the position of the result leaf.
+    """
+    traced = replace(traced, kept_whole=division.kept_whole)
+    if not division.parts and not wanted:
+        return traced
+    divider = _Divider(traced.types, division.parts)
+    num_arguments, num_results = len(traced.arg_names), len(traced.out_names)
+    inputs, ids = traced.flat.inputs, divider.in_parts(traced.flat.inputs)
+    body = _Body(divider)
+    body.add(traced.flat.ops)
+    of_result = tuple(
+        wanted.get(k) or (division.parts.get(ref) if isinstance(ref, int) else None)
+        for k, ref in enumerate(traced.flat.outputs[:num_results])
+    )
+    pairs = zip(traced.flat.outputs[:num_results], of_result, strict=True)
+    outputs = [part for ref, parts in pairs for part in body.result(ref, parts)]
+    outputs += [body.whole(r) for r in traced.hidden_results]
+    of_argument = tuple(division.parts.get(v) for v in inputs[:num_arguments])
+    return replace(
+        traced,
+        flat=Flat(ids, tuple(body.ops), tuple(outputs)),
+        arg_names=_names(traced.arg_names, of_argument),
+        arg_of=tuple(expand_leaves(traced.arg_of, of_argument)),
+        captured=tuple(part for c in traced.captured for part in divider.captured_parts(c)),
+        out_names=_names(traced.out_names, of_result),
+        argument_parts=of_argument,
+        result_parts=of_result,
+    )
+
+
+def expand_pairs(pairs: Mapping[int, int], traced: Traced) -> dict[int, int]:
+    """Return pairs of a result leaf and an argument leaf as pairs of their parts.
+
+    Args:
+        pairs: a dictionary from the position of a result leaf to that of an argument leaf of equal parts.
+        traced: the step in parts.
+    """
+    results, arguments = part_positions(traced.result_parts), part_positions(traced.argument_parts)
+    return {
+        part: own
+        for result, leaf in pairs.items()
+        for part, own in zip(results[result], arguments[leaf], strict=True)
+    }
+
+
+def expand_leaves(values: Sequence[Any], parts: Sequence[Parts | None]) -> list[Any]:
+    """Return one entry per part, from one entry per leaf.
+
+    Args:
+        values: one entry per leaf, such as its sharding.
+        parts: the parts of each leaf; None for an undivided leaf.
+    """
+    pairs = zip(values, parts, strict=True)
+    return [value for value, of_leaf in pairs for _ in range(1 if of_leaf is None else of_leaf.count)]
+
+
+def _names(leaves: Sequence[str], parts: Sequence[Parts | None]) -> tuple[str, ...]:
+    return tuple(
+        name
+        for leaf, of_leaf in zip(leaves, parts, strict=True)
+        for name in ((leaf,) if of_leaf is None else of_leaf.names(leaf))
+    )
+
+
+class _Divider:
+    """The ids of the parts of all divided values.
+
+    Args:
+        types: the type of each value; the types of parts are added to it.
+        parts: the parts of each divided value.
+    """
+
+    def __init__(self, types: Types, parts: Mapping[int, Parts]) -> None:
+        self.types, self.parts = types, parts
+        self._ids: dict[int, tuple[int, ...]] = {}
+        self.zeros: set[int] = set()  # parts that are known to be zero
+
+    def ids(self, value: int) -> tuple[int, ...]:
+        """Return the ids of the parts of a divided value."""
+        if value not in self._ids:
+            shapes = self.parts[value].shapes(self.types[value].aval.shape)
+            self._ids[value] = tuple(self.resized(value, shape) for shape in shapes)
+        return self._ids[value]
+
+    def rename(self, value: int, part: int, made: int) -> None:
+        """Let a part be another value of the same type."""
+        ids = list(self.ids(value))
+        ids[part] = made
+        self._ids[value] = tuple(ids)
+
+    def resized(self, value: int, shape: Sequence[int]) -> int:
+        """Return the id of a new value that is like another one but for its shape."""
+        known = self.types[value]
+        return self.types.new(
+            replace(known, aval=structs.replace(known.aval, shape=tuple(shape))), like=value
+        )
+
+    def in_parts(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Return ids of values with those of its parts in the place of each divided one."""
+        return tuple(i for v in values for i in (self.ids(v) if v in self.parts else (v,)))
+
+    def captured_parts(self, captured: Captured) -> Sequence[Captured]:
+        """Return the parts of an array that the user's function closes over."""
+        if captured.value_id not in self.parts:
+            return (captured,)
+        slices = self.parts[captured.value_id].slices
+        pairs = zip(slices, self.ids(captured.value_id), strict=True)
+        return [Captured(captured.value[index], value_id) for index, value_id in pairs]
+
+
+class _Body:
+    """The rewritten operations of one body: the step, a loop's body, or a branch of a cond.
+
+    Args:
+        divider: the ids of parts.
+    """
+
+    def __init__(self, divider: _Divider) -> None:
+        self.divider, self.types, self.parts = divider, divider.types, divider.parts
+        self.ops: list[Op | Loop] = []
+        self._renamed: dict[int, Ref] = {}  # undivided values that are another value
+        self._joined: set[int] = set()
+
+    # ---- values
+
+    def is_divided(self, ref: Ref) -> bool:
+        return isinstance(ref, int) and ref in self.parts
+
+    def whole(self, ref: Ref) -> Ref:
+        """Return a value undivided; join its parts if that has not been done in this body."""
+        if not isinstance(ref, int):
+            return ref
+        if ref in self.parts and ref not in self._joined:
+            self._joined.add(ref)
+            axis = self.parts[ref].axis
+            self.ops.append(
+                Op("concatenate", self.divider.ids(ref), (ref,), partial(_concatenate, axis), "parts")
+            )
+        return self._renamed.get(ref, ref)
+
+    def results(self, refs: Sequence[Ref]) -> list[Ref]:
+        """Return results of the body with the parts of each divided one in its place."""
+        return [part for ref in refs for part in self._in_place(ref)]
+
+    def _in_place(self, ref: Ref) -> Sequence[Ref]:
+        return self.divider.ids(ref) if isinstance(ref, int) and ref in self.parts else (self.whole(ref),)
+
+    def result(self, ref: Ref, parts: Parts | None) -> Sequence[Ref]:
+        """Return a result of the step in the given parts, of which it may have others so far."""
+        if parts is None or (isinstance(ref, int) and self.parts.get(ref) == parts):
+            return self._in_place(ref)
+        found = list[Ref]()
+        for start, stop in parts.ranges:
+            rows = self._rows(ref, parts.axis, start, stop, "stacked layers")
+            if len(rows) > 1 and isinstance(ref, int):
+                shape = list(self.types[ref].aval.shape)
+                shape[parts.axis] = stop - start
+                joined = self.divider.resized(ref, shape)
+                run = partial(_concatenate, parts.axis)
+                self.ops.append(Op("concatenate", tuple(rows), (joined,), run, "stacked layers"))
+                rows = [joined]
+            found += rows
+        return found
+
+    # ---- operations
+
+    def add(self, items: Sequence[Op | Loop]) -> None:
+        """Add operations in program order."""
+        for item in items:
+            if isinstance(item, Loop):
+                self.ops.append(self._loop(item))
+            elif any(map(self.is_divided, (*item.inputs, *item.outputs))):
+                self._add_divided(item)
+            else:
+                self.ops.append(renamed(item, self._renamed.keys(), self.whole))
+
+    def _add_divided(self, op: Op) -> None:
+        match self._relation(op):
+            case Aligned() as aligned:
+                self._add_aligned(op, aligned)
+            case Combined(operands, combine):
+                self._add_combined(op, operands, combine)
+            case MovedRows() as moved:
+                self._add_moved(op, moved)
+            case Picked(row):
+                self._add_picked(op, row)
+            case Stacked():
+                self._add_stacked(op)
+            case Chained(parts):
+                self._add_chained(op, parts)
+            case Branched():
+                self._add_cond(op)
+            case None:
+                self._add_whole(op)
+
+    def _relation(self, op: Op) -> Relation | None:
+        """Return how an operation is computed in parts; None if it has to be computed whole."""
+        for is_result, refs in ((True, op.outputs), (False, op.inputs)):
+            for position, ref in enumerate(refs):
+                if isinstance(ref, int) and ref in self.parts:
+                    axis = self.parts[ref].axis
+                    found = relate(op, self.types, is_result=is_result, position=position, axis=axis)
+                    if found is not None and self._fits(op, found):
+                        return found
+        return None
+
+    def _fits(self, op: Op, relation: Relation) -> bool:
+        """Return whether all values that a relation divides are divided; their rows may not fit the cuts."""
+        refs: list[Ref] = []
+        match relation:
+            case Aligned(operands, results):
+                refs = [r for r, along in zip(op.inputs, operands, strict=True) if along is not None]
+                refs += [o for o, _ in zip(op.outputs, results, strict=True)]
+            case Combined(operands):
+                refs = [r for r, along in zip(op.inputs, operands, strict=True) if along is not None]
+            case Chained(parts):
+                refs = [*op.inputs[parts.first_x :], *op.outputs[parts.num_carry :]]
+        return all(ref in self.parts for ref in refs if isinstance(ref, int) and ref >= 0)
+
+    def _add_whole(self, op: Op) -> None:
+        for ref in op.reads:
+            self.whole(ref)  # joined under its own id
+        self.ops.append(renamed(op, self._renamed.keys(), self.whole))
+        for value in op.outputs:
+            self._slice_whole(value, op.line)
+
+    def _slice_whole(self, value: int, line: str) -> None:
+        """Make the parts of a divided value that is there as a whole."""
+        if value in self.parts:
+            self._joined.add(value)
+            axis, ids = self.parts[value].axis, self.divider.ids(value)
+            for (start, stop), part in zip(self.parts[value].ranges, ids, strict=True):
+                self._slice(value, axis, start, stop, part, line)
+
+    def enter(self, operands: Sequence[Ref], inputs: Sequence[int], line: str) -> tuple[int, ...]:
+        """Return the inputs of this body, and make the parts of those whose operands are not divided.
+
+        Args:
+            operands: the operands that the body is applied to.
+            inputs: the inputs of the body before it was rewritten.
+            line: `file:line` of the loop or cond.
+        """
+        found: list[int] = []
+        for ref, value in zip(operands, inputs, strict=True):
+            if self.is_divided(ref):
+                found += self.divider.in_parts((value,))
+            else:
+                found.append(value)
+                self._slice_whole(value, line)
+        return tuple(found)
+
+    def _add_aligned(self, op: Op, aligned: Aligned) -> None:
+        bounds = self._row_bounds(op, aligned.operands, aligned.results)
+        for part, (start, stop) in enumerate(bounds):
+            inputs = self._part_operands(op, aligned.operands, part, (start, stop))
+            outputs = tuple(o if o < 0 else self.divider.ids(o)[part] for o in op.outputs)
+            if op.name in ADDITIONS and (other := self._other_term(inputs)) is not None:
+                self.divider.rename(op.outputs[0], part, other)
+                continue
+            run = op.run
+            if aligned.resize is not None:
+                params = aligned.resize(equation_params(op), start, stop)
+                run = _with_params(op, params)
+            self.ops.append(replace(op, inputs=inputs, outputs=outputs, run=run))
+
+    def _other_term(self, terms: Sequence[Ref]) -> int | None:
+        """Return the term of a sum whose other term is known to be zero."""
+        for term, other in (terms, terms[::-1]):
+            if term in self.divider.zeros and isinstance(other, int):
+                return other
+        return None
+
+    def _row_bounds(
+        self, op: Op, operands: Sequence[Along | None], results: Sequence[Along]
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the first row of each part, and the row behind its last."""
+        ends = [*zip(op.outputs, results, strict=False), *zip(op.inputs, operands, strict=True)]
+        value, along = next((v, a) for v, a in ends if a is not None and self.is_divided(v))
+        assert isinstance(value, int) and along is not None
+        return tuple((a // along.unit, b // along.unit) for a, b in self.parts[value].ranges)
+
+    def _part_operands(
+        self, op: Op, operands: Sequence[Along | None], part: int, rows: tuple[int, int]
+    ) -> tuple[Ref, ...]:
+        """Return the operands for one part: parts of the divided ones, and all others whole."""
+        found: list[Ref] = []
+        for ref, along in zip(op.inputs, operands, strict=True):
+            if along is None:
+                found.append(self.whole(ref))
+            elif isinstance(ref, int):
+                found.append(self.divider.ids(ref)[part])
+            else:
+                index = (slice(None),) * along.axis
+                start, stop = (row * along.unit for row in rows)
+                found.append(Lit(np.asarray(ref.value)[*index, start:stop]))
+        return tuple(found)
+
+    def _add_combined(self, op: Op, operands: Sequence[Along | None], combine: str) -> None:
+        (result,) = op.outputs
+        bounds = self._row_bounds(op, operands, ())
+        total: int | None = None
+        for part, rows in enumerate(bounds):
+            made = self.types.new(self.types[result], like=result)
+            self.ops.append(
+                replace(op, inputs=self._part_operands(op, operands, part, rows), outputs=(made,))
+            )
+            if total is None:
+                total = made
+                continue
+            is_last = part == len(bounds) - 1
+            joined = result if is_last else self.types.new(self.types[result], like=result)
+            name = combine.removeprefix("bitwise_")
+            self.ops.append(
+                Op(name, (total, made), (joined,), partial(_combine, combine), op.line, op.transposed)
+            )
+            total = joined
+
+    def _add_picked(self, op: Op, row: int) -> None:
+        (value,) = op.reads
+        for part, (start, stop) in enumerate(self.parts[value].ranges):
+            if start <= row < stop:
+                run = partial(scan.pick_row, row - start)
+                self.ops.append(replace(op, inputs=(self.divider.ids(value)[part],), run=run))
+
+    def _add_stacked(self, op: Op) -> None:
+        (value,) = op.outputs
+        inputs = tuple(map(self.whole, op.inputs))
+        for (start, stop), made in zip(self.parts[value].ranges, self.divider.ids(value), strict=True):
+            self.ops.append(replace(op, inputs=inputs[start:stop], outputs=(made,)))
+
+    # ---- operations that move rows
+
+    def _add_moved(self, op: Op, moved: MovedRows) -> None:
+        for k, result in enumerate(op.outputs):
+            if result < 0:
+                continue
+            if result not in self.parts:
+                length = self.types[result].aval.shape[moved.axis]
+                self._renamed[result] = self._assembled(op, moved, k, 0, length, result)
+                continue
+            for part, (start, stop) in enumerate(self.parts[result].ranges):
+                made = self._assembled(op, moved, k, start, stop, self.divider.ids(result)[part])
+                self.divider.rename(result, part, made)
+
+    def _assembled(self, op: Op, moved: MovedRows, result: int, start: int, stop: int, into: int) -> int:
+        """Return rows of a result of an operation that copies rows.
+
+        Args:
+            op: the operation.
+            moved: the copies.
+            result: the position of the result.
+            start: the first row.
+            stop: the row behind the last.
+            into: the id for the rows if they have to be made; they may already be a value.
+        """
+        segments: list[
+            tuple[int, int, Ref, int, int]
+        ] = []  # rows of the result, then the operand and its rows
+        for piece in moved.pieces:
+            first = max(start, piece.result_start)
+            last = min(stop, piece.result_start + piece.length)
+            if piece.result == result and first < last:
+                offset = piece.operand_start - piece.result_start
+                segments.append((first, last, op.inputs[piece.operand], first + offset, last + offset))
+        found, at = list[Ref](), start
+        for first, last, operand, operand_first, operand_last in sorted(segments, key=lambda s: s[0]):
+            if at < first:
+                found.append(self._filled(op, moved, first - at, into))
+            found += self._rows(operand, moved.axis, operand_first, operand_last, op.line)
+            at = last
+        if at < stop:
+            found.append(self._filled(op, moved, stop - at, into))
+        if len(found) == 1 and isinstance(found[0], int):
+            return found[0]
+        run = partial(_concatenate, moved.axis)
+        self.ops.append(Op("concatenate", tuple(found), (into,), run, op.line, op.transposed))
+        return into
+
+    def _filled(self, op: Op, moved: MovedRows, length: int, like: int) -> int:
+        assert moved.fill is not None
+        shape = list(self.types[like].aval.shape)
+        shape[moved.axis] = length
+        fill, made = op.inputs[moved.fill], self.divider.resized(like, shape)
+        run = partial(_fill, tuple(shape), self.types[made].sharding)
+        self.ops.append(Op("broadcast_in_dim", (self.whole(fill),), (made,), run, op.line, op.transposed))
+        if isinstance(fill, Lit) and not np.any(np.asarray(fill.value)):
+            self.divider.zeros.add(made)
+        return made
+
+    def _rows(self, ref: Ref, axis: int, start: int, stop: int, line: str) -> list[Ref]:
+        """Return rows of a value as a list of values that have them one after the other."""
+        if not isinstance(ref, int):
+            if np.shape(ref.value)[axis] == stop - start:
+                return [ref]
+            made = self.types.new(literal_type(Lit(np.asarray(ref.value).take(range(start, stop), axis))))
+            return [self._slice(ref, axis, start, stop, made, line)]
+        held = [(ref, 0, self.types[ref].aval.shape[axis])]
+        if ref in self.parts:
+            pairs = zip(self.divider.ids(ref), self.parts[ref].ranges, strict=True)
+            held = [(part, *rows) for part, rows in pairs]
+        found: list[Ref] = []
+        for part, first, last in held:
+            low, high = max(first, start), min(last, stop)
+            if (low, high) == (first, last):
+                found.append(self.whole(part))
+            elif low < high:
+                shape = list(self.types[part].aval.shape)
+                shape[axis] = high - low
+                made = self.divider.resized(part, shape)
+                found.append(self._slice(part, axis, low - first, high - first, made, line))
+        return found
+
+    def _slice(self, ref: Ref, axis: int, start: int, stop: int, made: int, line: str) -> int:
+        run = partial(_slice_rows, axis, start, stop)
+        self.ops.append(Op("slice", (self.whole(ref),), (made,), run, line))
+        return made
+
+    # ---- operations with others inside
+
+    def _add_chained(self, op: Op, parts: Any) -> None:
+        stacked = [*op.inputs[parts.first_x :], *op.outputs[parts.num_carry :]]
+        value = next(r for r in stacked if isinstance(r, int) and r in self.parts)
+        consts = tuple(map(self.whole, op.inputs[: parts.num_consts]))
+        carry = tuple(map(self.whole, op.inputs[parts.num_consts : parts.first_x]))
+        order = list(enumerate(self.parts[value].ranges))
+        order = order[::-1] if parts.reverse else order
+        for part, (start, stop) in order:
+            is_last = part == order[-1][0]
+            along = (*(None,) * parts.first_x, *(Along(0),) * (len(op.inputs) - parts.first_x))
+            xs = self._part_operands(op, along, part, (start, stop))[parts.first_x :]
+            carried = op.outputs[: parts.num_carry]
+            ends = carried if is_last else tuple(self._carry_id(op, parts, k) for k in range(parts.num_carry))
+            ys = tuple(o if o < 0 else self.divider.ids(o)[part] for o in op.outputs[parts.num_carry :])
+            run = _with_params(op, {**equation_params(op), "length": stop - start})
+            self.ops.append(
+                replace(op, inputs=(*consts, *carry, *xs), outputs=(*ends, *ys), run=run, split=None)
+            )
+            carry = ends
+
+    def _carry_id(self, op: Op, parts: Any, position: int) -> int:
+        """Return the id of a carry between two parts of a scan, which is of the type of the scan's result."""
+        if (result := op.outputs[position]) >= 0:
+            return self.types.new(self.types[result], like=result)
+        start = op.inputs[parts.num_consts + position]
+        if isinstance(start, int):
+            return self.types.new(self.types[start], like=start)
+        return self.types.new(literal_type(start))
+
+    def _add_cond(self, op: Op) -> None:
+        assert op.branches is not None
+        bodies = []
+        for branch in op.branches.bodies:
+            inner = _Body(self.divider)
+            inputs = inner.enter(op.inputs[1:], branch.inputs, op.line)
+            inner.add(branch.ops)
+            outputs = [
+                part
+                for made, ref in zip(op.outputs, branch.outputs, strict=True)
+                for part in (inner.results([ref]) if made in self.parts else [inner.whole(ref)])
+            ]
+            bodies.append(Flat(inputs, tuple(inner.ops), tuple(outputs)))
+        chosen = evaluate.branches(bodies, self.types, terminates=op.branches.terminates)
+        choice, *operands = op.inputs
+        self.ops.append(
+            replace(
+                op,
+                inputs=(self.whole(choice), *self.results(operands)),
+                outputs=self.divider.in_parts(op.outputs),
+                run=chosen.choose(bodies),
+                branches=chosen,
+            )
+        )
+
+    def _loop(self, loop: Loop) -> Loop:
+        invariants, batch, index = loop.body_inputs()
+        inner = _Body(self.divider)
+        inputs = inner.enter(loop.invariants, invariants, loop.line)
+        for leaf in batch:
+            inner._slice_whole(leaf, loop.line)
+        inner.add(loop.body.ops)
+        outputs, results, reductions = list[Ref](), list[int](), list[Any]()
+        for made, ref, reduction in zip(loop.outputs, loop.body.outputs, loop.reductions, strict=True):
+            ids = self.divider.ids(made) if made in self.parts else (made,)
+            outputs += inner.results([ref]) if made in self.parts else [inner.whole(ref)]
+            results += ids
+            reductions += [reduction] * len(ids)
+        body = Flat((*inputs, *batch, index), tuple(inner.ops), tuple(outputs))
+        return replace(
+            loop,
+            body=body,
+            invariants=tuple(self.results(loop.invariants)),
+            batch=tuple(map(self.whole, loop.batch)),
+            outputs=tuple(results),
+            reductions=tuple(reductions),
+        )
+
+
+# ---------------------------------------------------------------- functions of arrays
+
+
+def _with_params(op: Op, params: Mapping[str, Any]) -> Any:
+    """Return an `Op.run` that runs the equation of an operation with other parameters."""
+    return partial(private_api.bind_eqn, bound_argument(op).replace(params=dict(params)))
+
+
+def _concatenate(axis: int, xs: Sequence[Any]) -> list[Any]:
+    return [lax.concatenate([jnp.asarray(x) for x in xs], axis)]
+
+
+def _slice_rows(axis: int, start: int, stop: int, xs: Sequence[Any]) -> list[Any]:
+    return [lax.slice_in_dim(jnp.asarray(xs[0]), start, stop, axis=axis)]
+
+
+def _fill(shape: tuple[int, ...], sharding: Any, xs: Sequence[Any]) -> list[Any]:
+    return [lax.broadcast(jnp.asarray(xs[0]), shape, out_sharding=sharding)]
+
+
+def _combine(name: str, xs: Sequence[Any]) -> list[Any]:
+    return [getattr(lax, name)(*xs)]

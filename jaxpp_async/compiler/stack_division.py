@@ -1,0 +1,406 @@
+"""Find the values of a step that stack layers, and divide them between the layers of different stages.
+
+A stacked leaf has one row per layer. A stage of a loop reads some of its rows, so the leaf is cut where the
+stages that read the rows change. The cuts spread: what is computed row by row from a divided value, or what
+a divided value is computed from row by row, is divided at the same rows. So the gradient of a leaf, its
+optimizer state and its update are divided as the leaf is. `divided_axis` says for each operation how rows
+correspond.
+
+Where an operation needs a divided value whole, the value and all others that are divided with it stay whole,
+unless it is small. `KeptWhole` then says why.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TypeAlias
+
+from jaxpp_async.compiler.divided_axis import (
+    Aligned,
+    Along,
+    Chained,
+    Combined,
+    MovedRows,
+    bound_argument,
+    relate,
+)
+from jaxpp_async.compiler.ir import KeptWhole, Loop, Op, Ref, Traced, Types
+from jaxpp_async.compiler.partition import StagedLoop
+from jaxpp_async.compiler.primitives import ELEMENTWISE, INDEX, MOVES_ONLY, STACK
+from jaxpp_async.markers.reductions import Concat, Stack
+from jaxpp_async.program.instructions import SpecEntry
+from jaxpp_async.program.leaf_parts import Parts
+
+JOINED_BYTES = 1 << 14
+"""The size in bytes up to which a divided value is joined for an operation that needs it whole."""
+
+_MOST_PARTS = 512
+"""The most parts of one value. Operations that shift rows against each other would make ever more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """The parts of every divided value of a step.
+
+    Args:
+        parts: the parts of each divided value, by its id.
+        kept_whole: the stacked argument leaves that are not divided.
+    """
+
+    parts: Mapping[int, Parts]
+    kept_whole: tuple[KeptWhole, ...] = ()
+
+
+def find_division(
+    traced: Traced,
+    staged: Mapping[int, StagedLoop],
+    continues: Mapping[int, int],
+    shardings: Mapping[int, Sequence[SpecEntry] | None],
+    wanted: Mapping[int, Parts],
+) -> Division:
+    """Choose the values of a step that are divided, and their parts.
+
+    Args:
+        traced: the traced step, cut at the boundaries of its stages.
+        staged: each loop of the step, split into the tasks of its stages, by its position.
+        continues: the argument leaf that each result leaf is the next value of, by position.
+        shardings: the sharding that the user gave to an argument or result, by its value. An axis that is
+            divided over an actor's devices is not divided between stages as well.
+        wanted: the parts in which the caller wants results, by the position of the result leaf.
+    """
+    seeds = [seed for loop in staged.values() for seed in _stage_cuts(loop, traced.types)]
+    results = ((traced.flat.outputs[k], parts) for k, parts in wanted.items())
+    seeds += [(ref, parts.axis, parts.bounds) for ref, parts in results if isinstance(ref, int)]
+    if not seeds:
+        return Division({})
+    spreading = _Spreading(traced, continues, shardings)
+    for value, axis, cuts in seeds:
+        spreading.cut(value, axis, cuts)
+    spreading.run()
+    return spreading.division()
+
+
+# ---------------------------------------------------------------- where stages cut
+
+_Cuts: TypeAlias = tuple[int, int, tuple[int, ...]]
+"""A value, an axis of it, and row numbers on this axis at which it is cut."""
+
+
+def _stage_cuts(staged: StagedLoop, types: Types) -> Iterator[_Cuts]:
+    """Yield the cuts of values of a loop's body of which different stages read, or make, different rows.
+
+    Values that depend on the microbatch are not cut where they are read, since only what is the same in all
+    microbatches lives on actors. Gradients of layers are cut where they are stacked.
+    """
+    body = staged.loop.body
+    ops = [op for op in body.ops if isinstance(op, Op)]
+    stages: dict[tuple[int, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    constant = set(staged.loop.body_inputs()[0])
+    for op in ops:
+        if constant.issuperset(op.reads):
+            constant.update(op.outputs)
+    maker: dict[int, int] = {}
+    for (_, stage), task in staged.tasks.items():
+        maker.update(dict.fromkeys(task.made, stage))
+        for op in task.ops:
+            window = _window(op, types)
+            if window is not None and window[0] in constant:
+                value, axis, rows = window
+                for row in rows:
+                    stages[value, axis][row].add(stage)
+    returned = {r for r in body.outputs if isinstance(r, int)}
+    for op in reversed(ops):
+        if returned.isdisjoint(op.outputs):
+            continue
+        if op.name in ELEMENTWISE | MOVES_ONLY:
+            returned.update(op.reads)
+        if op.name == STACK:
+            for row, ref in enumerate(op.inputs):
+                if isinstance(ref, int) and ref in maker:
+                    stages[op.outputs[0], 0][row].add(maker[ref])
+    for (value, axis), by_row in stages.items():
+        cuts = tuple(row for last, row in pairwise(sorted(by_row)) if by_row[last] != by_row[row])
+        if cuts:
+            yield value, axis, cuts
+
+
+def _window(op: Op, types: Types) -> tuple[int, int, range] | None:
+    """Return the value, the axis and the rows that an operation reads if it reads some rows of one value."""
+    if op.name not in (INDEX, "slice", "dynamic_slice") or not isinstance(op.inputs[0], int):
+        return None
+    value = op.inputs[0]
+    if op.name == INDEX:
+        row = bound_argument(op)
+        return value, 0, range(row, row + 1)
+    whole, read = types[value].aval.shape, types[op.outputs[0]].aval.shape
+    axes = [d for d, (a, b) in enumerate(zip(whole, read, strict=True)) if a != b]
+    if len(axes) != 1:
+        return None
+    relation = relate(op, types, is_result=False, position=0, axis=axes[0])
+    if not isinstance(relation, MovedRows):
+        return None
+    (piece,) = relation.pieces
+    return value, axes[0], range(piece.operand_start, piece.operand_start + piece.length)
+
+
+# ---------------------------------------------------------------- how cuts spread
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """Rows of another value that correspond to rows of a value.
+
+    Args:
+        value: the other value.
+        here: the axis of the value.
+        start: the index on this axis of the first row.
+        there: the axis of the other value.
+        other_start: the index on that axis of the first row.
+        length: the number of rows.
+    """
+
+    value: int
+    here: Along
+    start: int
+    there: Along
+    other_start: int
+    length: int
+
+    def carry(self, cuts: Iterable[int]) -> set[int] | None:
+        """Return the cuts of the other value that correspond to `cuts`; None if one is within a row."""
+        found = set()
+        for cut in cuts:
+            row, rest = divmod(cut - self.start, self.here.unit)
+            if 0 <= row <= self.length:
+                if rest:
+                    return None
+                found.add(self.other_start + row * self.there.unit)
+        return found
+
+
+_AxisMap: TypeAlias = Callable[[int], int | None]
+
+
+@dataclass(eq=False)
+class _Uses:
+    """The operations that make and use each value, and the values that are one value under two ids.
+
+    Args:
+        makers: the operation that makes a value, and the position of the result.
+        users: the operations that read a value, and the position of the operand.
+        same: for each value, its other ids, such as that in a loop's body. With each comes a function from an
+            axis of the value to the axis of the other, or to None if no axis of the other corresponds, and
+            the `file:line` of the loop or cond.
+        whole: the uses of a value that need it whole, as text and `file:line`.
+    """
+
+    makers: dict[int, tuple[Op, int]] = field(default_factory=dict)
+    users: dict[int, list[tuple[Op, int]]] = field(default_factory=lambda: defaultdict(list))
+    same: dict[int, list[tuple[int, _AxisMap, str]]] = field(default_factory=lambda: defaultdict(list))
+    whole: dict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, items: Iterable[Op | Loop]) -> None:
+        for item in items:
+            if isinstance(item, Loop):
+                self._add_loop(item)
+                continue
+            for k, ref in enumerate(item.inputs):
+                if isinstance(ref, int):
+                    self.users[ref].append((item, k))
+            self.makers.update((o, (item, k)) for k, o in enumerate(item.outputs) if o >= 0)
+            for body in item.branches.bodies if item.branches is not None else ():
+                self.join(zip(item.inputs[1:], body.inputs, strict=True), item.line)
+                self.join(zip(item.outputs, body.outputs, strict=True), item.line)
+                self.add(body.ops)
+
+    def _add_loop(self, loop: Loop) -> None:
+        invariants, _, _ = loop.body_inputs()
+        self.join(zip(loop.invariants, invariants, strict=True), loop.line)
+        for ref in loop.batch:
+            if isinstance(ref, int):
+                self.whole[ref].append(("the batch of accumulate_grads", loop.line))
+        for made, ref, reduction in zip(loop.outputs, loop.body.outputs, loop.reductions, strict=True):
+            if isinstance(ref, int):
+                outward, inward = _axis_maps(reduction)
+                self.same[ref].append((made, outward, loop.line))
+                self.same[made].append((ref, inward, loop.line))
+        self.add(loop.body.ops)
+
+    def join(self, pairs: Iterable[tuple[Ref, Ref]], line: str) -> None:
+        for one, other in pairs:
+            if isinstance(one, int) and isinstance(other, int) and one >= 0 and one != other:
+                self.same[one].append((other, _keep, line))
+                self.same[other].append((one, _keep, line))
+
+
+def _keep(axis: int) -> int:
+    return axis
+
+
+def _keep_unless(joined: int, axis: int) -> int | None:
+    return None if joined in (axis, -1) else axis
+
+
+def _axis_maps(reduction: object) -> tuple[_AxisMap, _AxisMap]:
+    """Return how the axes of one microbatch's value become those of a loop's result, and the reverse."""
+    if isinstance(reduction, Stack):
+        return (lambda axis: axis + 1), (lambda axis: axis - 1 if axis else None)
+    if isinstance(reduction, Concat):
+        kept = functools.partial(_keep_unless, reduction.axis)
+        return kept, kept
+    return _keep, _keep
+
+
+class _Spreading:
+    """The cuts of a step's values, which spread from value to value."""
+
+    def __init__(
+        self,
+        traced: Traced,
+        continues: Mapping[int, int],
+        shardings: Mapping[int, Sequence[SpecEntry] | None],
+    ) -> None:
+        self.traced, self.types, self.shardings = traced, traced.types, shardings
+        self.uses = _Uses()
+        self.uses.add(traced.flat.ops)
+        for result, leaf in continues.items():
+            if isinstance(ref := traced.flat.outputs[result], int):
+                self.uses.join([(ref, traced.flat.inputs[leaf])], "")
+        for ref in traced.hidden_results:
+            if isinstance(ref, int):
+                self.uses.whole[ref].append(("a printed value", ""))
+        self.axis: dict[int, int] = {}
+        self.cuts: dict[int, set[int]] = defaultdict(set)
+        self.linked: dict[int, set[int]] = defaultdict(set)
+        self.problems: dict[int, tuple[str, str]] = {}  # values that are needed whole, with text and line
+        self.queue: deque[int] = deque()
+
+    def cut(self, value: int, axis: int, cuts: Iterable[int]) -> None:
+        """Cut a value at some indices of an axis; those at its ends count for nothing."""
+        known, length = self.axis.get(value), self.types[value].aval.shape[axis]
+        if known not in (None, axis):
+            self.problems.setdefault(value, (f"a use that divides axis {axis} and not axis {known}", ""))
+            return
+        new = {c for c in cuts if 0 < c < length} - self.cuts[value]
+        if not new:
+            return
+        self.axis[value] = axis
+        self.cuts[value] |= new
+        if self._is_sharded(value, axis):
+            self.problems.setdefault(value, (f"a sharding that divides axis {axis} over devices", ""))
+        if len(self.cuts[value]) >= _MOST_PARTS:
+            self.problems.setdefault(value, ("an operation that shifts layers against each other", ""))
+        else:
+            self.queue.append(value)
+
+    def _is_sharded(self, value: int, axis: int) -> bool:
+        known = self.types[value].sharding
+        specs = (self.shardings.get(value), None if known is None else known.spec)
+        return any(spec is not None and axis < len(spec) and spec[axis] for spec in specs)
+
+    def run(self) -> None:
+        """Spread the cuts until no value gets more."""
+        while self.queue:
+            self._spread(self.queue.popleft())
+
+    def _spread(self, value: int) -> None:
+        axis, cuts = self.axis[value], self.cuts[value]
+        for why, line in self.uses.whole.get(value, ()):
+            self._need_whole(value, why, line)
+        for other, map_axis, line in self.uses.same.get(value, ()):
+            there = map_axis(axis)
+            if there is None:
+                self._need_whole(value, "accumulate_grads", line)
+            else:
+                self._pass_on(value, _Link(other, Along(axis), 0, Along(there), 0, max(cuts)), "", line)
+        if (made := self.uses.makers.get(value)) is not None:
+            for link in _links(*made, True, axis, self.types) or ():  # else it is divided once it is made
+                self._pass_on(value, link, made[0].name, made[0].line)
+        for op, position in self.uses.users.get(value, ()):
+            links = _links(op, position, False, axis, self.types)
+            if links is None:
+                self._need_whole(value, op.name, op.line)
+            for link in links or ():
+                self._pass_on(value, link, op.name, op.line)
+
+    def _pass_on(self, value: int, link: _Link, name: str, line: str) -> None:
+        carried = link.carry(self.cuts[value])
+        if carried is None:
+            self._need_whole(value, name, line)
+            return
+        self.linked[value].add(link.value)
+        self.linked[link.value].add(value)
+        self.cut(link.value, link.there.axis, carried)
+
+    def _need_whole(self, value: int, why: str, line: str) -> None:
+        if self.types.sizes[value] > JOINED_BYTES:
+            self.problems.setdefault(value, (why, line))
+
+    def division(self) -> Division:
+        """Return the parts of all values whose cuts no operation stands against."""
+        whole: dict[int, tuple[str, str]] = {}
+        for value, why in self.problems.items():
+            stack = [value]
+            while stack:
+                if (v := stack.pop()) not in whole:
+                    whole[v] = why
+                    stack += self.linked[v]
+        parts = {
+            v: Parts(self.axis[v], (0, *sorted(cuts), self.types[v].aval.shape[self.axis[v]]))
+            for v, cuts in self.cuts.items()
+            if cuts and v not in whole
+        }
+        inputs = self.traced.flat.inputs[: len(self.traced.arg_names)]
+        kept = (KeptWhole(k, *whole[v]) for k, v in enumerate(inputs) if v in whole and self.cuts[v])
+        return Division(parts, tuple(kept))
+
+
+def _links(op: Op, position: int, is_result: bool, axis: int, types: Types) -> Sequence[_Link] | None:
+    """Return the links from one operand or result of an operation to its others; None if it has no parts."""
+    relation = relate(op, types, is_result=is_result, position=position, axis=axis)
+    match relation:
+        case None:
+            return None
+        case Aligned(operands, results):
+            ends = [*zip(op.inputs, operands, strict=True), *zip(op.outputs, results, strict=True)]
+            here = (results if is_result else operands)[position]
+            value = (op.outputs if is_result else op.inputs)[position]
+        case Combined(operands):
+            ends, here, value = (
+                list(zip(op.inputs, operands, strict=True)),
+                operands[position],
+                op.inputs[position],
+            )
+        case Chained(scan):
+            ends = [(r, Along(0)) for r in (*op.inputs[scan.first_x :], *op.outputs[scan.num_carry :])]
+            here, value = Along(0), (op.outputs if is_result else op.inputs)[position]
+        case MovedRows(moved_axis, pieces):
+            return _moved_links(op, position, is_result, moved_axis, pieces)
+        case _:  # one row each, or branches, whose values are listed as the same
+            return ()
+    if here is None or any(r == value and along != here for r, along in ends if along is not None):
+        return None
+    assert isinstance(value, int)
+    length = types[value].aval.shape[axis] // here.unit
+    return [
+        _Link(r, here, 0, along, 0, length)
+        for r, along in ends
+        if along is not None and isinstance(r, int) and r >= 0 and r != value
+    ]
+
+
+def _moved_links(op: Op, position: int, is_result: bool, axis: int, pieces: Sequence) -> list[_Link] | None:
+    along, found = Along(axis), []
+    for piece in pieces:
+        if (piece.result if is_result else piece.operand) != position:
+            continue
+        other = op.inputs[piece.operand] if is_result else op.outputs[piece.result]
+        starts = piece.operand_start, piece.result_start
+        here, there = starts[::-1] if is_result else starts
+        if isinstance(other, int) and other >= 0:
+            found.append(_Link(other, along, here, along, there, piece.length))
+    return found

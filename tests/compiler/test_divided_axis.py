@@ -1,0 +1,199 @@
+"""Each rule of `divided_axis`: parts of an operation's results are computed from parts of its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxpp_async.compiler import stack_division
+from jaxpp_async.compiler.divide import divide
+from jaxpp_async.compiler.divided_axis import RULES, relate
+from jaxpp_async.compiler.evaluate import run_ops, wrap_input
+from jaxpp_async.compiler.ir import Op, Traced
+from jaxpp_async.compiler.trace import trace
+from jaxpp_async.program.leaf_parts import Parts
+
+ROWS = 6
+X, Y, V = (ROWS, 4, 3), (ROWS, 3, 2), (ROWS,)
+
+
+def values(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    return [random.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def division_of(traced: Traced, axis: int, cuts: tuple[int, ...]) -> stack_division.Division:
+    spreading = stack_division._Spreading(traced, {}, {})
+    spreading.cut(traced.flat.inputs[0], axis, cuts)
+    spreading.run()
+    return spreading.division()
+
+
+def in_parts(
+    fn: Callable, args: list[Any], axis: int = 0, cuts: tuple[int, ...] = (1, 4)
+) -> list[Parts | None]:
+    """Check that `fn` computes the same in parts, and return the parts of its results."""
+    traced = trace(fn, args)
+    done = divide(traced, division_of(traced, axis, cuts), {})
+    assert done.argument_parts and done.argument_parts[0] == Parts(axis, (0, *cuts, args[0].shape[axis]))
+    pieces = [
+        piece
+        for arg, parts in zip(args, done.argument_parts, strict=True)
+        for piece in ([arg] if parts is None else [arg[index] for index in parts.slices])
+    ]
+    pieces += [c.value for c in done.captured]
+    env: dict[int, Any] = {
+        v: wrap_input(done.types[v], x) for v, x in zip(done.flat.inputs, pieces, strict=True)
+    }
+    run_ops([op for op in done.flat.ops if isinstance(op, Op)], env)
+    rest = iter([env[r] if isinstance(r, int) else r.value for r in done.flat.outputs])
+    for parts, whole in zip(done.result_parts, jax.tree.leaves(fn(*args)), strict=True):
+        made = [next(rest) for _ in range(1 if parts is None else parts.count)]
+        got = made[0] if parts is None else jnp.concatenate(made, parts.axis)
+        np.testing.assert_allclose(got, whole, rtol=2e-5, atol=2e-5)
+        assert got.dtype == whole.dtype
+    return list(done.result_parts)
+
+
+KEPT = {
+    "elementwise": (lambda x: jnp.tanh(x) * 2 + x, 0),
+    "select": (lambda x: jnp.where(x > 0, x, -x), 0),
+    "cast": (lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), 0),
+    "single row": (lambda x: x / lax.slice_in_dim(jnp.ones(X), 0, 1), 0),
+    "transpose": (lambda x: x.transpose(1, 0, 2), 1),
+    "expand": (lambda x: x[None, :, None], 1),
+    "squeeze": (lambda x: lax.squeeze(lax.broadcast_in_dim(x, (1, *X), (1, 2, 3)), (0,)), 0),
+    "merge behind": (lambda x: x.reshape(ROWS, 12), 0),
+    "split behind": (lambda x: x.reshape(ROWS, 2, 2, 3), 0),
+    "sum of others": (lambda x: x.sum((1, 2)), 0),
+    "largest of others": (lambda x: x.max(1), 0),
+    "argmax of others": (lambda x: jnp.argmax(x, 2), 0),
+    "cumulated others": (lambda x: jnp.cumsum(x, 1), 0),
+    "sorted others": (lambda x: jnp.sort(x, 2), 0),
+    "batched product": (lambda x: jnp.einsum("lij,lkj->lik", x, x), 0),
+    "product with a whole": (lambda x: jnp.einsum("lij,jk->lik", x, jnp.ones((3, 5))), 0),
+    "free on the right": (lambda x: jnp.einsum("kj,lij->kli", jnp.ones((5, 3)), x), 1),
+    "slice of others": (lambda x: x[:, 1:3], 0),
+    "dynamic slice of others": (lambda x: lax.dynamic_slice_in_dim(x, jnp.argmax(jnp.ones(3)), 2, 1), 0),
+    "pad of others": (lambda x: jnp.pad(x, [(0, 0), (1, 1), (0, 0)]), 0),
+    "joined others": (lambda x: jnp.concatenate([x, x], 2), 0),
+    "split others": (lambda x: jnp.split(x, 2, 1)[1], 0),
+    "factor": (lambda x: jnp.linalg.cholesky(jnp.einsum("lij,lik->ljk", x, x) + jnp.eye(3)), 0),
+    "map": (lambda x: lax.map(lambda row: row / jnp.linalg.norm(row), x), 0),
+    "scan": (lambda x: lax.scan(lambda c, row: (c + row.sum(), row * c), 1.0, x)[1], 0),
+    "scan back": (lambda x: lax.scan(lambda c, row: (c + row.sum(), row * c), 1.0, x, reverse=True)[1], 0),
+    "cond": (lambda x: lax.cond(jnp.max(x) > 9, lambda a: a, lambda a: 2 * a, x), 0),
+    "counted": (lambda x: x + lax.broadcasted_iota(jnp.float32, X, 1), 0),
+    "counted layers": (lambda x: x + lax.broadcasted_iota(jnp.float32, X, 0), 0),
+    "constant": (lambda x: x * np.arange(ROWS * 12, dtype=np.float32).reshape(X), 0),
+    "random": (
+        lambda x: (
+            x + jax.vmap(lambda k: jax.random.normal(k, (4, 3)))(jax.random.split(jax.random.key(0), ROWS))
+        ),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_axis_is_kept(name):
+    fn, axis = KEPT[name]
+    (parts,) = in_parts(fn, values(X))
+    assert parts == Parts(axis, (0, 1, 4, ROWS))
+
+
+REDUCED = {
+    "sum": lambda x: x.sum(),
+    "sum over layers": lambda x: x.sum(0),
+    "largest": lambda x: x.max((0, 1)),
+    "least": lambda x: x.min(),
+    "product": lambda x: x.prod(0),
+    "all": lambda x: (x > -9).all(),
+    "any": lambda x: (x > 1).any(0),
+    "dot": lambda x: jnp.vdot(x, x),
+    "contracted": lambda x: jnp.einsum("lij,lij->ij", x, x),
+    "contracted with a whole": lambda x: jnp.einsum("lij,l->ij", x, jnp.arange(ROWS, dtype=jnp.float32)),
+    "carry": lambda x: lax.scan(lambda c, row: (c * 0.5 + row, None), jnp.zeros((4, 3)), x)[0],
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_results_of_all_layers_are_combined(name):
+    assert in_parts(REDUCED[name], values(X)) == [None]
+
+
+def test_rows_that_are_merged_with_others():
+    (parts,) = in_parts(lambda x: x.reshape(-1), values(X))
+    assert parts == Parts(0, (0, 12, 48, 72))
+    (parts,) = in_parts(lambda x: x.reshape(ROWS, 12), values((72,)), cuts=(12, 48))
+    assert parts == Parts(0, (0, 1, 4, ROWS))
+
+
+MOVED = {
+    "first rows": (lambda x: x[:3], (0, 1, 3)),
+    "last rows": (lambda x: x[3:], (0, 1, 3)),
+    "rows of one part": (lambda x: x[1:4], None),
+    "rows within a part": (lambda x: x[2:3], None),
+    "rows at a fixed place": (lambda x: lax.dynamic_slice_in_dim(x, 3, 3), (0, 1, 3)),
+    "pad": (lambda x: jnp.pad(x, [(2, 1), (0, 0), (0, 0)]), (0, 3, 6, 9)),
+    "pad with a value": (lambda x: jnp.pad(x, [(1, 0), (0, 0), (0, 0)], constant_values=2.0), (0, 2, 5, 7)),
+    "concatenate": (lambda x: jnp.concatenate([jnp.ones((2, 4, 3)), x]), (0, 3, 6, 8)),
+    "split": (lambda x: jnp.split(x, [3])[1], (0, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_rows_are_moved(name):
+    fn, bounds = MOVED[name]
+    (parts,) = in_parts(fn, values(X))
+    assert parts == (None if bounds is None else Parts(0, bounds))
+
+
+def test_sums_of_padded_rows_add_no_zeros():
+    """The gradient of slices: each part is one stage's, so nothing is added to it."""
+
+    def fn(x: jax.Array) -> jax.Array:
+        others = [(0, 0, 0), (0, 0, 0)]
+        sums = lax.pad(x[:3], 0.0, [(0, 3, 0), *others]) + lax.pad(x[3:], 0.0, [(3, 0, 0), *others])
+        return x - sums
+
+    traced = trace(fn, values(X))
+    done = divide(traced, division_of(traced, 0, (3,)), {})
+    assert [op.name for op in done.flat.ops if op.name.startswith("add")] == []
+    assert in_parts(fn, values(X), cuts=(3,)) == [Parts(0, (0, 3, ROWS))]
+
+
+def test_layers_along_another_axis():
+    assert in_parts(lambda x: jnp.sin(x).sum(0), values((2, ROWS)), axis=1) == [Parts(0, (0, 1, 4, ROWS))]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.cumsum(x, 0),
+        lambda x: jnp.sort(x, 0),
+        lambda x: x[::2],
+        lambda x: x.reshape(2, 3, 12),
+        lambda x: jnp.argmax(x, 0),
+        lambda x: lax.dynamic_slice_in_dim(x, jnp.argmax(x[:, 0, 0]) // 9, 2),
+        lambda x: lax.rev(x, (0,)),
+    ],
+)
+def test_what_has_no_parts_joins_small_values(fn, monkeypatch):
+    assert in_parts(fn, values(X)) == [None]
+    monkeypatch.setattr(stack_division, "JOINED_BYTES", 0)
+    (kept,) = division_of(traced := trace(fn, values(X)), 0, (1, 4)).kept_whole
+    assert kept.leaf == 0 and kept.why in {op.name for op in traced.flat.ops}
+
+
+def test_an_operation_without_a_rule_has_no_relation():
+    traced = trace(lambda x: lax.rev(x, (1,)), values(X))
+    (op,) = (op for op in traced.flat.ops if isinstance(op, Op))
+    assert relate(op, traced.types, is_result=False, position=0, axis=0) is None
+    assert op.name not in RULES and op.name == "rev"
