@@ -2,9 +2,9 @@
 results/gpu.json. `make bench-gpu`.
 
     python benchmarks/gpu.py                          # on a GPU; takes less than ten minutes
-    python benchmarks/gpu.py --platform cpu --small   # the same programs where there is none, to see that
-    they run python benchmarks/gpu.py transfers step           # these parts python benchmarks/gpu.py
-    --markdown               # the table as docs/gpu.md has it
+    python benchmarks/gpu.py --platform cpu --small   # the same programs without one, as a check
+    python benchmarks/gpu.py transfers step           # these parts
+    python benchmarks/gpu.py --markdown               # the table as docs/gpu.md has it
 
 All of it on one GPU, the first that `CUDA_VISIBLE_DEVICES` leaves, but for NCCL's bandwidth, which is that
 between the first two. Measures nothing itself: it starts `tests/gpu/test_on_gpu*.py`, `ours/device_peer.py`,

@@ -355,7 +355,9 @@ class _Timed(Awaitable[Any]):
                 self._on_step(time.monotonic() - began_s)
             try:
                 yield waits_for
-            except BaseException as error:  # whatever it is, training goes on
+            except (
+                BaseException
+            ) as error:  # such as CancelledError: it goes to the awaited one, which decides
                 go_on = partial(steps.throw, error)
             else:
                 go_on = partial(steps.send, None)

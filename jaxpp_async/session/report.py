@@ -92,7 +92,9 @@ class TransferLine:
         count: number of arrays in one step.
         when: the part of the step in which they are sent: `"in the loop"`, `"before the loop"` or `"after the
             loop"`.
-        per_microbatch: how many of these arrays each microbatch sends; 0 outside the loops.
+        in_loop: whether they are sent in a loop over microbatches.
+        per_microbatch: how many of these arrays each microbatch of the loop sends; 0 outside the loops, and
+            where some microbatches send more of them than others do.
         why: the reason for the transfer: text that says what the receiving actor needs the arrays for.
     """
 
@@ -102,6 +104,7 @@ class TransferLine:
     size_bytes: int
     count: int
     when: str = ""
+    in_loop: bool = False
     per_microbatch: int = 0
     why: str = ""
 
@@ -316,14 +319,23 @@ def _transfers(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[
         (c.when, c.from_actor, c.to_actor, values[c.value].aval.size_bytes, c.what, c.why)
         for c in explainer.crossings()
     )
-    microbatches = explainer.num_microbatches
-    lines = [
-        TransferLine(
-            what, source, to, size, n, when, n // microbatches if explainer.is_in_loop(when) else 0, why
+    lines = []
+    for (when, source, to, size, what, why), n in counts.items():
+        in_loop = explainer.is_in_loop(when)
+        each, rest = divmod(n, explainer.num_microbatches)
+        per_microbatch = each if in_loop and not rest else 0
+        lines.append(TransferLine(what, source, to, size, n, when, in_loop, per_microbatch, why))
+    lines.sort(
+        key=lambda t: (
+            not t.in_loop,
+            -t.per_microbatch,
+            -t.total_bytes,
+            t.what,
+            t.from_actor,
+            t.to_actor,
+            t.why,
         )
-        for (when, source, to, size, what, why), n in counts.items()
-    ]
-    lines.sort(key=lambda t: (-t.per_microbatch, -t.total_bytes, t.what, t.from_actor, t.to_actor, t.why))
+    )
     return tuple(lines)
 
 

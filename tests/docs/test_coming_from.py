@@ -104,7 +104,7 @@ async def test_from_maxtext():
     (up,) = [place for place in report.inputs if place.name == "state[0]['layers']['up']"]
     assert up.actors == (0, 1)
     whole = layers["up"].nbytes + layers["down"].nbytes
-    assert all(t.size_bytes < whole / NUM_LAYERS for t in report.transfers if t.per_microbatch)
+    assert all(t.size_bytes < whole / NUM_LAYERS for t in report.transfers if t.in_loop)
 
 
 # ---------------------------------------------------------------- the pages themselves
@@ -206,7 +206,7 @@ async def test_any_work_after_the_loop_is_placed(name, remote_mesh):
     assert_close(got, jax.device_get(jax.jit(step)(state, batch)))
     report = (await compiled.compile(state, batch)).report()
     weight = state[0][0].nbytes
-    assert all(t.size_bytes < weight for t in report.transfers if not t.per_microbatch)
+    assert all(t.size_bytes < weight for t in report.transfers if not t.in_loop)
 
 
 NUM_EXPERTS, HIDDEN = 4, 16

@@ -68,9 +68,9 @@ async def test_losses_of_every_stage_travel_as_scalars_and_no_weight_moves(data,
     state = jax.eval_shape(partial(moe.init, config=SMALL), jax.random.key(0))
     report = (await step.compile(state, data[0])).report()
     activation = moe.MICROBATCH_SIZE * SMALL.seq_len * SMALL.dim * 4
-    in_the_loop = {t.size_bytes for t in report.transfers if t.per_microbatch}
+    in_the_loop = {t.size_bytes for t in report.transfers if t.in_loop}
     assert in_the_loop == {activation, 4}
-    assert {t.size_bytes for t in report.transfers if not t.per_microbatch} <= {activation, 4, 1}
+    assert {t.size_bytes for t in report.transfers if not t.in_loop} <= {activation, 4, 1}
     homes = {place.name: place.actors for place in report.inputs}
     for layer, actor in enumerate([0, 1, 1, 0]):  # the fold of DualPipeV
         assert homes[f"state['bias'][{layer}]"] == (actor,)

@@ -80,12 +80,12 @@ def model(
 
 def in_loop(done: CompilePlan) -> tuple[TransferLine, ...]:
     """Return what a planned step sends in its loop, from the step's report."""
-    return tuple(t for t in report.make(done, {}, {}).transfers if t.when == "in the loop")
+    return tuple(t for t in report.make(done, {}, {}).transfers if t.in_loop)
 
 
 def outside(done: CompilePlan) -> tuple[TransferLine, ...]:
     """Return what a planned step sends outside its loop."""
-    return tuple(t for t in report.make(done, {}, {}).transfers if t.when != "in the loop")
+    return tuple(t for t in report.make(done, {}, {}).transfers if not t.in_loop)
 
 
 def usual(count: int) -> Callable[[], tuple[Any, ...]]:

@@ -59,12 +59,10 @@ TIED = {
 def test_tied_weights_meet_once_after_the_loop(name):
     transfers = report.make(planned(name), {}, {}).transfers
     large = [t for t in transfers if t.size_bytes >= WEIGHT_BYTES]
-    assert all("float32[3, 4]" in t.what for t in large if t.per_microbatch), (
-        "only activations cross in the loop"
-    )
+    assert all("float32[3, 4]" in t.what for t in large if t.in_loop), "only activations cross in the loop"
     # Every part but one to where they meet, and the sum to where the weight lives, which the result
     # continues.
-    weights = [t for t in large if not t.per_microbatch]
+    weights = [t for t in large if not t.in_loop]
     assert sum(t.count for t in weights) == sum(2 * (uses - 1) for uses in TIED[name])
 
 
@@ -164,8 +162,8 @@ def crossings(name):
     lines = report.make(planned(name), {}, {}).transfers
     found = Counter()
     for t in lines:
-        if t.per_microbatch:
-            found[t.what.split(" of ")[0].split(" by ")[0].split("  ")[0]] += t.per_microbatch
+        if t.in_loop:
+            found[t.what.split(" of ")[0].split(" by ")[0].split("  ")[0]] += t.count / NUM_MICROBATCHES
     return found
 
 
@@ -184,8 +182,8 @@ def crossings(name):
     ],
 )
 def test_only_activations_cross(name, most):
-    values = [t for t in report.make(planned(name), {}, {}).transfers if t.per_microbatch]
-    assert sum(t.per_microbatch for t in values) <= most, values
+    values = [t for t in report.make(planned(name), {}, {}).transfers if t.in_loop]
+    assert sum(t.count for t in values) <= most * NUM_MICROBATCHES, values
 
 
 @pytest.mark.parametrize(
@@ -199,15 +197,15 @@ def test_a_value_through_several_stages_goes_directly():
     pairs = {
         (t.from_actor, t.to_actor)
         for t in report.make(planned("skip_over_three_stages"), {}, {}).transfers
-        if t.per_microbatch
+        if t.in_loop
     }
     assert (0, 3) in pairs and (3, 0) in pairs
 
 
 def test_bfloat16_activations_cross_as_bfloat16():
     lines = report.make(planned("bfloat16_compute_with_float32_masters"), {}, {}).transfers
-    assert {t.size_bytes for t in lines if t.per_microbatch} == {2 * 3 * WIDTH}
-    assert all(t.count == NUM_MICROBATCHES for t in lines if t.per_microbatch)
+    assert {t.size_bytes for t in lines if t.in_loop} == {2 * 3 * WIDTH}
+    assert all(t.count == NUM_MICROBATCHES for t in lines if t.in_loop)
 
 
 def test_a_stacked_leaf_that_spans_actors_is_reported_with_its_bytes():
