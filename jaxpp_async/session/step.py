@@ -78,6 +78,15 @@ class StepForm(Drawable):
         """The program as text after each compiler pass, by the pass's name, in the order the passes ran."""
         return self.compiled.passes
 
+    @property
+    def stages(self) -> tuple[int, ...] | None:
+        """The marks that end a stage, as a schedule's `stages` takes them; None without just one loop.
+
+        With `stages="balanced"` they say which cut was chosen. Another step of the same model, such as an
+        evaluation, takes them as its own `stages`, so that no parameter moves between the two.
+        """
+        return None if self.compiled.cut is None else self.compiled.cut.boundaries
+
     def as_text(self) -> str:
         """Return the instruction streams of all actors as one text."""
         return "\n\n".join(format_program(p) for p in self.compiled.programs)

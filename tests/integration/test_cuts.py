@@ -127,3 +127,40 @@ async def test_a_timeline_knows_how_its_step_was_cut(remote_mesh):
     step = mesh.distributed(momentum_step(jpp.Std1F1B(2, stages="balanced")))
     await mesh.run(step, first_state(), MODEL.batch(0, NUM_MICROBATCHES))
     assert mesh.last_step_timeline().cut_choice == "work"
+
+
+async def test_an_evaluation_takes_the_cut_of_the_training_step(remote_mesh):
+    """The training computes the first two layers again, so that its balanced cut is another one."""
+    depths = (5, 2, 6)
+
+    def loss(params, x):
+        for k, (w, depth) in enumerate(zip(params, depths, strict=True)):
+
+            def layer(w, x, depth=depth):
+                for _ in range(depth):
+                    x = jnp.tanh(x @ w)
+                return x
+
+            x = jpp.pipeline_yield((jax.checkpoint(layer) if k < 2 else layer)(w, x))
+        return jnp.mean(x**2)
+
+    def train(params, batch):
+        grads, losses = jpp.accumulate_grads(
+            lambda x: jax.value_and_grad(loss)(params, x)[::-1], jpp.Std1F1B(2, stages="balanced")
+        )(batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), losses
+
+    def evaluate(params, batch):
+        return jpp.accumulate_grads(lambda x: loss(params, x), jpp.Std1F1B(2, stages="balanced"))(batch)
+
+    mesh = await remote_mesh(2, launcher="inline")
+    params, batch = [jnp.eye(8) * (k + 1) for k in range(3)], jnp.ones((4, 2, 8))
+    trained, balanced = mesh.distributed(train), mesh.distributed(evaluate)
+    compiled = await trained.compile(params, batch)
+    assert (compiled.stages, (await balanced.compile(params, batch)).stages) == ((0,), (1,))
+    params, _ = await mesh.run(trained, params, batch)
+    same = balanced.with_schedule(jpp.Std1F1B(2, stages=compiled.stages))
+    submitted = await mesh.submit(same, params, batch)
+    assert_close(await mesh.fetch(submitted.outputs), jax.jit(evaluate)(await mesh.fetch(params), batch))
+    assert not submitted.moves
+    assert (await mesh.submit(balanced, params, batch)).moves
