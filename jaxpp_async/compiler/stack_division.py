@@ -128,7 +128,7 @@ def _stage_cuts(staged: StagedLoop, types: Types) -> Iterator[_Cuts]:
             yield value, axis, cuts
 
 
-def _window(op: Op, types: Types) -> tuple[int, int, range] | None:
+def _window(op: Op, types: Types) -> tuple[int, int, Sequence[int]] | None:
     """Return the value, the axis and the rows that an operation reads if it reads some rows of one value."""
     if op.name not in (INDEX, "slice", "dynamic_slice") or not isinstance(op.inputs[0], int):
         return None
@@ -143,8 +143,8 @@ def _window(op: Op, types: Types) -> tuple[int, int, range] | None:
     relation = relate(op, types, is_result=False, position=0, axis=axes[0])
     if not isinstance(relation, MovedRows):
         return None
-    (piece,) = relation.pieces
-    return value, axes[0], range(piece.operand_start, piece.operand_start + piece.length)
+    rows = (range(p.operand_start, p.operand_start + p.length) for p in relation.pieces)
+    return value, axes[0], tuple(row for each in rows for row in each)
 
 
 # ---------------------------------------------------------------- how cuts spread
@@ -161,6 +161,7 @@ class _Link:
         there: the axis of the other value.
         other_start: the index on that axis of the first row.
         length: the number of rows.
+        is_reversed: whether the other value has the rows in the reverse order.
     """
 
     value: int
@@ -169,6 +170,7 @@ class _Link:
     there: Along
     other_start: int
     length: int
+    is_reversed: bool = False
 
     def carry(self, cuts: Iterable[int]) -> set[int] | None:
         """Return the cuts of the other value that correspond to `cuts`; None if one is within a row."""
@@ -178,7 +180,8 @@ class _Link:
             if 0 <= row <= self.length:
                 if rest:
                     return None
-                found.add(self.other_start + row * self.there.unit)
+                other = self.length - row if self.is_reversed else row
+                found.add(self.other_start + other * self.there.unit)
         return found
 
 
@@ -279,11 +282,21 @@ class _Spreading:
         self.problems: dict[int, tuple[str, str]] = {}  # values that are needed whole, with text and line
         self.queue: deque[int] = deque()
 
-    def cut(self, value: int, axis: int, cuts: Iterable[int]) -> None:
-        """Cut a value at some indices of an axis; those at its ends count for nothing."""
+    def cut(self, value: int, axis: int, cuts: Iterable[int], why: str = "", line: str = "") -> None:
+        """Cut a value at some indices of an axis; those at its ends count for nothing.
+
+        Args:
+            value: the value.
+            axis: the axis.
+            cuts: the indices.
+            why: the operation for which it is cut; empty for a stage's.
+            line: `file:line` of that operation.
+        """
         known, length = self.axis.get(value), self.types[value].aval.shape[axis]
         if known not in (None, axis):
-            self.problems.setdefault(value, (f"a use that divides axis {axis} and not axis {known}", ""))
+            self._need_whole(
+                value, f"{why or 'a stage'}, which takes layers on axis {axis} and not {known},", line
+            )
             return
         new = {c for c in cuts if 0 < c < length} - self.cuts[value]
         if not new:
@@ -334,7 +347,7 @@ class _Spreading:
             return
         self.linked[value].add(link.value)
         self.linked[link.value].add(value)
-        self.cut(link.value, link.there.axis, carried)
+        self.cut(link.value, link.there.axis, carried, name, line)
 
     def _need_whole(self, value: int, why: str, line: str) -> None:
         if self.types.sizes[value] > JOINED_BYTES:
@@ -378,6 +391,12 @@ def _links(op: Op, position: int, is_result: bool, axis: int, types: Types) -> S
         case Chained(scan):
             ends = [(r, Along(0)) for r in (*op.inputs[scan.first_x :], *op.outputs[scan.num_carry :])]
             here, value = Along(0), (op.outputs if is_result else op.inputs)[position]
+        case MovedRows(is_reversed=True):
+            other = op.inputs[0] if is_result else op.outputs[0]
+            length = len(relation.pieces)
+            return (
+                [_Link(other, Along(axis), 0, Along(axis), 0, length, True)] if isinstance(other, int) else []
+            )
         case MovedRows(moved_axis, pieces):
             return _moved_links(op, position, is_result, moved_axis, pieces)
         case _:  # one row each, or branches, whose values are listed as the same

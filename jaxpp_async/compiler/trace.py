@@ -331,7 +331,7 @@ class _Flattener:
         drop, new, type_of = private_api.DropVar, self.types.new, self.type_of
         return tuple([-1 if type(v) is drop else new(type_of(v.aval)) for v in eqn.outvars])
 
-    def add_simple(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
+    def add_simple(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[int]:
         """Append an equation without inner jaxprs to `ops` as one operation, and return its results.
 
         This is the fast path of `add_equation`, which exists because a step has thousands of such equations.
@@ -362,22 +362,22 @@ class _Flattener:
         """
         name = eqn.primitive.name
         if name in known_integers.FUNCTIONS:
-            if name == "broadcast_in_dim" and type(inputs[0]) is Lit and not np.any(inputs[0].value):
-                results = self.add_simple(eqn, inputs, ops, where)
-                self.zeros.update(results)
-                return results
-            operands = [r.value if type(r) is Lit else self.integers.get(r) for r in inputs]
+            operands = [r.value if isinstance(r, Lit) else self.integers.get(r) for r in inputs]
             if any(x is None for x in operands):
                 return None
-            if (value := known_integers.compute(eqn, operands)) is None:
-                return None
-            if not value.ndim:
+            value = known_integers.compute(eqn, operands)
+            if value is not None and not value.ndim:
                 return [Lit(_scalar(value, eqn.outvars[0].aval))]
             results = self.add_simple(eqn, inputs, ops, where)
-            self.integers.update(dict.fromkeys(results, value))
+            if value is not None:
+                self.integers.update(dict.fromkeys(results, value))
+            if name == "broadcast_in_dim" and not np.any(operands[0]):
+                self.zeros.update(results)
             return results
-        if any(type(r) is not Lit and self.types[r].sharding is not None for r in inputs):
+        if any(isinstance(r, int) and self.types[r].sharding is not None for r in inputs):
             return None  # on a mesh with explicit axes, each operation says its own sharding
+        if name in ("split", "unstack") and (where.transposed or self.origins.of(eqn)[0]):
+            return None  # one linear operation, which may stand behind the loop, not one for each row
         known = [self.known_integers(r) for r in inputs]
         rewritten = row_access.rewrite(eqn, known, [r in self.zeros for r in inputs])
         if rewritten is None:
@@ -675,7 +675,7 @@ def _line(eqn: Any, around: Where) -> str:
 
 
 def _scalar(value: np.ndarray, aval: Any) -> Any:
-    """Return a known scalar as a constant of a program: a Python number if that has its type, else NumPy's."""
+    """Return a known scalar as a constant of a program: a Python number if it has that type, else NumPy's."""
     is_weak = aval.weak_type and value.dtype in (np.bool_, jax.dtypes.canonicalize_dtype(int))
     return value.item() if is_weak else value[()]
 

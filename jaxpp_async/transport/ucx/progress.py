@@ -36,8 +36,8 @@ and the delay in seconds between attempts from then on. Such a state is common f
 is writing into this worker's queue, but lasts for ever if that peer has died (see `transport.py`)."""
 
 _STALL_RUNS = 50
-"""The runs in a row, each without progress, before a worker counts as stalled. On a busy host this process may
-have waited for a processor for most of the time."""
+"""The runs in a row, each without progress, before a worker counts as stalled. On a busy host this process
+may have waited for a processor for most of the time."""
 
 
 class Progress:
