@@ -48,7 +48,7 @@ class Division:
 
     Args:
         parts: the parts of each divided value, by its id.
-        kept_whole: the stacked argument leaves that are not divided.
+        kept_whole: the stacked arrays that are not divided: argument leaves, and what is made of others.
     """
 
     parts: Mapping[int, Parts]
@@ -85,6 +85,32 @@ def find_division(
 
 
 # ---------------------------------------------------------------- where stages cut
+
+_FOR_EACH_LAYER = (
+    "write it for each layer (jax.vmap, or a scan over the layers), or apply it to a small result of each"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Obstacle:
+    """What stands against the parts of a value.
+
+    Args:
+        what: the operation, or another use of the value.
+        line: `file:line` of it; empty if there is none.
+        needs: text that says why the value has no parts for it.
+        instead: text that says what to write instead.
+    """
+
+    what: str
+    line: str
+    needs: str = "is not computed in parts"
+    instead: str = _FOR_EACH_LAYER
+
+    def __str__(self) -> str:
+        at = f" at {self.line}" if self.line else ""
+        return f"{self.what}{at} {self.needs}"
+
 
 _Cuts: TypeAlias = tuple[int, int, tuple[int, ...]]
 """A value, an axis of it, and row numbers on this axis at which it is cut."""
@@ -279,7 +305,7 @@ class _Spreading:
         self.axis: dict[int, int] = {}
         self.cuts: dict[int, set[int]] = defaultdict(set)
         self.linked: dict[int, set[int]] = defaultdict(set)
-        self.problems: dict[int, tuple[str, str]] = {}  # values that are needed whole, with text and line
+        self.obstacles: dict[int, _Obstacle] = {}  # by the value that stays whole
         self.queue: deque[int] = deque()
 
     def cut(self, value: int, axis: int, cuts: Iterable[int], why: str = "", line: str = "") -> None:
@@ -294,9 +320,8 @@ class _Spreading:
         """
         known, length = self.axis.get(value), self.types[value].aval.shape[axis]
         if known not in (None, axis):
-            self._need_whole(
-                value, f"{why or 'a stage'}, which takes layers on axis {axis} and not {known},", line
-            )
+            needs = f"takes layers on axis {axis}, and others take them on axis {known}"
+            self._keep(value, _Obstacle(why or "a stage", line, needs, "take layers on one axis everywhere"))
             return
         new = {c for c in cuts if 0 < c < length} - self.cuts[value]
         if not new:
@@ -304,9 +329,13 @@ class _Spreading:
         self.axis[value] = axis
         self.cuts[value] |= new
         if self._is_sharded(value, axis):
-            self.problems.setdefault(value, (f"a sharding that divides axis {axis} over devices", ""))
+            needs = f"divides axis {axis}, on which the layers are, over an actor's devices"
+            self.obstacles.setdefault(
+                value, _Obstacle("its sharding", "", needs, "divide another axis, such as by P(None, 'data')")
+            )
         if len(self.cuts[value]) >= _MOST_PARTS:
-            self.problems.setdefault(value, ("an operation that shifts layers against each other", ""))
+            needs = "shifts layers against each other"
+            self.obstacles.setdefault(value, _Obstacle(why or "an operation", line, needs))
         else:
             self.queue.append(value)
 
@@ -323,11 +352,11 @@ class _Spreading:
     def _spread(self, value: int) -> None:
         axis, cuts = self.axis[value], self.cuts[value]
         for why, line in self.uses.whole.get(value, ()):
-            self._need_whole(value, why, line)
+            self._keep(value, _Obstacle(why, line))
         for other, map_axis, line in self.uses.same.get(value, ()):
             there = map_axis(axis)
             if there is None:
-                self._need_whole(value, "accumulate_grads", line)
+                self._keep(value, _Obstacle("accumulate_grads", line))
             else:
                 self._pass_on(value, _Link(other, Along(axis), 0, Along(there), 0, max(cuts)), "", line)
         if (made := self.uses.makers.get(value)) is not None:
@@ -336,39 +365,46 @@ class _Spreading:
         for op, position in self.uses.users.get(value, ()):
             links = _links(op, position, False, axis, self.types)
             if links is None:
-                self._need_whole(value, op.name, op.line)
+                self._keep(value, _Obstacle(op.name, op.line))
             for link in links or ():
                 self._pass_on(value, link, op.name, op.line)
 
     def _pass_on(self, value: int, link: _Link, name: str, line: str) -> None:
         carried = link.carry(self.cuts[value])
         if carried is None:
-            self._need_whole(value, name, line)
+            self._keep(value, _Obstacle(name, line))
             return
         self.linked[value].add(link.value)
         self.linked[link.value].add(value)
         self.cut(link.value, link.there.axis, carried, name, line)
 
-    def _need_whole(self, value: int, why: str, line: str) -> None:
+    def _keep(self, value: int, obstacle: _Obstacle) -> None:
+        """Keep a value whole for an obstacle; a small one is joined for it."""
         if self.types.sizes[value] > JOINED_BYTES:
-            self.problems.setdefault(value, (why, line))
+            self.obstacles.setdefault(value, obstacle)
 
     def division(self) -> Division:
-        """Return the parts of all values whose cuts no operation stands against."""
-        whole: dict[int, tuple[str, str]] = {}
-        for value, why in self.problems.items():
-            stack = [value]
+        """Return the parts of all values that have no obstacle."""
+        whole: dict[int, _Obstacle] = {}
+        kept: list[KeptWhole] = []
+        leaves = {v: k for k, v in enumerate(self.traced.flat.inputs[: len(self.traced.arg_names)])}
+        for value, obstacle in self.obstacles.items():
+            group, stack = [value], [value]
             while stack:
                 if (v := stack.pop()) not in whole:
-                    whole[v] = why
+                    whole[v] = obstacle
+                    group.append(v)
                     stack += self.linked[v]
+            arguments = [v for v in dict.fromkeys(group) if v in leaves and self.cuts[v]]
+            kept += [
+                KeptWhole(leaves.get(v), self.types[v].aval, str(obstacle), obstacle.instead)
+                for v in arguments or ([value] if len(group) > 1 else [])
+            ]
         parts = {
             v: Parts(self.axis[v], (0, *sorted(cuts), self.types[v].aval.shape[self.axis[v]]))
             for v, cuts in self.cuts.items()
             if cuts and v not in whole
         }
-        inputs = self.traced.flat.inputs[: len(self.traced.arg_names)]
-        kept = (KeptWhole(k, *whole[v]) for k, v in enumerate(inputs) if v in whole and self.cuts[v])
         return Division(parts, tuple(kept))
 
 

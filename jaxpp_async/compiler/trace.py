@@ -266,15 +266,19 @@ class _Flattener:
         hidden = debug_callbacks.hidden_results(self.prints)
         return Flat((*flat.inputs, *captured), flat.ops, (*flat.outputs, *hidden))
 
-    def flatten_body(self, closed: Any, where: Where) -> Flat:
+    def flatten_body(self, closed: Any, where: Where, operands: Sequence[Ref] = ()) -> Flat:
         """Translate a closed jaxpr (a step, a branch, the body of a loop or scan) to operations over new ids.
 
         Args:
             closed: the closed jaxpr.
             where: the origin of the jaxpr's equations.
+            operands: the values that the first inputs always have, of which some may be known integers.
         """
         jaxpr, _ = private_api.open_jaxpr(closed)
         inputs = [self.types.new(self.type_of(v.aval)) for v in jaxpr.invars]
+        for value, ref in zip(inputs, operands, strict=False):
+            if (known := self.known_integers(ref)) is not None:
+                self.integers[value] = known
         ops: list[Op | Loop] = []
         outputs = self.inline(closed, inputs, ops, where)
         return Flat(tuple(inputs), tuple(ops), tuple(outputs))
@@ -389,7 +393,7 @@ class _Flattener:
     def known_integers(self, ref: Ref) -> np.ndarray | None:
         """Return the value of an operand that is a known integer, or an array of them; else None."""
         value = np.asarray(ref.value) if isinstance(ref, Lit) else self.integers.get(ref)
-        return None if value is None or value.dtype.kind not in "iu" else value
+        return None if value is None or value.dtype.kind not in "iub" else value
 
     def add_equation(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
         """Append an equation to `ops` (inlined, unrolled or as one operation), and return the results.
@@ -566,7 +570,7 @@ class _Flattener:
         n = spec.num_consts
         self.every_mark_counts = stages_of(spec.schedule) is None
         outer_prints, self.prints = self.prints, []
-        body = self.flatten_body(spec.body, Where(spec.line, in_loop=True))
+        body = self.flatten_body(spec.body, Where(spec.line, in_loop=True), inputs[:n])
         body_prints, self.prints = self.prints, outer_prints
         if nested := next((op for op in body.ops if isinstance(op, Loop)), None):
             raise UnsupportedError(

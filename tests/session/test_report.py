@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxpp_async.session.report import ActorLine, CompileReport, PlaceLine, TransferLine
 
 ACTOR = ActorLine(0, {"fwd": 2, "bwd": 2}, 64, 0, 1024, "bwd(mb 1)", 8, 0.125, 256)
-SEND = TransferLine("float32[4], x", 0, 1, 16, 4, "in the loop", 2, "stage 1 needs it")
+SEND = TransferLine("float32[4], x", 0, 1, 16, 4, "in the loop", True, 2, "stage 1 needs it")
 WHERE = (
     PlaceLine("state['w']", "float32[4]", (0, 1), 16, "stage 0"),
     PlaceLine("batch", "int32[2]", (0,), 8),
