@@ -102,7 +102,8 @@ def test_of_many_parts_the_first_and_the_last_are_shown(count, actors):
         (["used by fwd(stage 0)", "used by fwd(stage 1)"], "each used by its own stage (forward)"),
         (
             ["made there: accumulated by bwd(stage 0)", "made there: accumulated by fwd_bwd(stage 1)"],
-            "[0:1] made there: accumulated by bwd(stage 0); [1:2] made there: accumulated by fwd_bwd(stage 1)",
+            "[0:1] made there: accumulated by bwd(stage 0); "
+            "[1:2] made there: accumulated by fwd_bwd(stage 1)",
         ),
         (
             [f"used before the loop for fwd(stage {k}), bwd(stage {k}), after the loop" for k in range(3)],
