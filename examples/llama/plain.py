@@ -196,6 +196,10 @@ def main(options: argparse.Namespace) -> None:
         step = jax.jit(program.train_step, donate_argnums=0)
         evaluate = jax.jit(program.evaluate)
         first = checkpoints.latest_step() or 0
+        if first >= options.steps:
+            print(f"already at step {first}: give --steps more")
+            return
+        print(f"compiling a Llama of size {options.size}", flush=True)
         if first:
             print(f"going on after step {first} of {options.checkpoints}")
             like = {"state": jax.eval_shape(program.init, key), "data": batches.get_state()}

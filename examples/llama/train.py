@@ -22,6 +22,7 @@ import optax
 from flax import nnx
 
 import jaxpp_async as jpp
+from jaxpp_async import schedules
 
 # ---------------------------------------------------------------- the model
 
@@ -208,8 +209,12 @@ async def main(options: argparse.Namespace) -> None:
     async with mesh, jpp.Checkpoints(mesh, options.checkpoints) as checkpoints:
         step = mesh.distributed(program.train_step, donate_argnums=0)
         evaluate = mesh.distributed(program.evaluate)
-        await step.compile(jax.eval_shape(program.init, key), held_out[0])
         first = checkpoints.latest() or 0
+        if first >= options.steps:
+            print(f"already at step {first}: give --steps more")
+            return
+        print(f"compiling a Llama of size {options.size}", flush=True)
+        await step.compile(jax.eval_shape(program.init, key), held_out[0])
         if first:
             print(f"going on after step {first} of {options.checkpoints}")
             like = {"state": (step, 0), "data": batches.get_state()}
@@ -238,7 +243,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--microbatch-size", type=int, default=4, help="sequences in a microbatch")
     parser.add_argument("--microbatches", type=int, default=4, help="microbatches a step")
     parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--schedule", default="Std1F1B", help="docs/schedules.md has their names")
+    parser.add_argument("--schedule", default="Std1F1B", choices=[each.__name__ for each in schedules.NAMED])
     parser.add_argument("--stages", type=int, help="default: one an actor")
     parser.add_argument("--cut", type=int, nargs="+", help="layers that end a stage; default: balanced")
     parser.add_argument("--launcher", default="local", help="local: a process an actor; inline: in this one")

@@ -225,6 +225,7 @@ async def train(
         in_shardings=(shardings(shapes), P(None, ("data", "expert"))),
         donate_argnums=0,
     )
+    print("compiling", flush=True)
     await step.compile(shapes, data[0])
     state = await step.init(0, make_state, key)  # Each leaf is made where the step keeps it.
     for batch in data:
@@ -237,6 +238,7 @@ async def train(
 def train_with_jit(config: Config, schedule: Any, data: list[Any]) -> tuple[Any, list[Any]]:
     """The same under plain `jax.jit`."""
     step, metrics = jax.jit(make_train_step(config, schedule), donate_argnums=0), []
+    print("compiling", flush=True)
     state = jax.jit(partial(init, config=config))(jax.random.key(0))
     for batch in data:
         state, of_step = step(state, batch)

@@ -231,7 +231,7 @@ def _make_jaxpr(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
             advice = "call shard_map without `mesh=`, which then takes the actors' mesh"
         raise ShardingError(
             f"{tracebacks.error_line(error)}: a sharding in the step does not fit the mesh, whose axes are "
-            f"{axes or 'none'}: {error}; {advice}"
+            f"{axes or 'none'}: {str(error).rstrip('.')}; {advice}"
         ) from error
 
 

@@ -55,13 +55,32 @@ class Cut:
         """The number and the source line of each mark that ends a stage, such as `"5 (model.py:41)"`."""
         return [f"{k} ({self.marks[k]})" for k in self.boundaries]
 
+    @property
+    def stage_ends(self) -> str:
+        """Text that says behind which mark each stage ends, and how a balanced cut divides the work.
+
+        A source line is given once, if several boundaries in a row are there (a mark inside a scan).
+        """
+        texts, line = list[str](), None
+        for stage, k in enumerate(self.boundaries):
+            mark, first = self.marks[k], not stage
+            details = ["counted from 0"] if first else []
+            details += [repr(mark.name)] if mark.name is not None else []
+            details += [mark.line] if mark.line != line else []
+            line = mark.line
+            text = f"stage {stage}{' ends' * first} behind mark {k}{f' of {len(self.marks)}' * first}"
+            texts.append(f"{text} ({'; '.join(details)})" if details else text)
+        named = ", ".join(texts) or f"one stage, with {plural(len(self.marks), 'mark')} inside it"
+        return f"{named}; {self._balance}" if self.shares else named
+
+    @property
+    def _balance(self) -> str:
+        return f"balanced: the stages have {', '.join(f'{share:z.1%}' for share in self.shares)} of the work"
+
     def __str__(self) -> str:
         chosen = ", ".join(str(k) for k in self.boundaries) or "none"
-        text = f"{chosen} of {plural(len(self.marks), 'mark')}"
-        if self.shares:
-            shares = ", ".join(f"{share:z.1%}" for share in self.shares)
-            text += f", balanced: the stages have {shares} of the work"
-        return text
+        text = f"{chosen} of {len(self.marks)} (counted from 0)"
+        return f"{text}, {self._balance}" if self.shares else text
 
 
 def balanced_cut_on(costs: Sequence[int], actors: Sequence[ActorId]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ follow from compiling; no step is run to measure anything.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,8 +40,14 @@ _LOG = logging.getLogger("jaxpp_async")
 
 _INDICES = "microbatch indices"
 
-_MOST_PARTS = 4
+_MOST_PARTS = 8
 """The most parts of a leaf that the text of a report shows; the data has all."""
+
+_MOST_REASONS = 4
+"""The most different reasons for parts of one leaf that the text of a report shows."""
+
+_TASKS = re.compile(r"\b\w+\(stage \d+\)(?:, \w+\(stage \d+\))*")
+"""Tasks of stages, one after the other, in the text of a reason."""
 
 _NOTES = {
     "start": "start: makes the zeros that a stage's sums begin with, once a step.",
@@ -258,8 +265,7 @@ def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:
     lines = []
     for loop in compiled.placed.loops.values():
         if (cut := loop.staged.loop.cut) is not None:
-            at = "; ".join(f"stage {k} at mark {mark}" for k, mark in enumerate(cut.boundary_marks))
-            lines.append(f"stages of the loop at {loop.staged.loop.line} end at marks {cut}: {at}.")
+            lines.append(f"stages of the loop at {loop.staged.loop.line}: {cut.stage_ends}.")
             continue
         named = [f"{k} at {name!r}" for k, name in enumerate(loop.staged.stage_names) if name]
         if named:
@@ -423,18 +429,51 @@ def _by_leaf(
 
 
 def _why_of_parts(lines: Sequence[PlaceLine], parts: Parts) -> str:
-    """Return the reason why a divided leaf lies where it lies: once, if it is the same for all parts."""
+    """Return the reason why a divided leaf lies where it lies, once for all parts that have the same."""
     rows = parts.names("")
     # A part of a result continues the part of the argument that has the same rows; the leaf says it once.
     reasons = [line.why.replace(row, "") for line, row in zip(lines, rows, strict=True)]
     if len(set(reasons)) == 1:
         return reasons[0]
-    return _each_part([f"{row} {reason}" for row, reason in zip(rows, reasons, strict=True)])
+    of_kind: dict[str, list[int]] = {}
+    for k, reason in enumerate(reasons):
+        of_kind.setdefault(_without_stage(reason), []).append(k)
+    if len(of_kind) == 1:
+        return f"each {next(iter(of_kind))}"
+    texts = [
+        f"{', '.join(_few([rows[k] for k in ks], _MOST_REASONS))} "
+        + (f"each {kind}" if len({reasons[k] for k in ks}) > 1 else reasons[ks[0]])
+        for kind, ks in of_kind.items()
+    ]
+    return "; ".join(_few(texts, _MOST_REASONS))
 
 
-def _each_part(texts: Sequence[str]) -> str:
-    more = [f"{len(texts) - _MOST_PARTS} more"] if len(texts) > _MOST_PARTS else []
-    return "; ".join([*texts[:_MOST_PARTS], *more])
+def _without_stage(reason: str) -> str:
+    """Return the reason for a part with "its own stage" for its tasks, if they are all of one stage.
+
+    So the reasons of parts that lie with their stages are the same text, though forward and backward are two
+    tasks of one stage and one task of another.
+    """
+    if len(set(re.findall(r"\(stage (\d+)\)", reason))) != 1:
+        return reason
+
+    def directions(tasks: re.Match[str]) -> str:
+        types = {text.partition("(")[0] for text in tasks[0].split(", ")}
+        forward, backward = (any(word in t.split("_") for t in types) for word in ("fwd", "bwd"))
+        if any(not t.startswith(("fwd", "bwd")) for t in types):
+            return tasks[0]
+        both = " and ".join(["forward"] * forward + ["backward"] * backward)
+        return f"its own stage ({both})"
+
+    return _TASKS.sub(directions, reason)
+
+
+def _few(texts: Sequence[str], most: int) -> list[str]:
+    """Return at most so many texts: if there are more, the first and the last, and how many are between."""
+    if len(texts) <= most:
+        return list(texts)
+    first, last = most // 2, most - most // 2 - 1
+    return [*texts[:first], f"... {len(texts) - first - last} more ...", *texts[len(texts) - last :]]
 
 
 # ---------------------------------------------------------------- text
@@ -500,7 +539,9 @@ def _size_text(place: PlaceLine) -> str:
 def _actors_text(place: PlaceLine) -> str:
     actors = [", ".join(map(str, line.actors)) for line in place.parts or (place,)]
     rows = [line.name.removeprefix(place.name) for line in place.parts]
-    return _each_part([f"{row} {on}" for row, on in zip(rows, actors, strict=True)]) if rows else actors[0]
+    if not rows:
+        return actors[0]
+    return "; ".join(_few([f"{row} {on}" for row, on in zip(rows, actors, strict=True)], _MOST_PARTS))
 
 
 def _place_table(places: Sequence[PlaceLine]) -> str:
@@ -542,7 +583,8 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
             loop.line,
         )
         if loop.cut is not None:
-            _LOG.info("step %r: stages end at marks %s (%s)", name, loop.cut, loop.line)
+            marks = f"mark{'s' * (len(loop.cut.boundaries) != 1)}"
+            _LOG.info("step %r: stages end behind %s %s (%s)", name, marks, loop.cut, loop.line)
     idle = [program.actor for program in compiled.programs if not runs(program.instructions)]
     if loops and idle:
         _LOG.warning(

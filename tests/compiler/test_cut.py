@@ -321,7 +321,8 @@ def test_loops_of_one_model_have_one_balanced_cut():
 def test_every_pass_is_told_of_the_cut():
     done = plan_step(step_of(jpp.Std1F1B(3, stages=[1, 3])), FIVE, X, actors=3)
     text = done.passes["partition"].splitlines()
-    assert text[:2] == ["loop of 3 stages, 3 microbatches", "stage boundaries: marks 1, 3 of 4 marks"]
+    assert text[0] == "loop of 3 stages, 3 microbatches"
+    assert text[1] == "stage boundaries: marks 1, 3 of 4 (counted from 0)"
     assert text[2].startswith("stage 0 ends at mark 1 (") and text[2].endswith(" 'layer 1')")
     assert done.passes["trace"].count("= pipeline_yield ") == 4  # as the user wrote it
 

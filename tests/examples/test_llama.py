@@ -107,7 +107,7 @@ async def test_goes_on_with_other_actors(pipeline_run, plain_run, tmp_path, caps
     folder = checkpoint(pipeline_run[0], "00000006", tmp_path)
     async with nothing_left(caplog):
         found = await logged(train, folder, *options)
-    assert capsys.readouterr().out == f"going on after step 6 of {folder}\n"
+    assert capsys.readouterr().out.endswith(f"going on after step 6 of {folder}\n")
     assert_close(found, of_steps(plain_run, *range(7, 13)), rtol=1e-3)
 
 

@@ -116,10 +116,10 @@ async def test_the_log_and_the_report_say_which_marks_were_chosen(remote_mesh, c
     with caplog.at_level(logging.INFO, "jaxpp_async"):
         step = mesh.distributed(momentum_step(jpp.Std1F1B(2, stages="balanced")))
         compiled = await step.compile(first_state(), MODEL.batch(0, NUM_MICROBATCHES))
-    chosen = "1 of 3 marks, balanced: the stages have 4"
-    assert f"step 'step': stages end at marks {chosen}" in caplog.text
-    assert f"end at marks {chosen}" in str(compiled.report())
-    assert "stage 0 at mark 1 (" in str(compiled.report())
+    chosen = "1 of 3 (counted from 0), balanced: the stages have 4"
+    assert f"step 'step': stages end behind mark {chosen}" in caplog.text
+    assert ": stage 0 ends behind mark 1 of 3 (counted from 0; 'after block 1'; " in str(compiled.report())
+    assert "; balanced: the stages have 4" in str(compiled.report())
 
 
 async def test_a_timeline_knows_how_its_step_was_cut(remote_mesh):

@@ -498,4 +498,4 @@ async def test_a_report_has_one_line_a_leaf_with_its_parts(inline):
     assert lines["result[0][0]['w']"].why == "continues state[0]['w']"
     (text,) = [line for line in str(report).splitlines() if line.startswith("state[0]['w']")]
     assert text.split("  ", 1)[1].strip().startswith("float32[8, 4, 4]  512 in parts  [0:4] 0; [4:8] 1 ")
-    assert "[4:8] used by fwd_bwd(stage 1), after the loop" in text
+    assert text.endswith("  each used by its own stage (forward and backward), after the loop")

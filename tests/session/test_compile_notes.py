@@ -61,8 +61,8 @@ def test_the_marks_of_a_cut_are_logged(monkeypatch, caplog):
     cut = Cut((Mark("model.py:3"),) * 4, (2,), (0.75, 0.25))
     notes(compiled(WORKS, cut=cut), monkeypatch)
     assert [record.getMessage() for record in caplog.records][1:] == [
-        "step 'train': stages end at marks 2 of 4 marks, balanced: the stages have 75.0%, 25.0% of the work "
-        "(train.py:7)"
+        "step 'train': stages end behind mark 2 of 4 (counted from 0), balanced: the stages have 75.0%, "
+        "25.0% of the work (train.py:7)"
     ]
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from jaxpp_async.program.leaf_parts import Parts
+from jaxpp_async.schedules.cut import Cut, Mark
+from jaxpp_async.session import report as reports
 from jaxpp_async.session.report import ActorLine, CompileReport, PlaceLine, TransferLine
 
 ACTOR = ActorLine(0, {"fwd": 2, "bwd": 2}, 64, 0, 1024, "bwd(mb 1)", 8, 0.125, 256)
@@ -45,3 +50,106 @@ def test_transfers_outside_the_loop_are_counted_by_the_step():
     assert "  16  once       x\n" in text
     assert "  32  2 times    x\n" in text
     assert twice.total_bytes == 32
+
+
+# ---------------------------------------------------------------- leaves in parts
+
+
+def in_parts(*reasons: str) -> PlaceLine:
+    """The line of a leaf of which part k lies on actor k, for the given reason."""
+    parts = Parts(0, tuple(range(len(reasons) + 1)))
+    lines = [
+        PlaceLine(name, "float32[1]", (k,), 4, why)
+        for k, (name, why) in enumerate(zip(parts.names("w"), reasons, strict=True))
+    ]
+    why = reports._why_of_parts(lines, parts)
+    return PlaceLine("w", "float32[n]", tuple(range(len(lines))), 4 * len(lines), why, tuple(lines))
+
+
+def texts_of(line: PlaceLine) -> tuple[str, str]:
+    """The columns `actors` and `why` of a line of a report."""
+    row = str(CompileReport((), (), (line,), ())).split("arguments\n")[1].splitlines()[1]
+    *_, actors, why = [cell for cell in row.split("  ") if cell]
+    return actors.strip(), why.strip()
+
+
+@pytest.mark.parametrize(
+    ("count", "actors"),
+    [
+        (2, "[0:1] 0; [1:2] 1"),
+        (8, "; ".join(f"[{k}:{k + 1}] {k}" for k in range(8))),
+        (9, "[0:1] 0; [1:2] 1; [2:3] 2; [3:4] 3; ... 2 more ...; [6:7] 6; [7:8] 7; [8:9] 8"),
+        (64, "[0:1] 0; [1:2] 1; [2:3] 2; [3:4] 3; ... 57 more ...; [61:62] 61; [62:63] 62; [63:64] 63"),
+    ],
+)
+def test_of_many_parts_the_first_and_the_last_are_shown(count, actors):
+    line = in_parts(*[f"used by fwd(stage {k}), bwd(stage {k}), after the loop" for k in range(count)])
+    why = "each used by its own stage (forward and backward), after the loop"
+    assert texts_of(line) == (actors, why)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "why"),
+    [
+        (["used after the loop"] * 2, "used after the loop"),
+        (
+            [
+                "used by fwd(stage 0), bwd_input(stage 0), bwd_weight(stage 0)",
+                "used by fwd_bwd_input(stage 1), bwd_weight(stage 1)",
+            ],
+            "each used by its own stage (forward and backward)",
+        ),
+        (["used by fwd(stage 0)", "used by fwd(stage 1)"], "each used by its own stage (forward)"),
+        (
+            ["made there: accumulated by bwd(stage 0)", "made there: accumulated by fwd_bwd(stage 1)"],
+            "[0:1] made there: accumulated by bwd(stage 0); "
+            "[1:2] made there: accumulated by fwd_bwd(stage 1)",
+        ),
+        (
+            [f"used before the loop for fwd(stage {k}), bwd(stage {k}), after the loop" for k in range(3)],
+            "each used before the loop for its own stage (forward and backward), after the loop",
+        ),
+        (
+            [
+                "used by fwd(stage 0)",
+                "used by fwd(stage 1)",
+                "actor 0: used after the loop; actor 2: used by fwd(stage 2)",
+                "used by fwd(stage 0), fwd(stage 3)",
+            ],
+            "[0:1], [1:2] each used by its own stage (forward); "
+            "[2:3] actor 0: used after the loop; actor 2: used by fwd(stage 2); "
+            "[3:4] used by fwd(stage 0), fwd(stage 3)",
+        ),
+        (
+            [f"used by fwd(stage 0), fwd(stage {k})" for k in range(1, 7)],
+            "[0:1] used by fwd(stage 0), fwd(stage 1); [1:2] used by fwd(stage 0), fwd(stage 2); "
+            "... 3 more ...; [5:6] used by fwd(stage 0), fwd(stage 6)",
+        ),
+    ],
+)
+def test_why_parts_lie_where_they_lie_is_said_once(reasons, why):
+    assert in_parts(*reasons).why == why
+
+
+# ---------------------------------------------------------------- cuts
+
+
+@pytest.mark.parametrize(
+    ("cut", "text"),
+    [
+        (Cut((Mark("m.py:4"),) * 8, (3,)), "stage 0 ends behind mark 3 of 8 (counted from 0; m.py:4)"),
+        (
+            Cut((Mark("m.py:4"),) * 6, (1, 3, 4), (0.25, 0.25, 0.25, 0.25)),
+            "stage 0 ends behind mark 1 of 6 (counted from 0; m.py:4), stage 1 behind mark 3, "
+            "stage 2 behind mark 4; balanced: the stages have 25.0%, 25.0%, 25.0%, 25.0% of the work",
+        ),
+        (
+            Cut((Mark("m.py:4", "a"), Mark("m.py:4", "b"), Mark("m.py:9")), (0, 1, 2)),
+            "stage 0 ends behind mark 0 of 3 (counted from 0; 'a'; m.py:4), stage 1 behind mark 1 ('b'), "
+            "stage 2 behind mark 2 (m.py:9)",
+        ),
+        (Cut((Mark("m.py:4"),), ()), "one stage, with 1 mark inside it"),
+    ],
+)
+def test_a_cut_says_behind_which_mark_each_stage_ends(cut, text):
+    assert cut.stage_ends == text
