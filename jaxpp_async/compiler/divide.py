@@ -24,6 +24,7 @@ from jaxpp_async.compiler.divided_axis import (
     Branched,
     Chained,
     Combined,
+    Looped,
     MovedRows,
     Picked,
     Relation,
@@ -32,6 +33,7 @@ from jaxpp_async.compiler.divided_axis import (
     equation_params,
     relate,
 )
+from jaxpp_async.compiler.divided_scan import Carry, Collected, DividedScan
 from jaxpp_async.compiler.ir import (
     Captured,
     Flat,
@@ -180,6 +182,7 @@ class _Body:
         self.ops: list[Op | Loop] = []
         self._renamed: dict[int, Ref] = {}  # undivided values that are another value
         self._joined: set[int] = set()
+        self._made_apart: dict[tuple[int, Parts], tuple[int, ...]] = {}
 
     # ---- values
 
@@ -248,6 +251,8 @@ class _Body:
                 self._add_stacked(op)
             case Chained(parts):
                 self._add_chained(op, parts)
+            case Looped(parts):
+                self._add_looped(op, parts)
             case Branched():
                 self._add_cond(op)
             case None:
@@ -275,6 +280,10 @@ class _Body:
             case Chained(scan_parts):
                 stacked = (*op.inputs[scan_parts.first_x :], *op.outputs[scan_parts.num_carry :])
                 ends = [(ref, Along(0)) for ref in stacked]
+            case Looped(scan_parts):
+                stacked = (*op.inputs[scan_parts.first_x :], *op.outputs[scan_parts.num_carry :])
+                divided = (self.parts.get(ref) for ref in stacked if isinstance(ref, int))
+                return all(parts is None or parts.axis > 0 for parts in divided)
         rows = {
             self._rows_along(ref, along)
             for ref, along in ends
@@ -510,6 +519,74 @@ class _Body:
             )
             carry = ends
 
+    def _add_looped(self, op: Op, parts: Any) -> None:
+        """Add a scan in every iteration of which all parts are computed."""
+        assert op.body is not None
+        body, inner = op.body(), _Body(self.divider)
+        first_carry, first_x, num_carry = parts.num_consts, parts.first_x, parts.num_carry
+        divided = [self.parts.get(v) for v in body.inputs]
+        inner.add(body.ops)
+        operands = [
+            self.result(ref, known and (_stacked(known) if k >= first_x else known))
+            for k, (ref, known) in enumerate(zip(op.inputs, divided, strict=True))
+        ]
+        inputs = [
+            list(zip(self.divider.in_parts((v,)), refs, strict=True))
+            for v, refs in zip(body.inputs, operands, strict=True)
+        ]
+        carries, ys = list[Carry](), list[Collected]()
+        for k, (value, ref) in enumerate(zip(op.outputs, body.outputs, strict=True)):
+            if k < num_carry:
+                known = divided[first_carry + k]
+                ends = inner.result(ref, known) if known else [inner.whole(ref)]
+                pairs = zip(inputs[first_carry + k], ends, self._made(value, known), strict=True)
+                carries += [
+                    Carry(start, end, first, made, None if known is None else part)
+                    for part, ((start, first), end, made) in enumerate(pairs)
+                ]
+            else:
+                known = self.parts.get(value)
+                inside = known and Parts(known.axis - 1, known.bounds)
+                elements = inner.result(ref, inside) if inside else [inner.whole(ref)]
+                ys += [
+                    Collected(element, made, None if known is None else part)
+                    for part, (element, made) in enumerate(
+                        zip(elements, self._made(value, known), strict=True)
+                    )
+                ]
+        looped = DividedScan(
+            consts=[pair for pairs in inputs[:first_carry] for pair in pairs],
+            carries=carries,
+            xs=[pair for pairs in inputs[first_x:] for pair in pairs],
+            ys=ys,
+            ops=[each for each in inner.ops if isinstance(each, Op)],
+            length=parts.length,
+            reverse=parts.reverse,
+        )
+        for made in looped.scans_by_part():
+            run = made.scan.run
+            self.ops.append(
+                replace(op, inputs=made.inputs, outputs=made.outputs, run=run, split=None, body=None)
+            )
+        for k, value in enumerate(op.outputs):
+            known = divided[first_carry + k] if k < num_carry else self.parts.get(value)
+            if value >= 0 and known != self.parts.get(value):
+                if known is not None:  # it is divided in the scan alone, or otherwise
+                    run = partial(_concatenate, known.axis)
+                    self.ops.append(Op("concatenate", self._made(value, known), (value,), run, op.line))
+                self._slice_whole(value, op.line)
+
+    def _made(self, value: int, parts: Parts | None) -> tuple[int, ...]:
+        """Return the ids of the parts that a scan makes of a result; its own id if it makes no parts."""
+        if parts is None or value < 0:
+            return (value,) * (1 if parts is None else parts.count)
+        if self.parts.get(value) == parts:
+            return self.divider.ids(value)
+        if (value, parts) not in self._made_apart:
+            shapes = parts.shapes(self.types[value].aval.shape)
+            self._made_apart[value, parts] = tuple(self.divider.resized(value, shape) for shape in shapes)
+        return self._made_apart[value, parts]
+
     def _carry_id(self, op: Op, parts: Any, position: int) -> int:
         """Return the id of a carry between two parts of a scan, which is of the type of the scan's result."""
         if (result := op.outputs[position]) >= 0:
@@ -569,6 +646,11 @@ class _Body:
 
 
 # ---------------------------------------------------------------- functions of arrays
+
+
+def _stacked(parts: Parts) -> Parts:
+    """Return the parts of a stack over iterations, from those of the value of one iteration."""
+    return Parts(parts.axis + 1, parts.bounds)
 
 
 def _with_params(op: Op, params: Mapping[str, Any]) -> Any:

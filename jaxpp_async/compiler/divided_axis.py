@@ -127,6 +127,17 @@ class Chained:
 
 
 @dataclass(frozen=True, slots=True)
+class Looped:
+    """A scan whose body is computed in parts, in every iteration. The body says which values are divided.
+
+    Args:
+        scan: the `ScanParts` of the equation.
+    """
+
+    scan: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Branched:
     """A cond whose branches are computed in parts.
 
@@ -138,7 +149,7 @@ class Branched:
     axis: int
 
 
-Relation: TypeAlias = Aligned | Combined | MovedRows | Picked | Stacked | Chained | Branched
+Relation: TypeAlias = Aligned | Combined | MovedRows | Picked | Stacked | Chained | Looped | Branched
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,12 +539,15 @@ def _stack(q: AxisQuestion) -> Relation:
 
 
 def _scan(q: AxisQuestion) -> Relation | None:
-    """A scan over the rows: the rows are the first axis of what it iterates over and of what it stacks."""
+    """A scan over the rows, which are the first axis of what it iterates over and of what it stacks. Or one
+    that computes something for all rows in every iteration."""
+    if not equation_params(q.op):
+        return None  # one that was split
     scan = private_api.scan_parts(bound_argument(q.op))
     first = scan.num_carry if q.is_result else scan.first_x
-    if q.axis != 0 or q.position < first:
-        return None
-    return Chained(scan)
+    if q.axis == 0 and q.position >= first:
+        return Chained(scan)
+    return None if q.op.body is None else Looped(scan)
 
 
 def _cond(q: AxisQuestion) -> Relation | None:

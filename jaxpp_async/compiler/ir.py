@@ -82,6 +82,7 @@ class Op:
             makes the wanted results and the values that the second needs from it; the second makes the other
             results. The function returns None if the operation cannot be split in this way.
         branches: the branches of a `cond` outside the loops; else None.
+        body: for a `scan` outside the loops, a function that returns its body; else None.
 
     Attributes:
         reads: the value ids among `inputs`, without the constants.
@@ -97,6 +98,7 @@ class Op:
     expand: Callable[[], tuple[tuple[Op, ...], tuple[Ref, ...]]] | None = None
     split: Callable[[Op, frozenset[int]], tuple[Op, Op] | None] | None = None
     branches: Branches | None = None
+    body: Callable[[], Flat] | None = None
     reads: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:

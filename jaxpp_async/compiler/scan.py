@@ -243,7 +243,7 @@ def _half_scan(
     reads = {r for x in ops for r in x.reads}.union(gives, (body.outputs[k] for k in results))
     consts = [k for k in range(scan.num_consts) if body.inputs[k] in reads]
     xs = [k for k in range(scan.first_x, len(body.inputs)) if body.inputs[k] in reads]
-    half = _HalfScan(
+    half = FlatScan(
         consts=tuple(body.inputs[k] for k in consts),
         carry=tuple((body.inputs[scan.num_consts + k], body.outputs[k]) for k in carried),
         xs=(*(body.inputs[k] for k in xs), *takes),
@@ -263,8 +263,8 @@ def _half_scan(
 
 
 @dataclass(frozen=True, eq=False)
-class _HalfScan:
-    """A scan that runs some of the operations of another scan's body, with the value ids of this body.
+class FlatScan:
+    """A scan over operations, such as some of those of another scan's body, with the value ids of this body.
 
     Args:
         consts: the ids of the values that all iterations share.

@@ -17,14 +17,16 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jaxpp_async.compiler.divided_axis import (
     Aligned,
     Along,
     Chained,
     Combined,
+    Looped,
     MovedRows,
+    Relation,
     bound_argument,
     relate,
 )
@@ -231,6 +233,7 @@ class _Uses:
     users: dict[int, list[tuple[Op, int]]] = field(default_factory=lambda: defaultdict(list))
     same: dict[int, list[tuple[int, _AxisMap, str]]] = field(default_factory=lambda: defaultdict(list))
     whole: dict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
+    _scans: set[Op] = field(default_factory=set)  # whose bodies are added
 
     def add(self, items: Iterable[Op | Loop]) -> None:
         for item in items:
@@ -258,6 +261,31 @@ class _Uses:
                 self.same[ref].append((made, outward, loop.line))
                 self.same[made].append((ref, inward, loop.line))
         self.add(loop.body.ops)
+
+    def add_scan(self, op: Op, scan: Any) -> None:
+        """Add the body of a scan that is computed in parts, unless that has been done.
+
+        Args:
+            op: the scan.
+            scan: its `ScanParts`.
+        """
+        if op in self._scans or op.body is None:
+            return
+        self._scans.add(op)
+        body, first_x, num_carry = op.body(), scan.first_x, scan.num_carry
+        self.join(zip(op.inputs[:first_x], body.inputs, strict=False), op.line)
+        self.join(zip(body.outputs[:num_carry], body.inputs[scan.num_consts :], strict=False), op.line)
+        self.join(zip(op.outputs[:num_carry], body.outputs, strict=False), op.line)
+        stacked = [
+            *zip(op.inputs[first_x:], body.inputs[first_x:], strict=True),
+            *zip(op.outputs[num_carry:], body.outputs[num_carry:], strict=True),
+        ]
+        outward, inward = _axis_maps(Stack())
+        for whole, element in stacked:
+            if isinstance(whole, int) and whole >= 0 and isinstance(element, int):
+                self.same[element].append((whole, outward, op.line))
+                self.same[whole].append((element, inward, op.line))
+        self.add(body.ops)
 
     def join(self, pairs: Iterable[tuple[Ref, Ref]], line: str) -> None:
         for one, other in pairs:
@@ -351,6 +379,17 @@ class _Spreading:
 
     def _spread(self, value: int) -> None:
         axis, cuts = self.axis[value], self.cuts[value]
+        makers = [self.uses.makers[value]] if value in self.uses.makers else []
+        uses = [(*use, True) for use in makers] + [(*use, False) for use in self.uses.users.get(value, ())]
+        for op, position, is_result in uses:
+            relation = relate(op, self.types, is_result=is_result, position=position, axis=axis)
+            if isinstance(relation, Looped):
+                self.uses.add_scan(op, relation.scan)
+            links = _links(op, position, is_result, axis, self.types, relation)
+            if links is None and not is_result:  # else it is divided once it is made
+                self._keep(value, _Obstacle(op.name, op.line))
+            for link in links or ():
+                self._pass_on(value, link, op.name, op.line)
         for why, line in self.uses.whole.get(value, ()):
             self._keep(value, _Obstacle(why, line))
         for other, map_axis, line in self.uses.same.get(value, ()):
@@ -359,15 +398,6 @@ class _Spreading:
                 self._keep(value, _Obstacle("accumulate_grads", line))
             else:
                 self._pass_on(value, _Link(other, Along(axis), 0, Along(there), 0, max(cuts)), "", line)
-        if (made := self.uses.makers.get(value)) is not None:
-            for link in _links(*made, True, axis, self.types) or ():  # else it is divided once it is made
-                self._pass_on(value, link, made[0].name, made[0].line)
-        for op, position in self.uses.users.get(value, ()):
-            links = _links(op, position, False, axis, self.types)
-            if links is None:
-                self._keep(value, _Obstacle(op.name, op.line))
-            for link in links or ():
-                self._pass_on(value, link, op.name, op.line)
 
     def _pass_on(self, value: int, link: _Link, name: str, line: str) -> None:
         carried = link.carry(self.cuts[value])
@@ -408,9 +438,10 @@ class _Spreading:
         return Division(parts, tuple(kept))
 
 
-def _links(op: Op, position: int, is_result: bool, axis: int, types: Types) -> Sequence[_Link] | None:
+def _links(
+    op: Op, position: int, is_result: bool, axis: int, types: Types, relation: Relation | None
+) -> Sequence[_Link] | None:
     """Return the links from one operand or result of an operation to its others; None if it has no parts."""
-    relation = relate(op, types, is_result=is_result, position=position, axis=axis)
     match relation:
         case None:
             return None
@@ -435,7 +466,7 @@ def _links(op: Op, position: int, is_result: bool, axis: int, types: Types) -> S
             )
         case MovedRows(moved_axis, pieces):
             return _moved_links(op, position, is_result, moved_axis, pieces)
-        case _:  # one row each, or branches, whose values are listed as the same
+        case _:  # one row each, or a body or branches, whose values are listed as the same
             return ()
     if here is None or any(r == value and along != here for r, along in ends if along is not None):
         return None

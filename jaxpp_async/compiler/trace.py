@@ -493,18 +493,18 @@ class _Flattener:
         return dataclasses.replace(op, expand=expand)
 
     def make_expandable(self, op: Op, eqn: Any) -> Op:
-        """Make a cond, a call or a checkpoint outside the microbatch loops divisible.
+        """Make a cond, a scan, a call or a checkpoint outside the microbatch loops divisible.
 
         If the operands of the operation are on several actors, placement can then replace the operation by
-        the operations inside it.
+        the operations inside it. The body of a scan is computed in parts if a value inside it is divided.
 
         Args:
             op: the operation.
             eqn: the equation from which the operation was made.
 
         Returns:
-            A copy of the operation with `Op.branches` (for a cond) or `Op.expand`. If the operation is of
-            another kind, the operation itself.
+            A copy of the operation with `Op.branches` (for a cond), `Op.body` (for a scan) or `Op.expand`. If
+            the operation is of another kind, the operation itself.
         """
         if op.name == "cond":
             bodies = [self.flatten_body(b, Where(op.line)) for b in eqn.params["branches"]]
@@ -515,6 +515,10 @@ class _Flattener:
             chosen = branches(bodies, self.types, terminates=not any("while" in names for names in within))
             inputs = (*op.inputs, *inside)
             return dataclasses.replace(op, inputs=inputs, run=chosen.choose(bodies), branches=chosen)
+        if op.name == "scan" and private_api.largest_constant_inside(eqn) <= CAPTURE_BYTES:
+            where = Where(op.line, op.transposed)
+            flatten = functools.partial(self.flatten_body, private_api.scan_parts(eqn).body, where)
+            return dataclasses.replace(op, body=functools.cache(flatten))
         if op.name in CALLS | CHECKPOINTS:
             inner: list[Any] = []
             pins_in, pins_out = private_api.pinned_shardings(eqn)

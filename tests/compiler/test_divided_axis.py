@@ -2,63 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dividing import division_of, in_parts, values
 from jax import lax
 
 from jaxpp_async.compiler import stack_division
 from jaxpp_async.compiler.divide import divide
 from jaxpp_async.compiler.divided_axis import RULES, relate
-from jaxpp_async.compiler.evaluate import run_ops, wrap_input
-from jaxpp_async.compiler.ir import Op, Traced
+from jaxpp_async.compiler.evaluate import run_ops
+from jaxpp_async.compiler.ir import Op
 from jaxpp_async.compiler.trace import trace
 from jaxpp_async.program.leaf_parts import Parts
 
 ROWS = 6
 X, Y, V = (ROWS, 4, 3), (ROWS, 3, 2), (ROWS,)
-
-
-def values(*shapes: tuple[int, ...]) -> list[np.ndarray]:
-    random = np.random.default_rng(0)
-    return [random.normal(size=shape).astype(np.float32) for shape in shapes]
-
-
-def division_of(traced: Traced, axis: int, cuts: tuple[int, ...]) -> stack_division.Division:
-    spreading = stack_division._Spreading(traced, {}, {})
-    spreading.cut(traced.flat.inputs[0], axis, cuts)
-    spreading.run()
-    return spreading.division()
-
-
-def in_parts(
-    fn: Callable, args: list[Any], axis: int = 0, cuts: tuple[int, ...] = (1, 4)
-) -> list[Parts | None]:
-    """Check that `fn` computes the same in parts, and return the parts of its results."""
-    traced = trace(fn, args)
-    done = divide(traced, division_of(traced, axis, cuts), {})
-    assert done.argument_parts and done.argument_parts[0] == Parts(axis, (0, *cuts, args[0].shape[axis]))
-    pieces = [
-        piece
-        for arg, parts in zip(args, done.argument_parts, strict=True)
-        for piece in ([arg] if parts is None else [arg[index] for index in parts.slices])
-    ]
-    pieces += [c.value for c in done.captured]
-    env: dict[int, Any] = {
-        v: wrap_input(done.types[v], x) for v, x in zip(done.flat.inputs, pieces, strict=True)
-    }
-    run_ops([op for op in done.flat.ops if isinstance(op, Op)], env)
-    rest = iter([env[r] if isinstance(r, int) else r.value for r in done.flat.outputs])
-    for parts, whole in zip(done.result_parts, jax.tree.leaves(fn(*map(jnp.asarray, args))), strict=True):
-        made = [next(rest) for _ in range(1 if parts is None else parts.count)]
-        got = made[0] if parts is None else jnp.concatenate(made, parts.axis)
-        np.testing.assert_allclose(got, whole, rtol=2e-5, atol=2e-5)
-        assert got.dtype == whole.dtype
-    return list(done.result_parts)
 
 
 KEPT = {
