@@ -25,6 +25,8 @@ ir, primitives, ir_slicing              all passes: operations over integers, na
 scan, cond_split, debug_callbacks       `trace`: loops that contain markers, branches of conds, debug prints
 stage_assignment, late_forward,         `partition`: the stage of each operation, and the operations that
 finish_tasks, loop_commuting            wait for an earlier stage, or move to after the loop
+gradient_expressions, stage_parts       `loop_commuting`: summed gradients as expressions, and the operations
+                                        that each stage applies to its own part
 stack_division, divided_axis            `divide`: which values are divided and where, and how each operation
                                         is computed in parts
 minimum_cut                             `late_forward`, `rematerialization`: a cut of least cost

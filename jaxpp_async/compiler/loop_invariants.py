@@ -53,7 +53,7 @@ def hoist_invariants(traced: Traced) -> Traced:
     items: list[Op | Loop] = []
     changed = False
     for item in traced.flat.ops:
-        moved = _Mover(item, traced.types).moved() if isinstance(item, Loop) else None
+        moved = _InvariantCodeMotion(item, traced.types).moved() if isinstance(item, Loop) else None
         items += (item,) if moved is None else moved
         changed |= moved is not None
     if not changed:
@@ -100,7 +100,7 @@ class _LoopResult:
     casts: tuple[Op, ...] = ()
 
 
-class _Mover:
+class _InvariantCodeMotion:
     """The operations of one loop's body, and the search for those that can run outside the loop.
 
     Operations are identified by their position in the body. A stage marker returns the values that it is
@@ -386,7 +386,9 @@ class _OuterCopies:
         ops: the list that copies are appended to.
     """
 
-    def __init__(self, body: _Mover, known: Mapping[int, Ref], ops: list[Op] | None = None) -> None:
+    def __init__(
+        self, body: _InvariantCodeMotion, known: Mapping[int, Ref], ops: list[Op] | None = None
+    ) -> None:
         self.body, self.ops = body, [] if ops is None else ops
         loop = body.loop
         self._known: dict[int, Ref] = {
@@ -435,7 +437,7 @@ class _OuterCopies:
 # ---------------------------------------------------------------- what runs after the loop
 
 
-def _choose_tail(body: _Mover) -> frozenset[int]:
+def _choose_tail(body: _InvariantCodeMotion) -> frozenset[int]:
     """Choose the operations of a body that run once after its loop, on sums over microbatches.
 
     Returns:
@@ -470,11 +472,11 @@ def _choose_tail(body: _Mover) -> frozenset[int]:
     return frozenset(tail)
 
 
-def _bytes(body: _Mover, refs: Iterable[Ref]) -> int:
+def _bytes(body: _InvariantCodeMotion, refs: Iterable[Ref]) -> int:
     return sum(body.types.sizes[r] for r in map(body.resolve, refs) if isinstance(r, int) and r >= 0)
 
 
-def _linear_ends(body: _Mover) -> set[int]:
+def _linear_ends(body: _InvariantCodeMotion) -> set[int]:
     """Return the positions of the operations that are linear and lead to summed gradients alone."""
     gradients: set[int] = set()
     held: set[int] = set()  # what markers of the forward read
@@ -501,7 +503,7 @@ def _linear_ends(body: _Mover) -> set[int]:
     return found
 
 
-def _is_linear(body: _Mover, op: Op) -> bool:
+def _is_linear(body: _InvariantCodeMotion, op: Op) -> bool:
     """Return whether an operation is linear in its operands that differ between microbatches."""
     varying = {k for k, r in enumerate(op.inputs) if not body.is_invariant(r)}
     types = [body.types[v] for v in (*body.reads(op), *op.outputs) if v >= 0]
@@ -525,7 +527,9 @@ def _is_float(value_type: Any) -> bool:
     return value_type.aval.dtype.startswith(("float", "bfloat"))
 
 
-def _goes_through_invariant(body: _Mover, position: int, shapes: Collection[tuple[int, ...]]) -> bool:
+def _goes_through_invariant(
+    body: _InvariantCodeMotion, position: int, shapes: Collection[tuple[int, ...]]
+) -> bool:
     """Return whether an operation takes the gradient of an invariant that is computed before the loop.
 
     Args:
@@ -540,7 +544,7 @@ def _goes_through_invariant(body: _Mover, position: int, shapes: Collection[tupl
     return all(body.types[r].aval.shape in shapes for r in varying if isinstance(r, int))
 
 
-def _adds_invariant(body: _Mover, position: int) -> bool:
+def _adds_invariant(body: _InvariantCodeMotion, position: int) -> bool:
     """Return whether an operation adds an array that is computed from weights alone to a gradient."""
     op = body.ops[position]
     if op.name not in ("add", "add_any", "sub"):
