@@ -15,7 +15,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from msgspec import structs
 
 from jaxpp_async.compiler import evaluate, scan
 from jaxpp_async.compiler.divided_axis import (
@@ -34,15 +33,14 @@ from jaxpp_async.compiler.divided_axis import (
     relate,
 )
 from jaxpp_async.compiler.divided_scan import Carry, Collected, DividedScan
+from jaxpp_async.compiler.divided_values import BodyValues, PartIds, concatenate
 from jaxpp_async.compiler.ir import (
-    Captured,
     Flat,
     Lit,
     Loop,
     Op,
     Ref,
     Traced,
-    Types,
     literal_type,
     renamed,
 )
@@ -63,7 +61,7 @@ def divide(traced: Traced, division: Division, wanted: Mapping[int, Parts]) -> T
     traced = replace(traced, kept_whole=division.kept_whole)
     if not division.parts and not wanted:
         return traced
-    divider = _Divider(traced.types, division.parts)
+    divider = PartIds(traced.types, division.parts)
     num_arguments, num_results = len(traced.arg_names), len(traced.out_names)
     inputs, ids = traced.flat.inputs, divider.in_parts(traced.flat.inputs)
     body = _Body(divider)
@@ -124,106 +122,12 @@ def _names(leaves: Sequence[str], parts: Sequence[Parts | None]) -> tuple[str, .
     )
 
 
-class _Divider:
-    """The ids of the parts of all divided values.
+class _Body(BodyValues):
+    """The rewritten operations of one body: the step, a loop's body, or a branch of a cond."""
 
-    Args:
-        types: the type of each value; the types of parts are added to it.
-        parts: the parts of each divided value.
-    """
-
-    def __init__(self, types: Types, parts: Mapping[int, Parts]) -> None:
-        self.types, self.parts = types, parts
-        self._ids: dict[int, tuple[int, ...]] = {}
-        self.zeros: set[int] = set()  # parts that are known to be zero
-
-    def ids(self, value: int) -> tuple[int, ...]:
-        """Return the ids of the parts of a divided value."""
-        if value not in self._ids:
-            shapes = self.parts[value].shapes(self.types[value].aval.shape)
-            self._ids[value] = tuple(self.resized(value, shape) for shape in shapes)
-        return self._ids[value]
-
-    def rename(self, value: int, part: int, made: int) -> None:
-        """Let a part be another value of the same type."""
-        ids = list(self.ids(value))
-        ids[part] = made
-        self._ids[value] = tuple(ids)
-
-    def resized(self, value: int, shape: Sequence[int]) -> int:
-        """Return the id of a new value that is like another one but for its shape."""
-        known = self.types[value]
-        return self.types.new(
-            replace(known, aval=structs.replace(known.aval, shape=tuple(shape))), like=value
-        )
-
-    def in_parts(self, values: Sequence[int]) -> tuple[int, ...]:
-        """Return ids of values with those of its parts in the place of each divided one."""
-        return tuple(i for v in values for i in (self.ids(v) if v in self.parts else (v,)))
-
-    def captured_parts(self, captured: Captured) -> Sequence[Captured]:
-        """Return the parts of an array that the user's function closes over."""
-        if captured.value_id not in self.parts:
-            return (captured,)
-        slices = self.parts[captured.value_id].slices
-        pairs = zip(slices, self.ids(captured.value_id), strict=True)
-        return [Captured(captured.value[index], value_id) for index, value_id in pairs]
-
-
-class _Body:
-    """The rewritten operations of one body: the step, a loop's body, or a branch of a cond.
-
-    Args:
-        divider: the ids of parts.
-    """
-
-    def __init__(self, divider: _Divider) -> None:
-        self.divider, self.types, self.parts = divider, divider.types, divider.parts
-        self.ops: list[Op | Loop] = []
-        self._renamed: dict[int, Ref] = {}  # undivided values that are another value
-        self._joined: set[int] = set()
+    def __init__(self, divider: PartIds) -> None:
+        super().__init__(divider)
         self._made_apart: dict[tuple[int, Parts], tuple[int, ...]] = {}
-
-    # ---- values
-
-    def is_divided(self, ref: Ref) -> bool:
-        return isinstance(ref, int) and ref in self.parts
-
-    def whole(self, ref: Ref) -> Ref:
-        """Return a value undivided; join its parts if that has not been done in this body."""
-        if not isinstance(ref, int):
-            return ref
-        if ref in self.parts and ref not in self._joined:
-            self._joined.add(ref)
-            axis = self.parts[ref].axis
-            self.ops.append(
-                Op("concatenate", self.divider.ids(ref), (ref,), partial(_concatenate, axis), "parts")
-            )
-        return self._renamed.get(ref, ref)
-
-    def results(self, refs: Sequence[Ref]) -> list[Ref]:
-        """Return results of the body with the parts of each divided one in its place."""
-        return [part for ref in refs for part in self._in_place(ref)]
-
-    def _in_place(self, ref: Ref) -> Sequence[Ref]:
-        return self.divider.ids(ref) if isinstance(ref, int) and ref in self.parts else (self.whole(ref),)
-
-    def result(self, ref: Ref, parts: Parts | None) -> Sequence[Ref]:
-        """Return a result of the step in the given parts, of which it may have others so far."""
-        if parts is None or (isinstance(ref, int) and self.parts.get(ref) == parts):
-            return self._in_place(ref)
-        found = list[Ref]()
-        for start, stop in parts.ranges:
-            rows = self._rows(ref, parts.axis, start, stop, "stacked layers")
-            if len(rows) > 1 and isinstance(ref, int):
-                shape = list(self.types[ref].aval.shape)
-                shape[parts.axis] = stop - start
-                joined = self.divider.resized(ref, shape)
-                run = partial(_concatenate, parts.axis)
-                self.ops.append(Op("concatenate", tuple(rows), (joined,), run, "stacked layers"))
-                rows = [joined]
-            found += rows
-        return found
 
     # ---- operations
 
@@ -235,7 +139,7 @@ class _Body:
             elif any(map(self.is_divided, (*item.inputs, *item.outputs))):
                 self._add_divided(item)
             else:
-                self.ops.append(renamed(item, self._renamed.keys(), self.whole))
+                self.ops.append(renamed(item, self.renamed.keys(), self.whole))
 
     def _add_divided(self, op: Op) -> None:
         match self._relation(op):
@@ -302,34 +206,9 @@ class _Body:
     def _add_whole(self, op: Op) -> None:
         for ref in op.reads:
             self.whole(ref)  # joined under its own id
-        self.ops.append(renamed(op, self._renamed.keys(), self.whole))
+        self.ops.append(renamed(op, self.renamed.keys(), self.whole))
         for value in op.outputs:
-            self._slice_whole(value, op.line)
-
-    def _slice_whole(self, value: int, line: str) -> None:
-        """Make the parts of a divided value that is there as a whole."""
-        if value in self.parts:
-            self._joined.add(value)
-            axis, ids = self.parts[value].axis, self.divider.ids(value)
-            for (start, stop), part in zip(self.parts[value].ranges, ids, strict=True):
-                self._slice(value, axis, start, stop, part, line)
-
-    def enter(self, operands: Sequence[Ref], inputs: Sequence[int], line: str) -> tuple[int, ...]:
-        """Return the inputs of this body, and make the parts of those whose operands are not divided.
-
-        Args:
-            operands: the operands that the body is applied to.
-            inputs: the inputs of the body before it was rewritten.
-            line: `file:line` of the loop or cond.
-        """
-        found: list[int] = []
-        for ref, value in zip(operands, inputs, strict=True):
-            if self.is_divided(ref):
-                found += self.divider.in_parts((value,))
-            else:
-                found.append(value)
-                self._slice_whole(value, line)
-        return tuple(found)
+            self.slice_whole(value, op.line)
 
     def _add_aligned(self, op: Op, aligned: Aligned) -> None:
         bounds = self._row_bounds(op, aligned.operands, aligned.results)
@@ -418,7 +297,7 @@ class _Body:
                 continue
             if result not in self.parts:
                 length = self.types[result].aval.shape[moved.axis]
-                self._renamed[result] = self._assembled(op, moved, k, 0, length, result)
+                self.renamed[result] = self._assembled(op, moved, k, 0, length, result)
                 continue
             for part, (start, stop) in enumerate(self.parts[result].ranges):
                 made = self._assembled(op, moved, k, start, stop, self.divider.ids(result)[part])
@@ -448,13 +327,13 @@ class _Body:
         for first, last, operand, operand_first, operand_last in sorted(segments, key=lambda s: s[0]):
             if at < first:
                 found.append(self._filled(op, moved, first - at, into))
-            found += self._rows(operand, moved.axis, operand_first, operand_last, op.line)
+            found += self.rows(operand, moved.axis, operand_first, operand_last, op.line)
             at = last
         if at < stop:
             found.append(self._filled(op, moved, stop - at, into))
         if len(found) == 1 and isinstance(found[0], int):
             return found[0]
-        run = partial(_concatenate, moved.axis)
+        run = partial(concatenate, moved.axis)
         self.ops.append(Op("concatenate", tuple(found), (into,), run, op.line, op.transposed))
         return into
 
@@ -467,34 +346,6 @@ class _Body:
         self.ops.append(Op("broadcast_in_dim", (self.whole(fill),), (made,), run, op.line, op.transposed))
         if isinstance(fill, Lit) and not np.any(np.asarray(fill.value)):
             self.divider.zeros.add(made)
-        return made
-
-    def _rows(self, ref: Ref, axis: int, start: int, stop: int, line: str) -> list[Ref]:
-        """Return rows of a value as a list of values that have them one after the other."""
-        if not isinstance(ref, int):
-            if np.shape(ref.value)[axis] == stop - start:
-                return [ref]
-            made = self.types.new(literal_type(Lit(np.asarray(ref.value).take(range(start, stop), axis))))
-            return [self._slice(ref, axis, start, stop, made, line)]
-        held = [(ref, 0, self.types[ref].aval.shape[axis])]
-        if ref in self.parts:
-            pairs = zip(self.divider.ids(ref), self.parts[ref].ranges, strict=True)
-            held = [(part, *rows) for part, rows in pairs]
-        found: list[Ref] = []
-        for part, first, last in held:
-            low, high = max(first, start), min(last, stop)
-            if (low, high) == (first, last):
-                found.append(self.whole(part))
-            elif low < high:
-                shape = list(self.types[part].aval.shape)
-                shape[axis] = high - low
-                made = self.divider.resized(part, shape)
-                found.append(self._slice(part, axis, low - first, high - first, made, line))
-        return found
-
-    def _slice(self, ref: Ref, axis: int, start: int, stop: int, made: int, line: str) -> int:
-        run = partial(_slice_rows, axis, start, stop)
-        self.ops.append(Op("slice", (self.whole(ref),), (made,), run, line))
         return made
 
     # ---- operations with others inside
@@ -572,9 +423,9 @@ class _Body:
             known = divided[first_carry + k] if k < num_carry else self.parts.get(value)
             if value >= 0 and known != self.parts.get(value):
                 if known is not None:  # it is divided in the scan alone, or otherwise
-                    run = partial(_concatenate, known.axis)
+                    run = partial(concatenate, known.axis)
                     self.ops.append(Op("concatenate", self._made(value, known), (value,), run, op.line))
-                self._slice_whole(value, op.line)
+                self.slice_whole(value, op.line)
 
     def _made(self, value: int, parts: Parts | None) -> tuple[int, ...]:
         """Return the ids of the parts that a scan makes of a result; its own id if it makes no parts."""
@@ -626,7 +477,7 @@ class _Body:
         inner = _Body(self.divider)
         inputs = inner.enter(loop.invariants, invariants, loop.line)
         for leaf in batch:
-            inner._slice_whole(leaf, loop.line)
+            inner.slice_whole(leaf, loop.line)
         inner.add(loop.body.ops)
         outputs, results, reductions = list[Ref](), list[int](), list[Any]()
         for made, ref, reduction in zip(loop.outputs, loop.body.outputs, loop.reductions, strict=True):
@@ -656,14 +507,6 @@ def _stacked(parts: Parts) -> Parts:
 def _with_params(op: Op, params: Mapping[str, Any]) -> Any:
     """Return an `Op.run` that runs the equation of an operation with other parameters."""
     return partial(private_api.bind_eqn, bound_argument(op).replace(params=dict(params)))
-
-
-def _concatenate(axis: int, xs: Sequence[Any]) -> list[Any]:
-    return [lax.concatenate([jnp.asarray(x) for x in xs], axis)]
-
-
-def _slice_rows(axis: int, start: int, stop: int, xs: Sequence[Any]) -> list[Any]:
-    return [lax.slice_in_dim(jnp.asarray(xs[0]), start, stop, axis=axis)]
 
 
 def _fill(shape: tuple[int, ...], sharding: Any, xs: Sequence[Any]) -> list[Any]:

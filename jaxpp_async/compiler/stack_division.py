@@ -95,7 +95,7 @@ _FOR_EACH_LAYER = (
 
 @dataclass(frozen=True, slots=True)
 class _Obstacle:
-    """What stands against the parts of a value.
+    """The use that stands against the parts of a value.
 
     Args:
         what: the operation, or another use of the value.

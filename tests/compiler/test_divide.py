@@ -359,7 +359,8 @@ def test_results_that_the_caller_wants_in_parts():
 
 
 def test_the_example_of_the_page():
-    compiled = SimpleNamespace(report=lambda: SimpleNamespace(transfers=()))
+    kernel = SimpleNamespace(name="state[0]['layers']['kernel']", parts=())
+    compiled = SimpleNamespace(report=lambda: SimpleNamespace(transfers=(), inputs=(kernel,)))
     loss = doc_code("placement.md", compiled=compiled)["loss_of_stacked_layers"]
 
     def step(p: Any, batch: Any) -> Any:

@@ -11,6 +11,8 @@ from dividing import division_of, in_parts, values
 from jax import lax
 
 from jaxpp_async.compiler.divide import divide
+from jaxpp_async.compiler.divided_scan import Carry, Collected, DividedScan
+from jaxpp_async.compiler.ir import Op
 from jaxpp_async.compiler.trace import trace
 from jaxpp_async.program.leaf_parts import Parts
 
@@ -81,3 +83,19 @@ def test_a_scan_inside_a_scan():
         return lax.fori_loop(0, 2, lambda _, x: newton_schulz(x) + 0.1 * x, x)
 
     assert in_parts(fn, values(X)) == [THREE]
+
+
+def test_what_a_part_does_not_need_is_not_in_its_scan():
+    carries = [Carry(10, 20, 1, 30, 0), Carry(11, 21, 2, 31, 1), Carry(12, 22, 3, -1, None)]
+    ops = [
+        Op("neg", (10,), (20,), lambda xs: [-xs[0]], ""),
+        Op("add", (11, 12), (21,), lambda xs: [xs[0] + xs[1]], ""),
+        Op("mul", (12, 13), (22,), lambda xs: [xs[0] * xs[1]], ""),
+    ]
+    looped = DividedScan([(13, 4)], carries, [], [Collected(21, -1, 1)], ops, 3, False)
+    first, second = looped.scans_by_part()
+    assert (first.inputs, first.outputs) == ((1,), (30,))
+    assert (second.inputs, second.outputs) == ((4, 2, 3), (31, -1))
+    one, other = jnp.float32(2), jnp.float32(3)
+    assert first.scan.run([one]) == [-2.0]
+    assert second.scan.run([other, one, one]) == [2 + 2 + 6 + 18, 54]
