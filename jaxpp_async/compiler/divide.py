@@ -90,13 +90,15 @@ def expand_pairs(pairs: Mapping[int, int], traced: Traced) -> dict[int, int]:
     """Return pairs of a result leaf and an argument leaf as pairs of their parts.
 
     Args:
-        pairs: a dictionary from the position of a result leaf to that of an argument leaf of equal parts.
+        pairs: a dictionary from the position of a result leaf to that of an argument leaf. A pair of leaves
+            that have other parts is left out.
         traced: the step in parts.
     """
     results, arguments = part_positions(traced.result_parts), part_positions(traced.argument_parts)
     return {
         part: own
         for result, leaf in pairs.items()
+        if traced.result_parts[result] == traced.argument_parts[leaf]
         for part, own in zip(results[result], arguments[leaf], strict=True)
     }
 
@@ -263,17 +265,30 @@ class _Body:
         return None
 
     def _fits(self, op: Op, relation: Relation) -> bool:
-        """Return whether all values that a relation divides are divided; their rows may not fit the cuts."""
-        refs: list[Ref] = []
+        """Return whether all values that a relation divides are divided, at the same rows."""
+        ends: list[tuple[Ref, Along | None]] = []
         match relation:
             case Aligned(operands, results):
-                refs = [r for r, along in zip(op.inputs, operands, strict=True) if along is not None]
-                refs += [o for o, _ in zip(op.outputs, results, strict=True)]
+                ends = [*zip(op.inputs, operands, strict=True), *zip(op.outputs, results, strict=True)]
             case Combined(operands):
-                refs = [r for r, along in zip(op.inputs, operands, strict=True) if along is not None]
-            case Chained(parts):
-                refs = [*op.inputs[parts.first_x :], *op.outputs[parts.num_carry :]]
-        return all(ref in self.parts for ref in refs if isinstance(ref, int) and ref >= 0)
+                ends = list(zip(op.inputs, operands, strict=True))
+            case Chained(scan_parts):
+                stacked = (*op.inputs[scan_parts.first_x :], *op.outputs[scan_parts.num_carry :])
+                ends = [(ref, Along(0)) for ref in stacked]
+        rows = {
+            self._rows_along(ref, along)
+            for ref, along in ends
+            if along is not None and isinstance(ref, int) and ref >= 0
+        }
+        return None not in rows and len(rows) <= 1
+
+    def _rows_along(self, value: int, along: Along) -> tuple[tuple[int, int], ...] | None:
+        """Return the first row of each part of a value, and that behind its last; None if the parts do not
+        begin at rows of this axis."""
+        parts = self.parts.get(value)
+        if parts is None or parts.axis != along.axis or any(bound % along.unit for bound in parts.bounds):
+            return None
+        return tuple((start // along.unit, stop // along.unit) for start, stop in parts.ranges)
 
     def _add_whole(self, op: Op) -> None:
         for ref in op.reads:

@@ -94,11 +94,13 @@ class MovedRows:
         axis: the axis of the rows, in all operands and results.
         pieces: the copies.
         fill: the position of the operand with which all other rows are filled; None if there are no others.
+        is_reversed: whether the one operand's rows come in the reverse order.
     """
 
     axis: int
     pieces: tuple[CopiedRows, ...]
     fill: int | None = None
+    is_reversed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ class AxisQuestion:
         is_result: whether the divided value is a result.
         position: the position of the value among the operands or the results.
         axis: the axis along which the value is divided.
+        key_impl: the generator of the keys among the operands; None if there are none.
     """
 
     op: Op
@@ -160,6 +163,7 @@ class AxisQuestion:
     is_result: bool
     position: int
     axis: int
+    key_impl: str | None = None
 
     @property
     def shape(self) -> Shape:
@@ -190,7 +194,12 @@ def relate(op: Op, types: Types, *, is_result: bool, position: int, axis: int) -
         return None
     operands = tuple(_shape(r, types) for r in op.inputs)
     results = tuple(types[o].aval.shape if o >= 0 else () for o in op.outputs)
-    return rule(AxisQuestion(op, equation_params(op), operands, results, is_result, position, axis))
+    impls = {types[r].key_impl for r in op.reads} - {None}
+    return rule(
+        AxisQuestion(
+            op, equation_params(op), operands, results, is_result, position, axis, next(iter(impls), None)
+        )
+    )
 
 
 def bound_argument(op: Op) -> Any:
@@ -230,8 +239,17 @@ def _constraint(q: AxisQuestion) -> Relation | None:
     return _elementwise(q)
 
 
+_THREEFRY = "threefry2x32"
+"""The generator that draws for each key what it would draw for that key alone."""
+
+
 def _keys(q: AxisQuestion) -> Relation | None:
-    """Arrays of keys, and what is made of each key, have the keys' axes first."""
+    """Arrays of keys, and what is made of each key, have the keys' axes first.
+
+    Generators other than threefry may draw the bits of all keys of an array from one of them.
+    """
+    if q.key_impl not in (None, _THREEFRY) and q.op.name not in ("random_wrap", "random_unwrap"):
+        return None
     rank = min(len(shape) for shape in (*q.operands, *q.results) if shape)
     if q.axis >= rank or any(shape[q.axis : q.axis + 1] not in ((), (q.length,)) for shape in q.operands):
         return None
@@ -256,6 +274,37 @@ def _other_axis(name: str) -> Callable[[AxisQuestion], Relation | None]:
         return _elementwise(q)
 
     return rule
+
+
+def _rev(q: AxisQuestion) -> Relation | None:
+    """Rows whose order is reversed are copied one by one."""
+    if q.axis not in {d % len(q.shape) for d in q.params["dimensions"]}:
+        return _elementwise(q)
+    if len(q.params["dimensions"]) > 1:
+        return None
+    last = q.length - 1
+    rows = tuple(CopiedRows(0, last - k, 0, k, 1) for k in range(q.length))
+    return MovedRows(q.axis, rows, is_reversed=True)
+
+
+def _tile(q: AxisQuestion) -> Relation | None:
+    repeats = tuple(q.params["reps"])
+    return _elementwise(q) if len(repeats) == len(q.shape) and repeats[q.axis] == 1 else None
+
+
+def _top_k(q: AxisQuestion) -> Relation | None:
+    """The largest elements along one axis, the last unless the equation names another."""
+    axis = q.params.get("axis", -1) % len(q.operands[0])
+    along = Along(q.axis)
+    return None if q.axis == axis else Aligned((along,), (along,) * len(q.results))
+
+
+def _barrier(q: AxisQuestion) -> Relation | None:
+    """Values that pass a barrier together are divided alike, or are not passed in parts."""
+    if any(len(shape) <= q.axis or shape[q.axis] != q.length for shape in q.operands):
+        return None
+    along = Along(q.axis)
+    return Aligned((along,) * len(q.operands), (along,) * len(q.results))
 
 
 def _broadcast(q: AxisQuestion) -> Relation | None:
@@ -372,14 +421,25 @@ _COMBINES = {
 
 
 def _slice(q: AxisQuestion) -> Relation | None:
+    """The rows that stay are copied. `row_access` slices one axis after the other."""
     starts, limits = q.params["start_indices"], q.params["limit_indices"]
     strides = q.params["strides"] or (1,) * len(starts)
-    if strides[q.axis] != 1:
+    shape = q.operands[0][: len(starts)]  # an array of keys has one axis more
+    whole = [
+        (start, limit, stride) == (0, size, 1)
+        for start, limit, stride, size in zip(starts, limits, strides, shape, strict=True)
+    ]
+    if q.axis >= len(whole):
         return None
-    start, stop, whole = int(starts[q.axis]), int(limits[q.axis]), q.operands[0][q.axis]
-    if stop - start == whole:
+    if whole[q.axis]:
         return Aligned((Along(q.axis),), (Along(q.axis),), _resized("limit_indices", q.axis))
-    return MovedRows(q.axis, (CopiedRows(0, start, 0, 0, stop - start),))
+    if whole.count(False) > 1:
+        return None
+    start, stop, stride = int(starts[q.axis]), int(limits[q.axis]), int(strides[q.axis])
+    if stride == 1:
+        return MovedRows(q.axis, (CopiedRows(0, start, 0, 0, stop - start),))
+    rows = range(start, stop, stride)
+    return MovedRows(q.axis, tuple(CopiedRows(0, row, 0, k, 1) for k, row in enumerate(rows)))
 
 
 def _dynamic_slice(q: AxisQuestion) -> Relation | None:
@@ -399,6 +459,26 @@ def _dynamic_slice(q: AxisQuestion) -> Relation | None:
     assert isinstance(at, Lit)
     start = min(max(int(at.value), 0), whole - length)
     return MovedRows(q.axis, (CopiedRows(0, start, 0, 0, length),))
+
+
+def _dynamic_update_slice(q: AxisQuestion) -> Relation | None:
+    """The rows of the update take the place of rows at a known position."""
+    whole, part = q.operands[:2]
+    starts = [int(at.value) if isinstance(at, Lit) else None for at in q.op.inputs[2:]]
+    if (not q.is_result and q.position > 1) or any(
+        part[d] != whole[d] for d in range(len(whole)) if d != q.axis
+    ):
+        return None
+    if (at := starts[q.axis]) is None:
+        return None
+    first, length = min(max(at, 0), whole[q.axis] - part[q.axis]), part[q.axis]
+    behind = first + length
+    pieces = [
+        CopiedRows(0, 0, 0, 0, first),
+        CopiedRows(1, 0, 0, first, length),
+        CopiedRows(0, behind, 0, behind, whole[q.axis] - behind),
+    ]
+    return MovedRows(q.axis, tuple(piece for piece in pieces if piece.length))
 
 
 def _pad(q: AxisQuestion) -> Relation | None:
@@ -485,6 +565,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(REDUCTIONS | {"argmax", "argmin"}, _reduction),
     **dict.fromkeys(CUMULATIVE, _other_axis("axis")),
     "sort": _other_axis("dimension"),
+    "rev": _rev,
+    "tile": _tile,
+    "top_k": _top_k,
+    "optimization_barrier": _barrier,
     "sharding_constraint": _constraint,
     "broadcast_in_dim": _broadcast,
     "iota": _iota,
@@ -494,6 +578,7 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot_general,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
     "pad": _pad,
     "concatenate": _concatenate,
     "split": _split,

@@ -292,17 +292,19 @@ class LoopPrints:
 
 @dataclass(frozen=True, slots=True)
 class KeptWhole:
-    """A stacked argument leaf that several stages read rows of, and that is not divided, with the reason.
+    """An array that stacks layers of several stages and is not divided, with the reason.
 
     Args:
-        leaf: the position of the argument leaf.
-        why: the operation that needs the leaf, or something computed from it, whole.
-        line: `file:line` of that operation; empty if there is none.
+        leaf: the position of the argument leaf; None for an array that the step computes.
+        aval: the type of the array.
+        why: text that says what stands against its parts, with `file:line` if that is an operation.
+        instead: text that says what to write instead.
     """
 
-    leaf: int
+    leaf: int | None
+    aval: Aval
     why: str
-    line: str
+    instead: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,7 +327,7 @@ class Traced:
         argument_parts: for each argument leaf of `in_tree`, its parts, or None for an undivided leaf; empty
             if no leaf is divided.
         result_parts: the same for each result leaf of `out_tree`.
-        kept_whole: the stacked argument leaves that could not be divided.
+        kept_whole: the stacked arrays that could not be divided.
     """
 
     flat: Flat

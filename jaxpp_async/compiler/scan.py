@@ -18,10 +18,11 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxpp_async.compiler.evaluate import read_operand, run_ops, value_type
-from jaxpp_async.compiler.ir import Flat, Op, Ref, Types, ValueType, outside_reads, stacked_type
+from jaxpp_async.compiler.ir import Flat, Lit, Op, Ref, Types, ValueType, outside_reads, stacked_type
 from jaxpp_async.compiler.ir_slicing import LightOps, split_needed
 from jaxpp_async.compiler.primitives import INDEX, STACK
 from jaxpp_async.jax_bridge import private_api
@@ -55,6 +56,8 @@ class Flattener(Protocol):
     def flatten_body(self, closed: Any, where: Where) -> Flat: ...
 
     def inline(self, closed: Any, inputs: Sequence[Ref], ops: list, where: Where) -> list[Ref]: ...
+
+    def known_integers(self, ref: Ref) -> np.ndarray | None: ...
 
 
 # ---------------------------------------------------------------- unrolling
@@ -118,6 +121,9 @@ def _element(flattener: Flattener, stack: Ref, i: int, element: ValueType, ops: 
     """
     if isinstance(stack, int) and stack in flattener.stacks:
         return flattener.stacks[stack][i]
+    known = flattener.known_integers(stack)
+    if known is not None and known.ndim == 1:
+        return Lit(known[i])
     made = flattener.types.new(element)
     ops.append(Op(INDEX, (stack,), (made,), partial(pick_row, i), line))
     return made

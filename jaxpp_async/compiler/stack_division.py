@@ -48,7 +48,7 @@ class Division:
 
     Args:
         parts: the parts of each divided value, by its id.
-        kept_whole: the stacked argument leaves that are not divided.
+        kept_whole: the stacked arrays that are not divided: argument leaves, and what is made of others.
     """
 
     parts: Mapping[int, Parts]
@@ -85,6 +85,32 @@ def find_division(
 
 
 # ---------------------------------------------------------------- where stages cut
+
+_FOR_EACH_LAYER = (
+    "write it for each layer (jax.vmap, or a scan over the layers), or apply it to a small result of each"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Obstacle:
+    """What stands against the parts of a value.
+
+    Args:
+        what: the operation, or another use of the value.
+        line: `file:line` of it; empty if there is none.
+        needs: text that says why the value has no parts for it.
+        instead: text that says what to write instead.
+    """
+
+    what: str
+    line: str
+    needs: str = "is not computed in parts"
+    instead: str = _FOR_EACH_LAYER
+
+    def __str__(self) -> str:
+        at = f" at {self.line}" if self.line else ""
+        return f"{self.what}{at} {self.needs}"
+
 
 _Cuts: TypeAlias = tuple[int, int, tuple[int, ...]]
 """A value, an axis of it, and row numbers on this axis at which it is cut."""
@@ -128,7 +154,7 @@ def _stage_cuts(staged: StagedLoop, types: Types) -> Iterator[_Cuts]:
             yield value, axis, cuts
 
 
-def _window(op: Op, types: Types) -> tuple[int, int, range] | None:
+def _window(op: Op, types: Types) -> tuple[int, int, Sequence[int]] | None:
     """Return the value, the axis and the rows that an operation reads if it reads some rows of one value."""
     if op.name not in (INDEX, "slice", "dynamic_slice") or not isinstance(op.inputs[0], int):
         return None
@@ -143,8 +169,8 @@ def _window(op: Op, types: Types) -> tuple[int, int, range] | None:
     relation = relate(op, types, is_result=False, position=0, axis=axes[0])
     if not isinstance(relation, MovedRows):
         return None
-    (piece,) = relation.pieces
-    return value, axes[0], range(piece.operand_start, piece.operand_start + piece.length)
+    rows = (range(p.operand_start, p.operand_start + p.length) for p in relation.pieces)
+    return value, axes[0], tuple(row for each in rows for row in each)
 
 
 # ---------------------------------------------------------------- how cuts spread
@@ -161,6 +187,7 @@ class _Link:
         there: the axis of the other value.
         other_start: the index on that axis of the first row.
         length: the number of rows.
+        is_reversed: whether the other value has the rows in the reverse order.
     """
 
     value: int
@@ -169,6 +196,7 @@ class _Link:
     there: Along
     other_start: int
     length: int
+    is_reversed: bool = False
 
     def carry(self, cuts: Iterable[int]) -> set[int] | None:
         """Return the cuts of the other value that correspond to `cuts`; None if one is within a row."""
@@ -178,7 +206,8 @@ class _Link:
             if 0 <= row <= self.length:
                 if rest:
                     return None
-                found.add(self.other_start + row * self.there.unit)
+                other = self.length - row if self.is_reversed else row
+                found.add(self.other_start + other * self.there.unit)
         return found
 
 
@@ -276,14 +305,23 @@ class _Spreading:
         self.axis: dict[int, int] = {}
         self.cuts: dict[int, set[int]] = defaultdict(set)
         self.linked: dict[int, set[int]] = defaultdict(set)
-        self.problems: dict[int, tuple[str, str]] = {}  # values that are needed whole, with text and line
+        self.obstacles: dict[int, _Obstacle] = {}  # by the value that stays whole
         self.queue: deque[int] = deque()
 
-    def cut(self, value: int, axis: int, cuts: Iterable[int]) -> None:
-        """Cut a value at some indices of an axis; those at its ends count for nothing."""
+    def cut(self, value: int, axis: int, cuts: Iterable[int], why: str = "", line: str = "") -> None:
+        """Cut a value at some indices of an axis; those at its ends count for nothing.
+
+        Args:
+            value: the value.
+            axis: the axis.
+            cuts: the indices.
+            why: the operation for which it is cut; empty for a stage's.
+            line: `file:line` of that operation.
+        """
         known, length = self.axis.get(value), self.types[value].aval.shape[axis]
         if known not in (None, axis):
-            self.problems.setdefault(value, (f"a use that divides axis {axis} and not axis {known}", ""))
+            needs = f"takes layers on axis {axis}, and others take them on axis {known}"
+            self._keep(value, _Obstacle(why or "a stage", line, needs, "take layers on one axis everywhere"))
             return
         new = {c for c in cuts if 0 < c < length} - self.cuts[value]
         if not new:
@@ -291,9 +329,13 @@ class _Spreading:
         self.axis[value] = axis
         self.cuts[value] |= new
         if self._is_sharded(value, axis):
-            self.problems.setdefault(value, (f"a sharding that divides axis {axis} over devices", ""))
+            needs = f"divides axis {axis}, on which the layers are, over an actor's devices"
+            self.obstacles.setdefault(
+                value, _Obstacle("its sharding", "", needs, "divide another axis, such as by P(None, 'data')")
+            )
         if len(self.cuts[value]) >= _MOST_PARTS:
-            self.problems.setdefault(value, ("an operation that shifts layers against each other", ""))
+            needs = "shifts layers against each other"
+            self.obstacles.setdefault(value, _Obstacle(why or "an operation", line, needs))
         else:
             self.queue.append(value)
 
@@ -310,11 +352,11 @@ class _Spreading:
     def _spread(self, value: int) -> None:
         axis, cuts = self.axis[value], self.cuts[value]
         for why, line in self.uses.whole.get(value, ()):
-            self._need_whole(value, why, line)
+            self._keep(value, _Obstacle(why, line))
         for other, map_axis, line in self.uses.same.get(value, ()):
             there = map_axis(axis)
             if there is None:
-                self._need_whole(value, "accumulate_grads", line)
+                self._keep(value, _Obstacle("accumulate_grads", line))
             else:
                 self._pass_on(value, _Link(other, Along(axis), 0, Along(there), 0, max(cuts)), "", line)
         if (made := self.uses.makers.get(value)) is not None:
@@ -323,39 +365,46 @@ class _Spreading:
         for op, position in self.uses.users.get(value, ()):
             links = _links(op, position, False, axis, self.types)
             if links is None:
-                self._need_whole(value, op.name, op.line)
+                self._keep(value, _Obstacle(op.name, op.line))
             for link in links or ():
                 self._pass_on(value, link, op.name, op.line)
 
     def _pass_on(self, value: int, link: _Link, name: str, line: str) -> None:
         carried = link.carry(self.cuts[value])
         if carried is None:
-            self._need_whole(value, name, line)
+            self._keep(value, _Obstacle(name, line))
             return
         self.linked[value].add(link.value)
         self.linked[link.value].add(value)
-        self.cut(link.value, link.there.axis, carried)
+        self.cut(link.value, link.there.axis, carried, name, line)
 
-    def _need_whole(self, value: int, why: str, line: str) -> None:
+    def _keep(self, value: int, obstacle: _Obstacle) -> None:
+        """Keep a value whole for an obstacle; a small one is joined for it."""
         if self.types.sizes[value] > JOINED_BYTES:
-            self.problems.setdefault(value, (why, line))
+            self.obstacles.setdefault(value, obstacle)
 
     def division(self) -> Division:
-        """Return the parts of all values whose cuts no operation stands against."""
-        whole: dict[int, tuple[str, str]] = {}
-        for value, why in self.problems.items():
-            stack = [value]
+        """Return the parts of all values that have no obstacle."""
+        whole: dict[int, _Obstacle] = {}
+        kept: list[KeptWhole] = []
+        leaves = {v: k for k, v in enumerate(self.traced.flat.inputs[: len(self.traced.arg_names)])}
+        for value, obstacle in self.obstacles.items():
+            group, stack = [value], [value]
             while stack:
                 if (v := stack.pop()) not in whole:
-                    whole[v] = why
+                    whole[v] = obstacle
+                    group.append(v)
                     stack += self.linked[v]
+            arguments = [v for v in dict.fromkeys(group) if v in leaves and self.cuts[v]]
+            kept += [
+                KeptWhole(leaves.get(v), self.types[v].aval, str(obstacle), obstacle.instead)
+                for v in arguments or ([value] if len(group) > 1 else [])
+            ]
         parts = {
             v: Parts(self.axis[v], (0, *sorted(cuts), self.types[v].aval.shape[self.axis[v]]))
             for v, cuts in self.cuts.items()
             if cuts and v not in whole
         }
-        inputs = self.traced.flat.inputs[: len(self.traced.arg_names)]
-        kept = (KeptWhole(k, *whole[v]) for k, v in enumerate(inputs) if v in whole and self.cuts[v])
         return Division(parts, tuple(kept))
 
 
@@ -378,6 +427,12 @@ def _links(op: Op, position: int, is_result: bool, axis: int, types: Types) -> S
         case Chained(scan):
             ends = [(r, Along(0)) for r in (*op.inputs[scan.first_x :], *op.outputs[scan.num_carry :])]
             here, value = Along(0), (op.outputs if is_result else op.inputs)[position]
+        case MovedRows(is_reversed=True):
+            other = op.inputs[0] if is_result else op.outputs[0]
+            length = len(relation.pieces)
+            return (
+                [_Link(other, Along(axis), 0, Along(axis), 0, length, True)] if isinstance(other, int) else []
+            )
         case MovedRows(moved_axis, pieces):
             return _moved_links(op, position, is_result, moved_axis, pieces)
         case _:  # one row each, or branches, whose values are listed as the same

@@ -22,7 +22,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from jaxpp_async.compiler import debug_callbacks, scan
+from jaxpp_async.compiler import debug_callbacks, known_integers, row_access, scan
 from jaxpp_async.compiler.continued_arguments import continued_arguments
 from jaxpp_async.compiler.evaluate import branches, value_type
 from jaxpp_async.compiler.ir import (
@@ -240,6 +240,9 @@ def _make_jaxpr(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
 _NOT_SIMPLE = CALLBACKS | LAID_OUT_BY_USER | {LOOP, MARKER, MARKER_SIDE}
 """Primitives whose equations the fast path `add_simple` cannot translate, even if they contain no jaxpr."""
 
+_MAY_BE_KNOWN = known_integers.FUNCTIONS.keys() | row_access.REWRITES.keys()
+"""Primitives whose result may be known, or that may read rows at known positions."""
+
 _HOST_VALUES = np.ndarray | np.generic | int | float | complex
 
 
@@ -253,6 +256,8 @@ class _Flattener:
         self.captured: dict[int, Captured] = {}  # by id() of the array, which `Captured` keeps alive
         self.prints: list[Any] = []  # the prints of the body that is being flattened
         self.stacks: dict[int, list[Ref]] = {}  # see `scan.Flattener`
+        self.integers: dict[int, np.ndarray] = {}  # arrays of integers that are known, by id
+        self.zeros: set[int] = set()  # arrays that are zero everywhere
         self.every_mark_counts = True  # whether each mark of the loop that is flattened ends a stage
 
     def flatten_step(self, closed: Any) -> Flat:
@@ -261,15 +266,19 @@ class _Flattener:
         hidden = debug_callbacks.hidden_results(self.prints)
         return Flat((*flat.inputs, *captured), flat.ops, (*flat.outputs, *hidden))
 
-    def flatten_body(self, closed: Any, where: Where) -> Flat:
+    def flatten_body(self, closed: Any, where: Where, operands: Sequence[Ref] = ()) -> Flat:
         """Translate a closed jaxpr (a step, a branch, the body of a loop or scan) to operations over new ids.
 
         Args:
             closed: the closed jaxpr.
             where: the origin of the jaxpr's equations.
+            operands: the values that the first inputs always have, of which some may be known integers.
         """
         jaxpr, _ = private_api.open_jaxpr(closed)
         inputs = [self.types.new(self.type_of(v.aval)) for v in jaxpr.invars]
+        for value, ref in zip(inputs, operands, strict=False):
+            if (known := self.known_integers(ref)) is not None:
+                self.integers[value] = known
         ops: list[Op | Loop] = []
         outputs = self.inline(closed, inputs, ops, where)
         return Flat(tuple(inputs), tuple(ops), tuple(outputs))
@@ -290,7 +299,10 @@ class _Flattener:
 
         for eqn in jaxpr.eqns:
             operands: list[Ref] = [constant(a.val) if type(a) is literal else env[a] for a in eqn.invars]
-            if eqn.primitive.name not in _NOT_SIMPLE and private_api.is_simple(eqn):
+            name = eqn.primitive.name
+            if name in _MAY_BE_KNOWN and (known := self.add_known(eqn, operands, ops, where)) is not None:
+                results = known
+            elif name not in _NOT_SIMPLE and private_api.is_simple(eqn):
                 results = self.add_simple(eqn, operands, ops, where)
             else:
                 results = self.add_equation(eqn, operands, ops, self.where(eqn, where))
@@ -323,7 +335,7 @@ class _Flattener:
         drop, new, type_of = private_api.DropVar, self.types.new, self.type_of
         return tuple([-1 if type(v) is drop else new(type_of(v.aval)) for v in eqn.outvars])
 
-    def add_simple(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
+    def add_simple(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[int]:
         """Append an equation without inner jaxprs to `ops` as one operation, and return its results.
 
         This is the fast path of `add_equation`, which exists because a step has thousands of such equations.
@@ -339,6 +351,49 @@ class _Flattener:
         transposed = transposed or where.transposed
         ops.append(Op(eqn.primitive.name, tuple(inputs), outputs, run, _line(eqn, where), transposed, params))
         return outputs
+
+    def add_known(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref] | None:
+        """Append an equation whose result is known, or that takes rows at known positions, in simpler terms.
+
+        Args:
+            eqn: the equation; its primitive is in `_MAY_BE_KNOWN`.
+            inputs: the operands of the equation.
+            ops: the list of operations to append to.
+            where: the origin of the jaxpr that contains the equation.
+
+        Returns:
+            The results; None if the equation is neither.
+        """
+        name = eqn.primitive.name
+        if name in known_integers.FUNCTIONS:
+            operands = [r.value if isinstance(r, Lit) else self.integers.get(r) for r in inputs]
+            if any(x is None for x in operands):
+                return None
+            value = known_integers.compute(eqn, operands)
+            if value is not None and not value.ndim:
+                return [Lit(_scalar(value, eqn.outvars[0].aval))]
+            results = self.add_simple(eqn, inputs, ops, where)
+            if value is not None:
+                self.integers.update(dict.fromkeys(results, value))
+            if name == "broadcast_in_dim" and not np.any(operands[0]):
+                self.zeros.update(results)
+            return results
+        if any(isinstance(r, int) and self.types[r].sharding is not None for r in inputs):
+            return None  # on a mesh with explicit axes, each operation says its own sharding
+        if name in ("split", "unstack") and (where.transposed or self.origins.of(eqn)[0]):
+            return None  # one linear operation, which may stand behind the loop, not one for each row
+        known = [self.known_integers(r) for r in inputs]
+        rewritten = row_access.rewrite(eqn, known, [r in self.zeros for r in inputs])
+        if rewritten is None:
+            return None
+        avals = [eqn.invars[k].aval for k in rewritten.operands]
+        closed = private_api.in_place_of(eqn, rewritten.run, avals)
+        return self.inline(closed, [inputs[k] for k in rewritten.operands], ops, self.where(eqn, where))
+
+    def known_integers(self, ref: Ref) -> np.ndarray | None:
+        """Return the value of an operand that is a known integer, or an array of them; else None."""
+        value = np.asarray(ref.value) if isinstance(ref, Lit) else self.integers.get(ref)
+        return None if value is None or value.dtype.kind not in "iub" else value
 
     def add_equation(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
         """Append an equation to `ops` (inlined, unrolled or as one operation), and return the results.
@@ -515,7 +570,7 @@ class _Flattener:
         n = spec.num_consts
         self.every_mark_counts = stages_of(spec.schedule) is None
         outer_prints, self.prints = self.prints, []
-        body = self.flatten_body(spec.body, Where(spec.line, in_loop=True))
+        body = self.flatten_body(spec.body, Where(spec.line, in_loop=True), inputs[:n])
         body_prints, self.prints = self.prints, outer_prints
         if nested := next((op for op in body.ops if isinstance(op, Loop)), None):
             raise UnsupportedError(
@@ -621,6 +676,12 @@ def _refuse_other_meshes_inside(eqn: Any, around: Where) -> None:
 def _line(eqn: Any, around: Where) -> str:
     own = tracebacks.source_line(eqn)
     return own if own != "unknown line" else around.line or own
+
+
+def _scalar(value: np.ndarray, aval: Any) -> Any:
+    """Return a known scalar as a constant of a program: a Python number if it has that type, else NumPy's."""
+    is_weak = aval.weak_type and value.dtype in (np.bool_, jax.dtypes.canonicalize_dtype(int))
+    return value.item() if is_weak else value[()]
 
 
 def _count_markers(ops: Sequence[Op | Loop]) -> int:

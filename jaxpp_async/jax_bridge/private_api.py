@@ -422,6 +422,22 @@ def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
     return list(result) if eqn.primitive.multiple_results else [result]
 
 
+def in_place_of(eqn: Any, fn: Any, avals: Sequence[Any]) -> Any:
+    """Trace a function that takes the place of an equation, and return its closed jaxpr.
+
+    The new equations have the source line of the old one.
+
+    Args:
+        eqn: the equation.
+        fn: the function.
+        avals: the types of the function's arguments.
+    """
+    arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    known = source_info.user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack)
+    with known, eqn.ctx.manager:
+        return jax.make_jaxpr(fn)(*arguments)
+
+
 def call_host(eqn: Any, operands: Sequence[Any]) -> None:
     """Call the host code of a `jax.debug.print` or `jax.debug.callback` equation, as JAX itself would."""
     eqn.primitive.impl(*operands, **eqn.params)

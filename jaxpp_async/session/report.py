@@ -233,25 +233,28 @@ def schedules_in_use(compiled: CompilePlan) -> list[str]:
 
 
 def _kept_whole(compiled: Compiled | CompilePlan) -> list[str]:
-    """Return a line for each leaf that stacks layers of several stages and lives whole on their actors."""
+    """Return a line for each array that stacks layers of several stages and is not divided between them."""
     traced = compiled.traced
     if not traced.kept_whole:
         return []
     graph, lines = compiled.placed.graph, list[str]()
     positions = part_positions(traced.argument_parts or (None,) * len(traced.arg_names))
     for kept in traced.kept_whole:
-        (arg,) = positions[kept.leaf]
-        given = next(i for i in graph.inputs if i.arg == arg)
-        if len(given.actors) < 2:
-            continue
-        where = f" at {kept.line}" if kept.line else ""
-        size = graph.values[given.value].aval.size_bytes
+        if kept.leaf is None:
+            if graph.num_actors < 2:
+                continue
+            name, where = f"{_type(kept.aval)}, which the step computes,", "is gathered on one actor"
+        else:
+            (arg,) = positions[kept.leaf]
+            given = next(i for i in graph.inputs if i.arg == arg)
+            if len(given.actors) < 2:
+                continue
+            name, where = traced.arg_names[arg], f"lives whole on actors {', '.join(map(str, given.actors))}"
         lines.append(
-            f"{traced.arg_names[arg]} stacks layers of several stages and lives whole, {size} B, on actors "
-            f"{', '.join(map(str, given.actors))}, since {kept.why}{where} needs all of its layers at once; "
-            f"see {page('placement.md')}."
+            f"{name} stacks layers of several stages and {where}, {kept.aval.size_bytes} B, since "
+            f"{kept.why}; {kept.instead}; see {page('placement.md')}."
         )
-    return lines
+    return list(dict.fromkeys(lines))
 
 
 def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:

@@ -91,18 +91,18 @@ def test_a_donated_argument_that_no_result_replaces_is_a_warning_at_the_users_li
     )
 
 
-@pytest.mark.parametrize("line", ["train.py:9", ""])
-def test_a_stacked_leaf_that_stays_whole_is_named_with_its_bytes_and_the_line(monkeypatch, caplog, line):
+def test_a_stacked_array_that_stays_whole_is_named_with_its_bytes_and_the_reason(monkeypatch, caplog):
     step = compiled(WORKS, microbatches=0)
     parts = (Parts(0, (0, 1, 2)), None, None)
     names = ("p['a'][0:1]", "p['a'][1:2]", "p['b']", "p['c']")
-    kept = (KeptWhole(1, "cumsum", line), KeptWhole(2, "sort", line))
+    why = ("cumsum at train.py:9 is not computed in parts", "write it for each layer")
+    kept = (KeptWhole(1, F4, *why), KeptWhole(2, F4, *why), KeptWhole(None, F4, *why))
     step.traced = SimpleNamespace(kept_whole=kept, argument_parts=parts, arg_names=names)
     inputs = (GraphInput(0, 2, (0, 1)), GraphInput(0, 3, (1,)))
-    step.placed.graph = SimpleNamespace(inputs=inputs, values=(SimpleNamespace(aval=F4),))
+    step.placed.graph = SimpleNamespace(inputs=inputs, num_actors=2)
     notes(step, monkeypatch)
-    (text,) = (record.getMessage() for record in caplog.records)  # on one actor a whole leaf is in its place
-    assert (
-        "p['b'] stacks layers of several stages and lives whole, 16 B, on actors 0, 1, since cumsum" in text
-    )
-    assert ("at train.py:9 needs" in text) == bool(line) and "placement.md" in text
+    leaf, computed = (record.getMessage() for record in caplog.records)  # on one actor a leaf is in its place
+    reason = f"16 B, since {why[0]}; {why[1]}; see "
+    assert f"p['b'] stacks layers of several stages and lives whole on actors 0, 1, {reason}" in leaf
+    assert "float32[4], which the step computes, stacks layers of several stages and is gathered" in computed
+    assert reason in computed and "placement.md" in computed

@@ -205,6 +205,9 @@ class Inliner:
         self.types = Types()
         self.stacks: dict[int, list[Ref]] = {}
 
+    def known_integers(self, ref: Ref) -> None:
+        return None
+
     def inline(self, closed: Any, inputs: Sequence[Ref], ops: list, where: Any) -> list[Ref]:
         jaxpr, consts = private_api.open_jaxpr(closed)
         env: dict[Any, Ref] = dict(zip(jaxpr.constvars, map(Lit, consts), strict=True))

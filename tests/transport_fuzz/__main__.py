@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import itertools
+import logging
 import pathlib
 import random
 import sys
@@ -23,7 +24,7 @@ HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "support")]
 
 from performing import all_held, perform  # noqa: E402
-from resources import differences, shared_memory  # noqa: E402
+from resources import SETTLE_S, differences, open_files, shared_memory  # noqa: E402
 from trio import Broken  # noqa: E402
 
 _HUNG_S = 120.0
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="this round alone, again and again")
     options = parser.parse_args()
     faulthandler.enable()
+    logging.basicConfig(level=logging.INFO)
     # Said first: a process that ends by a signal says no more.
     print(f'seed {options.seed}; to repeat it: make fuzz-transport ARGS="--seed {options.seed}"', flush=True)
     narrator = Narrator()
@@ -80,8 +82,11 @@ def _fuzz(options: argparse.Namespace, narrator: Narrator) -> Counter[str]:
     tally = perform(
         options.seed, itertools.takewhile(lambda _: time.monotonic() < end_s, numbers), narrator.tell
     )
-    if left := differences(before, all_held()):
-        raise Broken(f"left behind, as (before, after): {left}")
+    settled_s = time.monotonic() + SETTLE_S
+    while left := differences(before, all_held()):
+        if time.monotonic() > settled_s:
+            raise Broken(f"left behind, as (before, after): {left}; files: {open_files()}")
+        time.sleep(0.05)
     if left := shared_memory() - files:
         raise Broken(f"left in /dev/shm: {left}")
     return tally

@@ -35,6 +35,10 @@ _STALL_AFTER_S, _STALL_DELAY_S = 0.05, 0.002
 and the delay in seconds between attempts from then on. Such a state is common for microseconds, while a peer
 is writing into this worker's queue, but lasts for ever if that peer has died (see `transport.py`)."""
 
+_STALL_RUNS = 50
+"""The runs in a row, each without progress, before a worker counts as stalled. On a busy host this process
+may have waited for a processor for most of the time."""
+
 
 class Progress:
     """A driver that lets one UCX worker make progress on the running event loop.
@@ -74,6 +78,7 @@ class Progress:
         self._loop = asyncio.get_running_loop()
         self._run_scheduled = self._running = self._stalled = False
         self._idle_since_s: float | None = None
+        self._idle_runs = 0  # since then
         self.adaptive_spin = AdaptiveSpin(_SPIN_S)
         self._descriptor: int = worker.epoll_file_descriptor
         self._loop.add_reader(self._descriptor, self.run)
@@ -82,7 +87,9 @@ class Progress:
     def stalled_s(self) -> float:
         """The seconds for which the worker could not be armed although it had nothing to do; 0 if it can be.
         A worker that is stalled for long receives nothing any more, from any peer."""
-        return 0.0 if self._idle_since_s is None else self._loop.time() - self._idle_since_s
+        if self._idle_since_s is None or self._idle_runs < _STALL_RUNS:
+            return 0.0
+        return self._loop.time() - self._idle_since_s
 
     def schedule_run(self) -> None:
         """Schedule `run` for the loop's next pass. UCX needs progress after every post, before its descriptor
@@ -106,8 +113,9 @@ class Progress:
             return
         finally:
             self._running = False
+        self._idle_runs += 1
         if is_armed or not was_idle:
-            self._idle_since_s = None
+            self._idle_since_s, self._idle_runs = None, 0
         elif self._idle_since_s is None:
             self._idle_since_s = self._loop.time()
         elif self._loop.time() - self._idle_since_s > _STALL_AFTER_S:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 
 import pytest
 
@@ -150,3 +151,17 @@ async def test_the_worker_runs_when_its_descriptor_can_be_read(drive):
     os.write(one.worker._other_end, b"x")
     await one.worker.armed.wait()
     assert one.worker.work == 0
+
+
+async def test_a_process_that_waited_for_a_processor_does_not_take_its_worker_for_stalled(drive):
+    one = drive(Worker(arms=[False] * 100_000))
+    one.progress.run()
+    time.sleep(0.3)  # noqa: ASYNC251 - as if others had the processors
+    one.progress.run()
+    assert one.progress.stalled_s == 0.0
+    for _ in range(60):
+        one.progress.run()
+    assert one.progress.stalled_s >= 0.3
+    one.worker.arms = []
+    one.progress.run()
+    assert one.progress.stalled_s == 0.0
