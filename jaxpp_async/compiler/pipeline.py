@@ -256,7 +256,7 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
     shardings |= {r: s for r, s in zip(traced.flat.outputs, out_specs, strict=False) if isinstance(r, int)}
     division = find_division(traced, found, continues, shardings, request.result_parts)
     traced = divide(traced, division, request.result_parts)
-    if traced.argument_parts:
+    if traced.argument_parts or traced.result_parts:  # `init` may have no argument
         found, continues = _partition(traced), expand_pairs(continues, traced)
         in_specs = expand_leaves(in_specs, traced.argument_parts)
         out_specs = expand_leaves(out_specs, traced.result_parts)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from docs_code import doc_code
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from paths import ROOT, TESTS
@@ -27,84 +26,77 @@ from jaxpp_async.testing import assert_close
 HOWTO = ROOT / "docs" / "howto"
 PAGES = ("from_jaxpp", "from_torch_pipelining", "from_maxtext")
 
-NUM_LAYERS, DIM, VOCAB, ROWS, SEQ = 4, 8, 12, 4, 6
+NUM_LAYERS, DIM, ROWS = 4, 8, 4
 
 
 def drawn(*shape):
     return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32) * shape[-1] ** -0.5
 
 
-def expected(page, make_state, batches):
+def pasted(name):
+    """The names of a page's program, as a reader pastes it: nothing is imported that the page does not."""
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (HOWTO / f"{name}.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    names = {"__name__": name}
+    for block in blocks:
+        exec(compile(block, name, "exec"), names)
+    assert sum("asyncio.run(main())" in block for block in blocks) == 1
+    return names
+
+
+def expected(page, *state, batches):
     """The state and last loss of the page's step under plain `jax.jit`."""
-    state, step = make_state(), jax.jit(page["train_step"])
+    step = jax.jit(page["train_step"])
     for batch in batches:
-        state, loss = step(state, batch)
-    return jax.device_get((state, loss))
+        *state, loss = step(*state, batch)
+    return jax.device_get((*state, loss))
 
 
 # ---------------------------------------------------------------- the right columns
 
 
-async def test_from_jaxpp():
-    page = doc_code("howto/from_jaxpp.md")
-    params = {"layers": [drawn(DIM, DIM) for _ in range(NUM_LAYERS)], "head": drawn(DIM, 2)}
-    batches = [{"x": drawn(6, ROWS, DIM), "y": drawn(6, ROWS, 2)}] * 2
-
-    def make_params():
-        return jax.tree.map(jnp.asarray, params)
-
-    result = await page["train"](make_params, batches, launcher="inline")
-    step, got = jax.jit(page["train_step"]), (params, page["optimizer"].init(make_params()))
-    for batch in batches:
-        *got, losses = step(*got, batch)
-    assert losses.shape == (6,)
-    assert_close(result, jax.device_get((*got, losses)))
-
-
-def words(*shape):
-    tokens = np.random.default_rng(0).integers(VOCAB, size=shape).astype(np.int32)
-    return {"tokens": tokens, "labels": np.roll(tokens, -1, axis=-1)}
+async def test_from_jaxpp(capsys):
+    page = pasted("from_jaxpp")
+    *state, losses = await page["main"](launcher="inline")
+    params = page["make_params"]()
+    found = expected(page, params, page["optimizer"].init(params), batches=[page["BATCH"]] * 2)
+    assert losses.shape == (6,) and str(losses) in capsys.readouterr().out
+    assert_close((*state, losses), found)
 
 
 async def test_from_torch_pipelining(remote_mesh, tmp_path):
-    page = doc_code("howto/from_torch_pipelining.md")
-    layers = [drawn(DIM, DIM) for _ in range(NUM_LAYERS)]
-    params = {"embed": drawn(VOCAB, DIM), "layers": layers, "head": drawn(DIM, VOCAB)}
-    batches = [words(4 * ROWS, SEQ)] * 2
-
-    def make_state():
-        weights = jax.tree.map(jnp.asarray, params)
-        return weights, page["optimizer"].init(weights)
-
-    result = await page["train"](make_state, batches, tmp_path / "saved", launcher="inline")
-    assert_close(result, expected(page, make_state, batches))
+    page = pasted("from_torch_pipelining")
+    batch = page["make_batch"]()
+    result = await page["main"](tmp_path / "saved", launcher="inline")
+    assert_close(result, expected(page, page["make_state"](), batches=[batch] * 2))
 
     csv = tmp_path / "schedule.csv"  # as `_dump_csv(path, format="compute_only")` writes Schedule1F1B
     csv.write_text("0F0,0F1,,0B0,0F2,0B1,0F3,0B2,,0B3\n,1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3,\n")
     mesh = await remote_mesh(2, launcher="inline")
     step = mesh.distributed(page["make_train_step_from_csv"](csv))
-    restored = await mesh.restore(tmp_path / "saved", jax.eval_shape(make_state))
-    got = await mesh.fetch(await mesh.run(step, restored, batches[0]))
-    assert_close(got, jax.device_get(jax.jit(page["train_step"])(result[0], batches[0])))
+    restored = await mesh.restore(tmp_path / "saved", jax.eval_shape(page["make_state"]))
+    got = await mesh.fetch(await mesh.run(step, restored, batch))
+    assert_close(got, jax.device_get(jax.jit(page["train_step"])(result[0], batch)))
+
+    params, opt_state = jax.device_get(page["make_state"]())
+    weights = {f"layers.{k}.weight": w.T for k, w in enumerate(params["layers"])}
+    weights |= {"embed.weight": params["embed"], "head.weight": params["head"].T}
+    started = await page["make_state_from"](step, weights)
+    assert started[0]["head"].actors == (1,)
+    assert_close(await mesh.fetch(started), (params, opt_state))
 
 
 async def test_from_maxtext():
-    """The stacked layers live in parts, two on each actor."""
-    page = doc_code("howto/from_maxtext.md")
-    layers = {"up": drawn(NUM_LAYERS, DIM, 2 * DIM), "down": drawn(NUM_LAYERS, 2 * DIM, DIM)}
-    params = {"embed": drawn(VOCAB, DIM), "layers": layers, "head": drawn(DIM, VOCAB)}
-    batches = [words(4, ROWS, SEQ)] * 2
-
-    def make_state():
-        weights = jax.tree.map(jnp.asarray, params)
-        return weights, page["optimizer"].init(weights)
-
-    result, report = await page["train"](make_state, batches, launcher="inline")
-    assert_close(result, expected(page, make_state, batches), atol=1e-5)
-    (up,) = [place for place in report.inputs if place.name == "state[0]['layers']['up']"]
-    assert up.actors == (0, 1)
-    whole = layers["up"].nbytes + layers["down"].nbytes
-    assert all(t.size_bytes < whole / NUM_LAYERS for t in report.transfers if t.in_loop)
+    """The stacked layers live in parts, two on each actor, and each part is split over its devices."""
+    page = pasted("from_maxtext")
+    result, report = await page["main"](launcher="inline")
+    assert_close(result, expected(page, page["make_state"](), batches=[page["make_batch"]()] * 2), atol=1e-5)
+    split = [place for place in report.inputs if "fsdp" in place.type and place.name.startswith("state")]
+    assert len(split) == 3 * 4  # parameters and two moments
+    (up,) = [place for place in split if place.name == "state[0]['layers']['up']"]
+    assert [(part.name[-5:], part.actors) for part in up.parts] == [("[0:2]", (0,)), ("[2:4]", (1,))]
+    assert all(t.size_bytes < 2 * up.size_bytes / NUM_LAYERS for t in report.transfers if t.in_loop)
 
 
 # ---------------------------------------------------------------- the pages themselves
@@ -112,7 +104,7 @@ async def test_from_maxtext():
 
 def named_tests(name):
     text = (HOWTO / f"{name}.md").read_text(encoding="utf-8")
-    return re.findall(r"`(\w+/test_\w+\.py(?:::\w+)?)`", text)
+    return re.findall(r"`tests/(\w+/test_\w+\.py(?:::\w+)?)`", text)
 
 
 def test_tests_that_the_pages_name_exist():

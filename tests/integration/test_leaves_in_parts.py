@@ -300,6 +300,16 @@ async def test_each_actor_makes_and_gets_its_own_parts(mesh):
         assert_close(await mesh.fetch(after), reference(make_state(5), BATCHES[0]))
 
 
+async def test_a_state_that_is_split_over_devices_is_made_without_an_argument(remote_mesh):
+    mesh = await remote_mesh(2, launcher="inline", spmd_mesh={"model": 2})
+    split = {"head": P(), "w": P(None, None, "model")}
+    step = mesh.distributed(train_step(TWO), in_shardings=((split, None), None))
+    await step.compile(make_state(), BATCHES[0])
+    made = await step.init(0, lambda: init_fn(5))
+    assert places(made[0]["w"]) == HALVES and made[0]["w"].spec == (None, None, "model")
+    assert_close(await mesh.fetch(made), make_state(5))
+
+
 async def test_a_value_of_other_length_cannot_be_put_there(inline):
     step = inline.distributed(train_step(TWO))
     state, _ = await inline.run(step, make_state(), BATCHES[0])
