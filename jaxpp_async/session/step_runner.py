@@ -25,6 +25,7 @@ from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.pipeline import CompilePlan, StepRequest, compile_step
 from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.deploy import LoadableProgram
 from jaxpp_async.controller.submitted_step import SubmittedStep, UnfinishedSteps
 from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.jax_bridge import jax_config, private_api
@@ -32,13 +33,14 @@ from jaxpp_async.markers import nonfinite
 from jaxpp_async.program.instructions import ActorId
 from jaxpp_async.program.work import DeviceModel
 from jaxpp_async.protocol.messages import RunKind
-from jaxpp_async.session import array_moves, report
+from jaxpp_async.session import move_programs, report
 from jaxpp_async.session.argument_binding import Binding, Slot, host_array
-from jaxpp_async.session.array_moves import Mover, load_programs
+from jaxpp_async.session.array_moves import Mover
 from jaxpp_async.session.auto_steps import auto_steps, choose_form
 from jaxpp_async.session.host_transfers import RemoteValues
 from jaxpp_async.session.leaf_division import DividedPlace
 from jaxpp_async.session.progress import MeshProgress, Phase
+from jaxpp_async.session.redivider import Redivider
 from jaxpp_async.session.remote_array import DELETED, RemoteArray, is_remote
 from jaxpp_async.session.step import (
     CompiledStep,
@@ -109,6 +111,7 @@ class StepRunner:
         self._admission = asyncio.Semaphore(max_inflight)
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._mover = Mover(controller, values, num_actors, target)
+        self._redivider = Redivider(controller, values, num_actors, target)
         self._printer = Printer(values)
         self._begun: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # whose first step has begun
         self._called: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # that have been called
@@ -309,12 +312,8 @@ class StepRunner:
         modelled_s = (
             modelled_seconds(device_model, compiled, step.__name__) if device_model is not None else {}
         )
-        program_id, loaded = await load_programs(
-            self._controller(),
-            compiled.programs,
-            compiled.executables,
-            names,
-            modelled_s,
+        program_id, loaded = await self._controller().load(
+            LoadableProgram.of(compiled.programs, compiled.executables, names, modelled_s),
             lambda done, total, cached: phase.update(f"{stages}, {_compiled_text(done, total, cached)}"),
         )
         seconds = time.perf_counter() - start_s
@@ -400,7 +399,7 @@ class StepRunner:
             submitted.when_done(self._admission.release)
             # One at a time: two steps that start together must not both move the same array.
             async with self._start_lock:
-                moved: tuple[array_moves.Moved, ...] = ()
+                moved: tuple[move_programs.Moved, ...] = ()
                 copies: dict[int, RemoteArray] = {}
                 inputs = compiled.divide(leaves)
                 ids = None if inputs is None else binding.ids(self.values, inputs)
@@ -417,7 +416,7 @@ class StepRunner:
 
     async def _prepare_arguments(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
-    ) -> tuple[tuple[array_moves.Moved, ...], Sequence[Any]]:
+    ) -> tuple[tuple[move_programs.Moved, ...], Sequence[Any]]:
         """Check a step's arguments, and divide arrays and move them to the actors that use them.
 
         Before the first run, also send hidden arguments (captured arrays, microbatch indices).
@@ -428,21 +427,21 @@ class StepRunner:
         """
         self._check_leaves(leaves, compiled)
         await self._place_hidden(compiled)
-        divided = await self._mover.divide(leaves, compiled.arguments, step.__name__)
+        divided = await self._redivider.divide(leaves, compiled.arguments, step.__name__)
         self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
         inputs = compiled.divide(leaves)
         assert inputs is not None
         moved = divided + await self._mover.bring(inputs, compiled.inputs, step.__name__)
         if moved:
-            _LOG.info(array_moves.summary(moved, step.__name__))
+            _LOG.info(move_programs.summary(moved, step.__name__))
         # The state of a planned step moves once, in the first call.
         is_first = step.plan is not None and compiled not in self._called
         self._called.add(compiled)
         is_new = compiled not in self._warned and compiled.plan is None and not is_first
-        if is_new and array_moves.carried_bytes(moved) > array_moves.WARN_BYTES:
+        if is_new and move_programs.carried_bytes(moved) > move_programs.WARN_BYTES:
             self._warned.add(compiled)
             why = partial(report.why_taken, compiled.compiled)
-            _LOG.warning(array_moves.warning(moved, step.__name__, why))
+            _LOG.warning(move_programs.warning(moved, step.__name__, why))
         return moved, inputs
 
     async def _copies(
@@ -482,7 +481,7 @@ class StepRunner:
         compiled: CompiledStep,
         leaves: Sequence[Any],
         ids: list[int] | None,
-        moved: tuple[array_moves.Moved, ...],
+        moved: tuple[move_programs.Moved, ...],
         copies: dict[int, RemoteArray],
     ) -> StepFuture:
         """Bind the arguments, send the step to its actors without awaiting anything, and return its future.
