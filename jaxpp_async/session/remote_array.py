@@ -435,7 +435,7 @@ def retire_failed(arrays: Sequence[RemoteArray], made: str, error: Exception | N
     """Retire the arrays of a step that has ended with an error; do nothing after a step without one.
 
     Args:
-        arrays: the arrays that the step was to make. Those that are deleted already stay so.
+        arrays: the arrays that the step was to make; those that are deleted already stay so.
         made: what the step was to do with them, such as `"copied"`, for the error of a later use.
         error: the error with which the step ended; None if it has finished.
     """
