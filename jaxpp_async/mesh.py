@@ -1,8 +1,8 @@
 """Define `RemoteMesh`, the class with which users run steps, keep arrays on actors, and save checkpoints.
 
-The mesh owns the controller of its actors. Other modules do the work: `session.step_runner` runs steps,
-`session.host_transfers` puts and fetches arrays, `checkpoint.save` and `checkpoint.restore` save and restore
-them.
+The mesh owns the controller of its actors. Other modules do the work: `session.step_compiler` compiles steps,
+`session.step_runner` runs them, `session.host_transfers` puts and fetches arrays, `checkpoint.save` and
+`checkpoint.restore` save and restore them.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from jaxpp_async.session.metrics import Metrics
 from jaxpp_async.session.owned_thread import run_in_owned_thread
 from jaxpp_async.session.progress import MeshProgress, choose_mode
 from jaxpp_async.session.step import DistributedStep
+from jaxpp_async.session.step_compiler import MeshStepCompiler
 from jaxpp_async.session.step_future import StepFuture
 from jaxpp_async.session.step_request import make_options
 from jaxpp_async.session.step_runner import StepRunner
@@ -238,15 +239,20 @@ class RemoteMesh:
             memory_needs=memory_needs,
         )
         self._events.listen(self._page.on_event)
-        self._runner = StepRunner(
+        compiler = MeshStepCompiler(
             self._running,
-            self._values,
-            num_actors=self.num_actors,
-            target=target,
-            max_inflight=max_inflight,
             actor_config=config.jax_config,
             planner=self._planner,
             device_model=device_model,
+            progress=self._progress,
+        )
+        self._runner = StepRunner(
+            self._running,
+            self._values,
+            compiler,
+            num_actors=self.num_actors,
+            target=target,
+            max_inflight=max_inflight,
             progress=self._progress,
             on_step_end=self._page.on_step_end,
         )

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.options import ControllerOptions
@@ -27,7 +27,7 @@ from jaxpp_async.errors import ActorError, MeshError, ProtocolError
 from jaxpp_async.layout import array_parts
 from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.program.actor_program import ActorProgram, format_instruction
-from jaxpp_async.program.instructions import ActorId, Aval, ProcessId, Recv, Send, Tag
+from jaxpp_async.program.instructions import ActorId, Aval, ProcessId, Recv, Send, Tag, runs
 from jaxpp_async.protocol.actor_info import Position, ProcessRank, Topology
 from jaxpp_async.protocol.messages import (
     CompileProgress,
@@ -41,6 +41,9 @@ from jaxpp_async.protocol.messages import (
 from jaxpp_async.protocol.task_group import OwnedTasks, all_of
 from jaxpp_async.transport.nccl.order import NcclLink, links_by_maker, rounds
 from jaxpp_async.transport.registry import kind_of
+
+if TYPE_CHECKING:
+    from jaxpp_async.compiler.export import Emitted
 
 OnCompiled: TypeAlias = Callable[[int, int, int], None]
 """A function that is told how many executables of all actors are compiled, how many have to be as far as the
@@ -352,6 +355,28 @@ class LoadableProgram:
     blobs: Mapping[str, bytes] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
     modelled_s: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        programs: Sequence[ActorProgram],
+        executables: Sequence[Emitted],
+        names: Mapping[int, str] = {},
+        modelled_s: Mapping[int, float] = {},
+    ) -> LoadableProgram:
+        """Return what the compiler made for a step or a move, ready to be loaded.
+
+        Args:
+            programs: one program per actor; those without instructions are left out.
+            executables: the executables that the programs run, by the index that their instructions use.
+            names, modelled_s: see the class.
+        """
+        parts = {p.actor: p for p in programs if p.instructions}
+        keys = {
+            a: {r.executable: executables[r.executable].key for r in runs(p.instructions)}
+            for a, p in parts.items()
+        }
+        return cls(parts, keys, {e.key: e.blob for e in executables}, names, modelled_s)
 
 
 class LoadedPrograms:

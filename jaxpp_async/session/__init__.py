@@ -8,10 +8,14 @@ leaf_division     converts between the leaves of a user and the parts in which a
 step_request      turns a step function and a call's arguments into the compiler's input (`StepDefinition`)
 step              defines a user's step function, `DistributedStep`, and its compiled forms, `CompiledStep`
 host_transfers    puts values on actors and fetches values from them
+move_programs     builds programs that move and copy arrays, and describes moves to the user
 array_moves       moves arrays to the actors on which a step uses them
 part_moves        builds programs that divide arrays into parts and join parts
+redivider         divides arrays into the parts in which a step takes them, and joins parts
 auto_steps        measures the first steps under the schedule `Auto`, and then replaces the compiled form
-step_runner       compiles, loads and runs steps (`StepRunner`)
+step_compiler     compiles steps and loads them on the actors (`MeshStepCompiler`)
+step_init         says what `step.init` compiles to make an argument where a step uses it
+step_runner       runs steps (`StepRunner`)
 step_future       gives the user the future of a step, and does what the step's arrays and prints need
 drawing           draws a compiled step
 metric_log        checks what a user logs for a step, and keeps a bounded history of each name

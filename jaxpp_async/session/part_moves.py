@@ -2,8 +2,8 @@
 
 An array that stacks layers lives in parts where a step divides it so (see `leaf_division`). If another step
 takes it whole, or in other parts, a small program makes these first: each actor cuts the rows that others
-need out of what it holds, they are sent, and each receiver joins what it got and what it has. The modules
-`array_moves` and `part_moves` differ in what they change: where an array lives, and in which parts.
+need out of what it holds, they are sent, and each receiver joins what it got and what it has. The functions
+of this module send nothing: `redivider` runs the programs.
 """
 
 from __future__ import annotations

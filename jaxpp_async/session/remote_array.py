@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeGuard
 import jax
 import numpy as np
 
-from jaxpp_async.base.printable import listed
+from jaxpp_async.base.printable import first_line, listed
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.jax_bridge import private_api
@@ -429,3 +429,18 @@ def _places(array: RemoteArray) -> str:
 def is_remote(leaf: Any) -> TypeGuard[RemoteArray]:
     """Return whether a leaf of a user's tree is a `RemoteArray`."""
     return isinstance(leaf, RemoteArray)
+
+
+def retire_failed(arrays: Sequence[RemoteArray], made: str, error: Exception | None) -> None:
+    """Retire the arrays of a step that has ended with an error; do nothing after a step without one.
+
+    Args:
+        arrays: the arrays that the step was to make; those that are deleted already stay so.
+        made: what the step was to do with them, such as `"copied"`, for the error of a later use.
+        error: the error with which the step ended; None if it has finished.
+    """
+    if error is None:
+        return
+    for array in arrays:
+        if not array.is_deleted():
+            array.retire(FAILED, f"it could not be {made}: {first_line(error)}")

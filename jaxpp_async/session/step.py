@@ -244,7 +244,7 @@ class DistributedStep(StepDefinition):
             ShardingError: a sharding is invalid for this mesh or for the array.
         """
         with HiddenFrames():
-            return await self.runner.compile(self, args)
+            return await self.runner.compiler.compile(self, args)
 
     @says_to_await
     async def init(self, argnum: int, fn: Callable, *args: Any) -> Any:

@@ -21,8 +21,8 @@ from jaxpp_async.errors import JaxppAsyncError
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
 from jaxpp_async.protocol.messages import StepStats
 from jaxpp_async.protocol.task_group import retrieve
-from jaxpp_async.session.array_moves import Moved
 from jaxpp_async.session.host_transfers import RemoteValues
+from jaxpp_async.session.move_programs import Moved
 from jaxpp_async.session.remote_array import DONATED, FAILED, RemoteArray, is_remote
 from jaxpp_async.session.step import CompiledStep
 from jaxpp_async.timeline import Timeline

@@ -1,87 +1,67 @@
-"""Compile steps, load them on the actors, and run them.
+"""Run compiled steps: admit each in its turn, bring its arguments to the actors, and send it.
 
-This module connects the compiler and the controller. `StepRunner` also decides which arrays are moved before
-a step, and when arrays are freed.
+`StepRunner` decides which arrays are moved before a step, and when arrays are freed. Its `MeshStepCompiler`
+decides which form of a step a call uses.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-import numpy as np
 
-from jaxpp_async.base.printable import first_line, listed, shown_value
+from jaxpp_async.base.printable import first_line, listed
 from jaxpp_async.compiler.export import Target
-from jaxpp_async.compiler.ir import Traced
-from jaxpp_async.compiler.pipeline import CompilePlan, StepRequest, compile_step
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.submitted_step import SubmittedStep, UnfinishedSteps
-from jaxpp_async.errors import ArrayError, MeshError
-from jaxpp_async.jax_bridge import jax_config, private_api
-from jaxpp_async.markers import nonfinite
+from jaxpp_async.errors import ArrayError
 from jaxpp_async.program.instructions import ActorId
-from jaxpp_async.program.work import DeviceModel
 from jaxpp_async.protocol.messages import RunKind
-from jaxpp_async.session import array_moves, report
-from jaxpp_async.session.argument_binding import Binding, Slot, host_array
-from jaxpp_async.session.array_moves import Mover, load_programs
-from jaxpp_async.session.auto_steps import auto_steps, choose_form
+from jaxpp_async.session import move_programs, report
+from jaxpp_async.session.argument_binding import Slot, host_array
+from jaxpp_async.session.array_moves import Mover
 from jaxpp_async.session.host_transfers import RemoteValues
-from jaxpp_async.session.leaf_division import DividedPlace
-from jaxpp_async.session.progress import MeshProgress, Phase
+from jaxpp_async.session.progress import MeshProgress
+from jaxpp_async.session.redivider import Redivider
 from jaxpp_async.session.remote_array import DELETED, RemoteArray, is_remote
-from jaxpp_async.session.step import (
-    CompiledStep,
-    DistributedStep,
-    divide_leaves,
-    handed_back,
-    hidden_values,
-    slots,
-)
+from jaxpp_async.session.step import CompiledStep, DistributedStep
+from jaxpp_async.session.step_compiler import MeshStepCompiler
 from jaxpp_async.session.step_future import Printer, StepArrays, StepFuture
-from jaxpp_async.session.step_request import StepOptions
-
-if TYPE_CHECKING:
-    from jaxpp_async.planning.mesh_planner import MeshPlanner
+from jaxpp_async.session.step_init import init_request
 
 _LOG = logging.getLogger("jaxpp_async")
-
-_MOST_TASK_S = 1e9
-"""The longest time in seconds that a device model may give to a task."""
 
 _STEPS_KEPT = 8
 """The number of finished steps whose timelines can still be read."""
 
 
 class StepRunner:
-    """The part of a mesh that compiles and runs its steps.
+    """The part of a mesh that runs its steps.
+
+    A runner owns a semaphore and a lock. The semaphore admits as many steps as may be under way. The start
+    lock is taken inside it, for one admitted step at a time, from the look at where its arguments lie until
+    the step is sent; `Mover` and `Redivider` are called under it alone. A step is compiled before it takes
+    either of them, under the lock of `MeshStepCompiler`.
 
     Args:
         controller: a function that returns the mesh's controller, or raises `MeshError` if the mesh has not
             started.
         values: the part of the mesh that creates, fills, fetches and frees arrays.
+        compiler: the part of the mesh that compiles steps.
         num_actors: number of actors.
         target: the devices of one actor.
         max_inflight: the number of steps that may be under way at the same time.
-        actor_config: the settings of JAX with which the actors were started; empty if the actors live in this
-            process.
-        planner: plans steps whose schedule is `Auto`.
-        device_model: knows how long each executable of a step is to last at least; None to lengthen no
-            executable.
-        progress: tells the user what is compiled; None to tell nothing.
+        progress: tells the user of the first step of each compiled form; None to tell nothing.
         on_step_end: called with each step that has ended without an error, and its compiled form.
 
     Attributes:
+        values, compiler, num_actors, target: as given.
         recent: the last steps that finished, all of one program, the latest one at the end.
     """
 
@@ -89,30 +69,25 @@ class StepRunner:
         self,
         controller: Callable[[], Controller],
         values: RemoteValues,
+        compiler: MeshStepCompiler,
         *,
         num_actors: int,
         target: Target,
         max_inflight: int,
-        actor_config: Mapping[str, Any],
-        planner: MeshPlanner,
-        device_model: DeviceModel | None = None,
         progress: MeshProgress | None = None,
         on_step_end: Callable[[SubmittedStep, CompiledStep], None] = lambda step, compiled: None,
     ):
         self._progress = progress or MeshProgress("silent")
         self._on_step_end = on_step_end
-        self._actor_config = actor_config
-        self._controller, self.values = controller, values
+        self._controller, self.values, self.compiler = controller, values, compiler
         self.num_actors, self.target = num_actors, target
-        self._planner, self._device_model = planner, device_model
         self.recent: deque[SubmittedStep] = deque(maxlen=_STEPS_KEPT)
-        self._admission = asyncio.Semaphore(max_inflight)
-        self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
+        self._admission, self._start_lock = asyncio.Semaphore(max_inflight), asyncio.Lock()
         self._mover = Mover(controller, values, num_actors, target)
+        self._redivider = Redivider(controller, values, num_actors, target)
         self._printer = Printer(values)
         self._begun: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # whose first step has begun
         self._called: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # that have been called
-        self._told_again: weakref.WeakSet[DistributedStep] = weakref.WeakSet()  # why is told
         self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # their large moves are logged
         self._unfinished_steps = UnfinishedSteps(
             lambda ahead, waiting: controller().mesh_events.waiting(waiting.name, ahead.id)
@@ -143,6 +118,22 @@ class StepRunner:
             raise
         return future
 
+    async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
+        """Make argument `argnum` of `step` on the actors by running `fn(*args)`; see `DistributedStep.init`.
+
+        The function `fn` is compiled and run like another step. Its results are made on the actors on which
+        `step` uses them.
+        """
+        maker, request = init_request(step, argnum, fn, args)
+        leaves = jax.tree.leaves(tuple(args))
+        compiled = await self.compiler.load(request, maker)
+        future = await self._admit(maker, compiled, leaves, "init")
+        try:
+            return await future
+        except BaseException as error:  # as in `run`
+            self._abandon(future, "step.init", error)
+            raise
+
     def _abandon(self, future: StepFuture, call: str, error: BaseException) -> None:
         """Record that a step runs on although its caller has ended with an error and gets no results.
 
@@ -165,9 +156,9 @@ class StepRunner:
         # From here on only the leaves found now count: while this waits, its caller may change the trees.
         leaves, found = step.recall(args)
         if isinstance(found, CompiledStep):
-            compiled = found if found.auto is None else await self._choose_form(step, found, args)
+            compiled = found if found.auto is None else await self.compiler.choose_form(step, found, args)
         else:
-            compiled = await self.compile(step, args)
+            compiled = await self.compiler.compile(step, args)
             if found is not None:
                 step.remember(found, compiled)
             if compiled not in self._begun:
@@ -188,158 +179,6 @@ class StepRunner:
         submitted = future._step
         submitted.when_done(lambda: self._progress.end(phase, is_done=submitted.error is None))
         return future
-
-    # ---------------------------------------------------------------- compiling
-
-    async def compile(self, step: DistributedStep, args: Sequence[Any]) -> CompiledStep:
-        """Return the compiled form of a step for these arguments; see `DistributedStep.compile`."""
-        self._controller()
-        signature = step.signature(args)
-        if (found := step.find(signature)) is None:
-            self._check_settings()
-            # read now: both may change while other steps compile
-            request, settings = (step.request(args), jax_config.trace_settings())
-            async with self._compile_lock:
-                # another call may have compiled it meanwhile
-                if (found := step.find(signature)) is None:
-                    self._tell_why_again(step, signature)
-                    found = await self._load_under(settings, request, step)
-                    step.keep(signature, found)
-                    if found.auto is not None and (warning := self._planner.over_cap(step, found)):
-                        _LOG.warning(warning)
-        return await self._choose_form(step, found, args)
-
-    def _tell_why_again(self, step: DistributedStep, signature: Any) -> None:
-        """Warn the user that a step is compiled for further arguments; after the first time, only log it."""
-        why = step.why_compiled_again(signature)
-        if why is None:
-            return
-        level = logging.INFO if step in self._told_again else logging.WARNING
-        self._told_again.add(step)
-        _LOG.log(
-            level,
-            "step %r is compiled again: %s; every set of shapes is compiled once, so keep them few",
-            step.__name__,
-            why,
-        )
-
-    async def _choose_form(
-        self, step: DistributedStep, compiled: CompiledStep, args: Sequence[Any]
-    ) -> CompiledStep:
-        """Return the compiled form, or the one that is planned in its place if its schedule is `Auto`."""
-
-        async def load(request: StepRequest, settings: Any) -> CompiledStep:
-            async with self._compile_lock:
-                return await self._load_under(settings, request, step)
-
-        return await choose_form(step, compiled, args, self._planner, load)
-
-    async def _load_under(
-        self, settings: tuple[Any, ...], request: StepRequest, step: DistributedStep
-    ) -> CompiledStep:
-        """Compile a step and load it on the actors, if JAX still has the settings of the step's call."""
-        if jax_config.trace_settings() != settings:
-            raise MeshError(
-                f"step {step.__name__!r} was called under other settings of JAX than hold now that it is "
-                "its turn to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of "
-                "a thread, so let no other task enter or leave one meanwhile"
-            )
-        return await self._load(request, step, self._device_model)
-
-    async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
-        """Make argument `argnum` of `step` on the actors by running `fn(*args)`; see `DistributedStep.init`.
-
-        The function `fn` is compiled and run like another step. Its results are made on the actors on which
-        `step` uses them.
-        """
-        argument = step.argument(argnum, "step.init")
-        wanted, of = jax.tree.leaves(argument), f"argument {argnum} of step {step.__name__!r}"
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(argument)]
-        what = f"step.init: {getattr(fn, '__name__', 'init')} does not make {of}"
-        divided = {k: place for k, s in enumerate(wanted) if (place := DividedPlace.of(s)) is not None}
-        maker = DistributedStep(self, fn, StepOptions(None, None, (), ()))
-        leaves = jax.tree.leaves(tuple(args))
-        request = replace(
-            maker.request(args),
-            result_homes={k: frozenset(s.home) for k, s in enumerate(wanted) if s.home}
-            | {k: tuple(map(frozenset, place.actors)) for k, place in divided.items()},
-            result_parts={k: place.parts for k, place in divided.items()},
-            out_specs=lambda traced: _checked_out_specs(traced, wanted, paths, what),
-        )
-        compiled = await self._load(request, maker)
-        future = await self._admit(maker, compiled, leaves, "init")
-        try:
-            return await future
-        except BaseException as error:  # as in `run`
-            self._abandon(future, "step.init", error)
-            raise
-
-    def _check_settings(self) -> None:
-        """Check that the actors make all the NaN and infinity checks of JAX that are enabled in this thread.
-
-        Raises:
-            MeshError: a check is enabled in this thread, but not on the actors.
-        """
-        theirs = self._actor_config or jax_config.global_checks()
-        for name, value in jax_config.thread_checks().items():
-            if value and not theirs.get(name):
-                raise MeshError(
-                    f"{name} is {value} here and {theirs.get(name)} on the actors, which have what "
-                    "jax.config said when the mesh started, and nothing of what holds for one thread (`with "
-                    f"jax.debug_nans(True)`); call jax.config.update({name!r}, {value}) before the mesh "
-                    "starts, and use no `with`"
-                )
-
-    async def _load(
-        self, request: StepRequest, step: DistributedStep, device_model: DeviceModel | None = None
-    ) -> CompiledStep:
-        with self._progress.phase(f"compiling {step.__name__}") as phase:
-            return await self._load_told(request, step, device_model, phase)
-
-    async def _load_told(
-        self, request: StepRequest, step: DistributedStep, device_model: DeviceModel | None, phase: Phase
-    ) -> CompiledStep:
-        start_s = time.perf_counter()
-        compiled = compile_step(request, lambda name: phase.update(f"pass {name} is done"))
-        num_stages = sum(len(loop.stage_actors) for loop in compiled.placed.loops.values())
-        stages = f"{num_stages} stage{'s' * (num_stages != 1)}" if num_stages else "no loop"
-        phase.update(stages)
-        report.report_notes(step.__name__, step.line, request, compiled)
-        names = dict(enumerate(compiled.traced.arg_names)) if nonfinite.forbids_nonfinite() else {}
-        modelled_s = (
-            modelled_seconds(device_model, compiled, step.__name__) if device_model is not None else {}
-        )
-        program_id, loaded = await load_programs(
-            self._controller(),
-            compiled.programs,
-            compiled.executables,
-            names,
-            modelled_s,
-            lambda done, total, cached: phase.update(f"{stages}, {_compiled_text(done, total, cached)}"),
-        )
-        seconds = time.perf_counter() - start_s
-        self._controller().mesh_events.compiled(step.__name__, seconds, len(compiled.placed.graph.nodes))
-        inputs, outputs = slots(compiled)
-        continued = {arg: result for result, arg in compiled.continues.items()}
-        donated = {
-            k: continued.get(k) for k, arg in enumerate(compiled.traced.arg_of) if arg in request.donated
-        }
-        arguments, division = divide_leaves(compiled, inputs, outputs)
-        return CompiledStep(
-            compiled=compiled,
-            program_id=program_id,
-            inputs=inputs,
-            outputs=outputs,
-            donated=donated,
-            binding=Binding(inputs, outputs, len(compiled.traced.arg_of), donated),
-            handed_back=handed_back(compiled),
-            compile_s={a: reply.compile_s for a, reply in loaded.items()},
-            temp_bytes={a: reply.temp_bytes for a, reply in loaded.items()},
-            hidden_values=hidden_values(compiled),
-            arguments=arguments,
-            division=division,
-            auto=auto_steps(compiled),
-        )
 
     # ---------------------------------------------------------------- arguments
 
@@ -400,7 +239,7 @@ class StepRunner:
             submitted.when_done(self._admission.release)
             # One at a time: two steps that start together must not both move the same array.
             async with self._start_lock:
-                moved: tuple[array_moves.Moved, ...] = ()
+                moved: tuple[move_programs.Moved, ...] = ()
                 copies: dict[int, RemoteArray] = {}
                 inputs = compiled.divide(leaves)
                 ids = None if inputs is None else binding.ids(self.values, inputs)
@@ -417,7 +256,7 @@ class StepRunner:
 
     async def _prepare_arguments(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
-    ) -> tuple[tuple[array_moves.Moved, ...], Sequence[Any]]:
+    ) -> tuple[tuple[move_programs.Moved, ...], Sequence[Any]]:
         """Check a step's arguments, and divide arrays and move them to the actors that use them.
 
         Before the first run, also send hidden arguments (captured arrays, microbatch indices).
@@ -428,21 +267,21 @@ class StepRunner:
         """
         self._check_leaves(leaves, compiled)
         await self._place_hidden(compiled)
-        divided = await self._mover.divide(leaves, compiled.arguments, step.__name__)
+        divided = await self._redivider.divide(leaves, compiled.arguments, step.__name__)
         self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
         inputs = compiled.divide(leaves)
         assert inputs is not None
         moved = divided + await self._mover.bring(inputs, compiled.inputs, step.__name__)
         if moved:
-            _LOG.info(array_moves.summary(moved, step.__name__))
+            _LOG.info(move_programs.summary(moved, step.__name__))
         # The state of a planned step moves once, in the first call.
         is_first = step.plan is not None and compiled not in self._called
         self._called.add(compiled)
         is_new = compiled not in self._warned and compiled.plan is None and not is_first
-        if is_new and array_moves.carried_bytes(moved) > array_moves.WARN_BYTES:
+        if is_new and move_programs.carried_bytes(moved) > move_programs.WARN_BYTES:
             self._warned.add(compiled)
             why = partial(report.why_taken, compiled.compiled)
-            _LOG.warning(array_moves.warning(moved, step.__name__, why))
+            _LOG.warning(move_programs.warning(moved, step.__name__, why))
         return moved, inputs
 
     async def _copies(
@@ -482,7 +321,7 @@ class StepRunner:
         compiled: CompiledStep,
         leaves: Sequence[Any],
         ids: list[int] | None,
-        moved: tuple[array_moves.Moved, ...],
+        moved: tuple[move_programs.Moved, ...],
         copies: dict[int, RemoteArray],
     ) -> StepFuture:
         """Bind the arguments, send the step to its actors without awaiting anything, and return its future.
@@ -552,48 +391,6 @@ class StepRunner:
             arrays.fail(first_line(step.error))
 
 
-def _compiled_text(done: int, total: int, cached: int) -> str:
-    """Return how far actors are with the executables of a step: XLA's own work, and that of the cache."""
-    xla = f"{done - cached} by XLA" if done > cached else ""
-    cache = f"{cached} from the cache" if cached else ""
-    how = ", ".join(filter(None, (xla, cache)))
-    return f"{done} of {total} executables are compiled{f' ({how})' if how else ''}"
-
-
-def modelled_seconds(model: DeviceModel, compiled: CompilePlan, step_name: str) -> dict[int, float]:
-    """Return how long each executable of a step is to last, by its index, as a device model says.
-
-    Executables that last no time at all are left out.
-
-    Args:
-        model: the user's device model.
-        compiled: the compiled step.
-        step_name: the name of the step, for error messages.
-
-    Raises:
-        MeshError: the model raises an exception, or returns something other than a time of at most
-            `_MOST_TASK_S`.
-    """
-    found: dict[int, float] = {}
-    for index, (recipe, work) in enumerate(zip(compiled.placed.recipes, compiled.works, strict=True)):
-        where = f"step {step_name!r}: device_model.task_s of {recipe.name!r} ({work.flops:.3g} FLOPs)"
-        try:
-            seconds = model.task_s(work)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's model may raise anything
-            raise MeshError(
-                f"{where} raised {type(error).__name__}: {shown_value(error, str)}; let it return seconds "
-                "for every executable of the step, of which nothing has been loaded"
-            ) from error
-        if not isinstance(seconds, Real) or isinstance(seconds, bool) or not 0 <= seconds <= _MOST_TASK_S:
-            raise MeshError(
-                f"{where} returned {shown_value(seconds)}; let it return a finite number of seconds, 0 or "
-                "more, for every executable of the step, of which nothing has been loaded"
-            )
-        if seconds > 0:
-            found[index] = float(seconds)
-    return found
-
-
 def _unused_donations(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
     """Return, for each actor, the ids of donated arrays that the actor holds but does not use in the step.
 
@@ -652,41 +449,3 @@ def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
         for result, arg in compiled.handed_back.items()
         if arg not in compiled.donated and is_remote(leaf := leaves[arg]) and leaf.host is None
     ]
-
-
-def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], paths: Sequence[str], what: str) -> list:
-    """Check that the function of `step.init` makes the leaves that a step needs, and return their shardings.
-
-    Args:
-        traced: the traced function.
-        wanted: for each leaf of the step's argument, the slot with its name, type and actors.
-        paths: the path of each of these leaves in the argument, as text.
-        what: the beginning of the error message.
-
-    Raises:
-        ArrayError: the function makes more or fewer leaves than `wanted` has, or a leaf has another shape or
-            dtype. The message compares leaves of the same path.
-    """
-    made = [_out_type(traced, ref) for ref in traced.flat.outputs[: len(traced.out_names)]]
-    types = [f"{s.type.aval.dtype}{list(s.type.aval.shape)}" for s in wanted]
-    if made != types:
-        made_at = dict(zip((name.removeprefix("result") for name in traced.out_names), made, strict=True))
-        asked = [(slot.name, path, kind) for slot, path, kind in zip(wanted, paths, types, strict=True)]
-        differ = [
-            f"result{path} is {made_at[path]}, but {name} is {kind}"
-            for name, path, kind in asked
-            if made_at.get(path, kind) != kind
-        ]
-        extra = [f"result{path} ({kind})" for path, kind in made_at.items() if path not in paths]
-        missing = [f"{name} ({kind})" for name, path, kind in asked if path not in made_at]
-        said = [f"it has no {listed(missing, 3)}"] * bool(missing)
-        said += [f"the argument has no {listed(extra, 3)}"] * bool(extra)
-        raise ArrayError(f"{what}: {'; '.join(said or differ[:1] or ['its leaves have another order'])}")
-    return [s.type.aval.spec for s in wanted]
-
-
-def _out_type(traced: Traced, ref: Any) -> str:
-    if isinstance(ref, int):
-        aval = traced.types[ref].aval
-        return f"{aval.dtype}{list(aval.shape)}"
-    return f"{private_api.canonical_dtype(np.asarray(ref.value).dtype)}{list(np.shape(ref.value))}"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxpp_async.compiler.export import Emitted
 from jaxpp_async.controller.deploy import Deployment, LoadableProgram, LoadedPrograms, MessageEnd, links_of
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.errors import ActorDiedError, ProtocolError
@@ -33,6 +34,18 @@ def programs(*, for_successors: bool = False, per_actor: int = 1) -> LoadedProgr
     blobs = {"k0": b"zero", "k1": b"one"}
     made.add(LoadableProgram(PARTS, {0: {2: "k0", 3: "k1"}}, blobs, {0: "x"}))
     return made
+
+
+# ---------------------------------------------------------------- what is loaded
+
+
+def test_of_what_the_compiler_made_each_actor_loads_what_its_own_instructions_run():
+    idle, executables = ActorProgram(2, (), ()), [Emitted(f"k{k}", b"%d" % k, "fwd") for k in range(3)]
+    made = LoadableProgram.of([FIRST, SECOND, idle], executables, {0: "x"}, {2: 0.5})
+    assert made.parts == {0: FIRST, 1: SECOND}
+    assert made.keys == {0: {2: "k2"}, 1: {}}
+    assert made.blobs == {"k0": b"0", "k1": b"1", "k2": b"2"}
+    assert (made.names, made.modelled_s) == ({0: "x"}, {2: 0.5})
 
 
 # ---------------------------------------------------------------- what is remembered

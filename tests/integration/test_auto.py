@@ -418,7 +418,7 @@ async def test_an_actor_that_dies_while_the_form_changes(always_worthwhile, swap
         def kill():
             mesh._running()._actor_group.handles[1].kill()
 
-        choose, load, bring = MeshPlanner.choose, mesh._runner._load, Mover.bring
+        choose, load, bring = MeshPlanner.choose, mesh._runner.compiler.load, Mover.bring
 
         def killed_while_planning(*args):
             planned.append(choose(*args))
@@ -438,7 +438,7 @@ async def test_an_actor_that_dies_while_the_form_changes(always_worthwhile, swap
             return await bring(*args)
 
         monkeypatch.setattr(MeshPlanner, "choose", killed_while_planning)
-        monkeypatch.setattr(mesh._runner, "_load", killed_while_loading)
+        monkeypatch.setattr(mesh._runner.compiler, "load", killed_while_loading)
         monkeypatch.setattr(Mover, "bring", killed_while_moving)
         state = params
         for _ in range(WARM_UP_STEPS + 2):

@@ -116,7 +116,7 @@ async def test_checks_that_actors_would_not_make_are_refused(remote_mesh, check,
 async def test_settings_that_change_before_a_step_is_compiled(remote_mesh):
     """A `with` of one task holds for all of a thread: what was asked for is not what would be compiled."""
     mesh = await remote_mesh(2, launcher="inline")
-    async with mesh._runner._compile_lock:  # another step is being compiled
+    async with mesh._runner.compiler._compile_lock:  # another step is being compiled
         with jax.enable_x64(True):
             waiting = asyncio.ensure_future(mesh.run(mesh.distributed(step), WEIGHTS, BATCH, KEY))
             await asyncio.sleep(0)

@@ -21,7 +21,7 @@ from jaxpp_async.planning.named import named_schedules
 from jaxpp_async.planning.plan import Plan
 from jaxpp_async.planning.planner import NOTHING_ELSE_FITS
 from jaxpp_async.planning.samples import LinkCost, Samples
-from jaxpp_async.session import array_moves
+from jaxpp_async.session import move_programs
 from jaxpp_async.testing import assert_close
 
 COSTS = CostModel(formula=TaskFormula(flops_per_s=1e7), links={"same host": LinkCost(Samples((1e-5,)), 1e9)})
@@ -290,7 +290,7 @@ async def test_a_planned_step_equals_jit(remote_mesh):
 async def test_the_state_moves_in_the_first_call_of_a_planned_step_without_a_warning(
     remote_mesh, caplog, monkeypatch
 ):
-    monkeypatch.setattr(array_moves, "WARN_BYTES", 0)
+    monkeypatch.setattr(move_programs, "WARN_BYTES", 0)
     caplog.set_level("INFO", "jaxpp_async")
     mesh = await remote_mesh(2, launcher="inline")
     fn, (params, batch) = uneven_step(), arguments()

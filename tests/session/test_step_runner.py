@@ -1,4 +1,4 @@
-"""Direct tests of how steps are compiled once, admitted in order and counted, on an inline mesh."""
+"""Direct tests of how steps are run in order and counted, on an inline mesh."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async.errors import MeshError
+from jaxpp_async.errors import ArrayError
 from jaxpp_async.session.step_runner import StepRunner
 
 
@@ -24,27 +24,6 @@ def runner(mesh: jpp.RemoteMesh) -> StepRunner:
     return found
 
 
-async def test_calls_at_once_compile_a_step_once(mesh):
-    traces = []
-
-    def step(x):
-        traces.append(x)
-        return x + 1
-
-    distributed = mesh.distributed(step)
-    args = (jnp.zeros(2),)
-    compiled = await asyncio.gather(*(runner(mesh).compile(distributed, args) for _ in range(3)))
-    assert len(traces) == 1
-    assert len({id(one) for one in compiled}) == 1
-
-
-async def test_other_types_are_another_form_and_alike_ones_are_not(mesh):
-    distributed = mesh.distributed(lambda x: x * 2)
-    first = await runner(mesh).compile(distributed, (jnp.zeros(2),))
-    assert await runner(mesh).compile(distributed, (jnp.ones(2),)) is first
-    assert await runner(mesh).compile(distributed, (jnp.zeros(3),)) is not first
-
-
 async def test_a_run_and_a_submitted_step_are_the_last_that_finished(mesh):
     distributed = mesh.distributed(lambda x: x + 1)
     assert float(await (await runner(mesh).run(distributed, (jnp.float32(1),)))) == 2.0
@@ -54,10 +33,27 @@ async def test_a_run_and_a_submitted_step_are_the_last_that_finished(mesh):
     assert runner(mesh).last is not before
 
 
-async def test_checks_of_this_thread_that_actors_do_not_make_are_refused(mesh, monkeypatch):
-    from jaxpp_async.jax_bridge import jax_config
+async def test_steps_are_compiled_while_another_is_started(mesh):
+    distributed = mesh.distributed(lambda x: x * 3)
+    async with runner(mesh)._start_lock:
+        run = asyncio.create_task(runner(mesh).run(distributed, (jnp.float32(2),)))
+        await runner(mesh).compiler.compile(mesh.distributed(lambda x: x - 3), (jnp.float32(2),))
+        assert not run.done()
+    assert float(await (await run)) == 6.0
 
-    monkeypatch.setattr(jax_config, "thread_checks", lambda: {"jax_debug_nans": True})
-    distributed = mesh.distributed(lambda x: x - 1)
-    with pytest.raises(MeshError, match=r"jax_debug_nans is True here and .* on the actors"):
-        await runner(mesh).compile(distributed, (jnp.zeros(2),))
+
+async def test_wrong_arguments_are_refused_before_their_turn(mesh):
+    distributed = mesh.distributed(lambda x: x * 4)
+    x = await runner(mesh).run(distributed, (jnp.float32(2),))
+    await x.delete()
+    async with runner(mesh)._start_lock:
+        with pytest.raises(ArrayError, match="was deleted"):
+            await runner(mesh).run(distributed, (x,))
+
+
+async def test_an_argument_is_made_by_another_function(mesh):
+    distributed = mesh.distributed(lambda w, x: w * x)
+    await runner(mesh).compiler.compile(distributed, (jnp.zeros(2), jnp.float32(1)))
+    w = await runner(mesh).init(distributed, 0, lambda: jnp.full(2, 5.0), ())
+    assert (await w).tolist() == [5.0, 5.0]
+    assert (await (await runner(mesh).run(distributed, (w, jnp.float32(2))))).tolist() == [10.0, 10.0]
