@@ -32,13 +32,25 @@ def division_of(traced: Traced, axis: int, cuts: tuple[int, ...]) -> stack_divis
 def in_parts(
     fn: Callable, args: list[Any], axis: int = 0, cuts: tuple[int, ...] = (1, 4)
 ) -> list[Parts | None]:
-    """Check that `fn` computes the same in parts, and return the parts of its results."""
+    """Check that `fn` divides its first argument at the cuts and computes the same in parts.
+
+    Returns:
+        The parts of its results.
+    """
+    done = check_parts(fn, args, axis, cuts)
+    assert done.argument_parts and done.argument_parts[0] == Parts(axis, (0, *cuts, args[0].shape[axis]))
+    return list(done.result_parts)
+
+
+def check_parts(
+    fn: Callable, args: list[Any], axis: int, cuts: tuple[int, ...], tolerance: float = 2e-5
+) -> Traced:
+    """Check that `fn` computes the same where its first argument is cut, and return it in parts."""
     traced = trace(fn, args)
     done = divide(traced, division_of(traced, axis, cuts), {})
-    assert done.argument_parts and done.argument_parts[0] == Parts(axis, (0, *cuts, args[0].shape[axis]))
     pieces = [
         piece
-        for arg, parts in zip(args, done.argument_parts, strict=True)
+        for arg, parts in zip(args, done.argument_parts or [None] * len(args), strict=True)
         for piece in ([arg] if parts is None else [arg[index] for index in parts.slices])
     ]
     pieces += [c.value for c in done.captured]
@@ -47,9 +59,10 @@ def in_parts(
     }
     run_ops([op for op in done.flat.ops if isinstance(op, Op)], env)
     rest = iter([env[r] if isinstance(r, int) else r.value for r in done.flat.outputs])
-    for parts, whole in zip(done.result_parts, jax.tree.leaves(fn(*map(jnp.asarray, args))), strict=True):
+    wanted = jax.tree.leaves(jax.jit(fn)(*map(jnp.asarray, args)))
+    for parts, whole in zip(done.result_parts or [None] * len(wanted), wanted, strict=True):
         made = [next(rest) for _ in range(1 if parts is None else parts.count)]
         got = made[0] if parts is None else jnp.concatenate(made, parts.axis)
-        np.testing.assert_allclose(got, whole, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(got, whole, rtol=tolerance, atol=tolerance)
         assert got.dtype == whole.dtype
-    return list(done.result_parts)
+    return done
