@@ -538,9 +538,15 @@ def _goes_through_invariant(
         shapes: the shapes of these invariants.
     """
     op = body.ops[position]
+    varying = [r for r in map(body.resolve, op.inputs) if not body.is_invariant(r)]
+    if op.name == "broadcast_in_dim":  # as the gradient of a sum or a norm
+        return (
+            op.transposed
+            and 2 * _bytes(body, varying) <= _bytes(body, op.outputs)
+            and all(body.types[r].aval.shape in shapes for r in varying if isinstance(r, int))
+        )
     if op.name in LIGHT or op.name in REDUCTIONS:
         return False
-    varying = [r for r in map(body.resolve, op.inputs) if not body.is_invariant(r)]
     return all(body.types[r].aval.shape in shapes for r in varying if isinstance(r, int))
 
 

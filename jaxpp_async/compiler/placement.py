@@ -14,7 +14,7 @@ forward and one backward pass over the operations, in time linear in the number 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from jaxpp_async.compiler import cond_split
@@ -31,9 +31,14 @@ from jaxpp_async.compiler.ir import (
     without_dead,
 )
 from jaxpp_async.compiler.loop_invariants import HOISTED
-from jaxpp_async.compiler.primitives import CALLS, ENLARGING
+from jaxpp_async.compiler.primitives import ASSOCIATIVE, CALLS, ELEMENTWISE, ENLARGING, LAYOUT
 from jaxpp_async.compiler.reduction_grouping import GroupingInputs, regroup_reductions
 from jaxpp_async.program.instructions import ActorId
+
+_CHEAP = ELEMENTWISE | ENLARGING
+
+_MOST_ROOTS = 4
+"""From more values than this nothing is made again on another actor (see `_Placer.roots`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,15 +155,20 @@ def _merge_conds(draft: _Placer) -> OuterStep | None:
 class _Placer:
     """A solver whose constructor chooses the actors of every operation, input and result of a step.
 
+    Parts of the training state have an actor of their own: loop results, arguments, and what is computed in
+    place from them (see `_choose`). A value that joins those of several actors, such as a statistic of all
+    layers, has none: it is a common value, and draws no part to where it was made.
+
     There are three kinds of operations:
 
     - Bound operations (`bound`) depend on a loop's results. Each runs on one actor.
     - Anchored operations (`anchored`) depend on no loop, and compute a small value from large inputs (the
       norm of a parameter), or a value that a loop reads and that is not larger than the inputs (a Cholesky
-      factor), or are conds over large inputs. Each runs on one actor that stores these inputs, so that no
-      other actor has to store a copy of them.
+      factor), or are conds over large inputs, or join weights of several actors. Each runs on one actor that
+      stores these inputs, so that no other actor has to store a copy of them.
     - All others are free (`free`). Free operations run on every actor that needs their results, and the
-      inputs that they read are put on these actors too.
+      inputs that they read are put on these actors too. What is computed from weights is an exception: it
+      runs on their actors only (`limits`), and is sent to the others.
     """
 
     def __init__(self, step: OuterStep, types: Types) -> None:
@@ -176,6 +186,13 @@ class _Placer:
         loop_home = {v: self.alone[a] for makes in step.loop_makes.values() for v, a in makes.items()}
         self.bound = self._bound_ops(loop_home)
         self.anchored = self._anchored_ops()
+        self.results = {r for r in step.outputs if isinstance(r, int)}
+        self.common = set[int]()  # large values that no actor is the natural one for
+        self.joined = set[int]()  # those of them that an operation made from values of several actors
+        # Large common values that are cheap to make from smaller ones, and the smaller ones. The smaller ones
+        # are sent, and each actor makes the large value itself.
+        self.roots: dict[int, tuple[int, ...]] = {}
+        self.limits = self._limit_free_ops()
         self.one_actor_ops = self.bound | self.anchored
         self.owned = self._owned_ops()
         self.free: dict[int, set[ActorId]] = {i: set() for i in self.ops.keys() - self.one_actor_ops}
@@ -185,6 +202,7 @@ class _Placer:
         # they grow together. For the results of free operations that nobody needs yet, these are the actors
         # on which they would run.
         self.at: dict[int, Set[ActorId]] = dict(loop_home)
+        self.at.update((o, here) for i, here in self.limits.items() for o in self.ops[i].outputs)
         # Values whose actors do not depend on which actors read them.
         self.fixed_values = {o for i in self.one_actor_ops for o in self.ops[i].outputs} | loop_home.keys()
         # Operations that can be expanded and read large values of several actors.
@@ -219,6 +237,79 @@ class _Placer:
             if read:
                 heavy.update(o for o in op.outputs if o >= 0 and size[o] > SCALAR_BYTES)
         return ops
+
+    def _weights_in_loops(self) -> dict[int, set[ActorId]]:
+        """Return the actors on which a loop reads each weight, or reads a cast or another layout of it.
+
+        A weight is here a value that is the same for all microbatches; leaves of the batch are not included.
+        """
+        found: dict[int, set[ActorId]] = defaultdict(set)
+        for i, needs in self.step.loop_needs.items():
+            loop = self.items[i]
+            assert isinstance(loop, Loop)
+            for v in self.large.intersection(loop.invariants).intersection(needs):
+                found[v].update(needs[v])
+        for i in sorted(self.ops.keys() - self.bound - self.anchored, reverse=True):
+            op = self.ops[i]
+            if op.name in ELEMENTWISE or op.name in LAYOUT:
+                for here in [found[o] for o in op.outputs if o in found]:
+                    for r in self.large.intersection(op.reads):
+                        found[r] |= here
+        return found
+
+    def _limit_free_ops(self) -> dict[int, Actors]:
+        """Return the free operations that only run on certain actors, and these actors.
+
+        These are operations that compute in place from weights that live on these actors, or reduce them. An
+        operation that joins weights of several actors becomes anchored.
+        """
+        limits: dict[int, Actors] = {}
+        weights = self._weights_in_loops()
+        lives = {v: frozenset(weights[v]) for v in self.step.inputs if v in weights}
+        for i, op in self.ops.items():
+            if i in self.bound or i in self.anchored:
+                continue
+            here = [lives[r] for r in op.reads if r in lives]
+            shared = frozenset[ActorId]().union(*here[:1]).intersection(*here)
+            if here and (not shared or self._continues_sum(op)):
+                self.anchored.add(i)
+                self._add_joined(op)
+            elif here and (op.name in ELEMENTWISE or not self._enlarges(op, lives)):
+                limits[i] = shared
+                lives.update(dict.fromkeys(self.large.intersection(op.outputs), shared))
+            else:
+                self.common.update(op.outputs)
+                self._find_roots(op)
+        return limits
+
+    def _add_joined(self, op: Op) -> None:
+        self.common.update(op.outputs)
+        self.joined.update(op.outputs)
+
+    def _continues_sum(self, op: Op) -> bool:
+        """Return whether an operation adds to a sum over actors, or continues another reduction over them."""
+        return op.name in ASSOCIATIVE and any(
+            r in self.joined and self.ops[self.producer[r]].name == op.name for r in op.reads
+        )
+
+    def _enlarges(self, op: Op, operands: Container[int]) -> bool:
+        size = self.size
+        return sum(size[o] for o in op.outputs if o >= 0) > sum(size[r] for r in op.reads if r in operands)
+
+    def _find_roots(self, op: Op) -> bool:
+        """Record the smaller values that a large value is made from, if it is cheap to make.
+
+        Returns:
+            True if there are such smaller values.
+        """
+        if op.name not in _CHEAP or not self.results.isdisjoint(op.outputs):
+            return False
+        found = {root for r in op.reads for root in self.roots.get(r, (r,))}
+        made = sum(self.size[o] for o in op.outputs if o >= 0)
+        if not made or len(found) > _MOST_ROOTS or 2 * sum(self.size[r] for r in found) > made:
+            return False
+        self.roots.update(dict.fromkeys(op.outputs, tuple(found)))
+        return True
 
     def _is_sent_to_loop(self, op: Op) -> bool:
         """Return whether a loop reads the result of an operation, and sending it to all actors that read it
@@ -297,6 +388,8 @@ class _Placer:
                 home |= wanted
                 continue
             here = self.free[i]
+            if (limit := self.limits.get(i)) is not None and not wanted <= limit:
+                wanted = wanted & limit or ({min(limit)} if not here else set())
             if i in self.owned:
                 if here:
                     continue
@@ -316,7 +409,7 @@ class _Placer:
         helps to place the operations that read these results.
         """
         for i in sorted(self.free):
-            if not self.free[i]:
+            if not self.free[i] and i not in self.limits:
                 held = self._weights(self.ops[i].reads)
                 best = max(held.values(), default=0)
                 if best > SCALAR_BYTES:
@@ -324,8 +417,13 @@ class _Placer:
                     self.at.update(dict.fromkeys(self.ops[i].outputs, likely))
 
     def _weights(self, values: Sequence[int]) -> dict[ActorId, int]:
-        """Return how many bytes of `values` each actor has, for the actors that have any of `values`."""
-        at, size = self.at, self.size
+        """Return how many bytes of `values` each actor has, for the actors that have any of `values`.
+
+        Instead of a value that is cheap to make, what it is made from counts, since that would be sent.
+        """
+        at, size, roots = self.at, self.size, self.roots
+        if not roots.keys().isdisjoint(values):
+            values = tuple(dict.fromkeys(root for v in values for root in roots.get(v, (v,))))
         held: dict[ActorId, int] = {}
         for v in values:
             if where := at.get(v):
@@ -337,6 +435,9 @@ class _Placer:
     def _choose(self, position: int, threshold: int) -> bool:
         """Choose the actor of an operation: the one with the most bytes of the operation's operands.
 
+        In an elementwise operation, common values (`common`) only count if there are no others: an update
+        runs where the weight and its gradient are, however many statistics it reads.
+
         Args:
             position: the position of the operation.
             threshold: a number of bytes. If no actor has more bytes of the operands than this, an operation
@@ -347,15 +448,35 @@ class _Placer:
         """
         op = self.ops[position]
         held = self._weights(op.reads)
+        undecidable = position in self.bound and self._is_large(op)
+        own = [r for r in op.reads if r in self.large and r not in self.common and self.at.get(r)]
+        if not own or self._repeats(op):
+            self.common.update(op.outputs)
+            if undecidable and self._find_roots(op):
+                return False
+        elif self._continues_sum(op):
+            self._add_joined(op)
+            own = []
         if len(held) == 1:  # nearly always
             ((chosen, best),) = held.items()
         else:
             best = max(held.values(), default=0)
-            chosen = min((a for a in held if held[a] == best) if held else self._wanted(position), default=0)
-        if best <= threshold and position in self.bound and self._is_large(op):
+            if not held:
+                chosen = min(self._wanted(position), default=0)
+            else:
+                parts = self._weights(own)
+                first, second = (parts, held) if op.name in ELEMENTWISE else (held, parts)
+                chosen = min(held, key=lambda a: (-first.get(a, 0), -second.get(a, 0), a))
+            if any(chosen not in self.at[r] for r in own):
+                self._add_joined(op)
+        if best <= threshold and undecidable:
             return False
         self._assign(position, self.alone[chosen])
         return True
+
+    def _repeats(self, op: Op) -> bool:
+        """Return whether an operation fills a large value with a smaller one."""
+        return op.name == "broadcast_in_dim" and self._enlarges(op, op.reads)
 
     def _wanted(self, position: int) -> set[ActorId]:
         """Return the actors that are known so far to need a result of an operation."""
@@ -377,8 +498,8 @@ class _Placer:
         if not held:
             best = self._weights(op.reads)
             actors = {min((a for a in best if best[a] == max(best.values())), default=0)}
-        elif op.name in ENLARGING:
-            # The operand is a scalar: it is sent, rather than the array that is made from it.
+        elif op.name in ENLARGING or not self.roots.keys().isdisjoint(op.outputs):
+            # The small values from which this one is made are sent, rather than this one.
             actors = held
         else:
             actors = {min(a for a in held if held[a] == max(held.values()))}

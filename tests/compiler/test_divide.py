@@ -407,3 +407,75 @@ def test_a_leaf_of_the_batch_beside_a_divided_one():
     gates = jax.random.normal(jax.random.key(3), (4, NUM_LAYERS))
     (done,) = check_step(step, params(), batch() | {"gate": gates})
     assert not count_whole(done, "p['layers']['kernel']") and count_whole(done, "batch['gate']")
+
+
+# ---------------------------------------------------------------- statistics of all layers
+
+
+def scaled_by_norm(p: Any) -> Any:
+    return {"w": p["w"] / (1 + jnp.linalg.norm(p["w"]))}
+
+
+def training(tx: Any, weights: Callable = lambda p: p) -> Callable:
+    """A step that trains a stack of layers and nothing else; `weights` makes the loss's weights of `p`."""
+
+    def step(state: Any, batch: Any) -> Any:
+        p, opt = state
+
+        def loss(p: Any, x: jax.Array) -> jax.Array:
+            def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+                return jpp.pipeline_yield(jnp.tanh(x @ w)), None
+
+            return jnp.mean((jax.lax.scan(body, x, weights(p)["w"])[0] - x) ** 2)
+
+        def microbatch(b: jax.Array) -> Any:
+            return jax.value_and_grad(loss)(p, b)[::-1]
+
+        grads, losses = jpp.accumulate_grads(microbatch, schedule=jpp.Std1F1B(2, stages=[3]))(batch)
+        updates, opt = tx.update(grads, opt, p)
+        return (optax.apply_updates(p, updates), opt), losses
+
+    return step
+
+
+def of_layers(statistic: Callable) -> optax.GradientTransformation:
+    """Divides gradients by a statistic over the layers' axis of gradients and weights, beside a momentum."""
+
+    def update(grads: Any, p: Any) -> Any:
+        return jax.tree.map(lambda g, w: g / (1 + statistic(g) + statistic(w)), grads, p)
+
+    return optax.chain(optax.stateless(update), optax.sgd(0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize(
+    "step, tx",
+    [
+        (training, optax.chain(optax.adaptive_grad_clip(0.01), optax.adam(1e-2))),
+        (training, of_layers(lambda x: jnp.var(x, axis=0))),
+        (training, of_layers(lambda x: jax.nn.logsumexp(x, axis=0))),
+        (training, of_layers(lambda x: jnp.max(x, axis=0) - jnp.min(x, axis=0))),
+        (lambda tx: training(tx, scaled_by_norm), optax.adamw(1e-2)),
+    ],
+    ids=["agc", "var", "logsumexp", "range", "norm in the loss"],
+)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        jpp.Std1F1B(2, stages=[3]),
+        jpp.Std1F1B(4, stages=[1, 3, 5]),
+        jpp.Std1F1B(8, stages=range(7)),
+        jpp.Interleaved1F1B(4, stages=[1, 3, 5]),
+    ],
+    ids=["2", "4", "8", "interleaved"],
+)
+def test_a_statistic_of_all_layers_draws_none_to_its_actor(step, tx, schedule):
+    p = {"w": 0.4 * jax.random.normal(jax.random.key(0), (WIDTH, WIDTH, WIDTH))}
+    (done,) = check_step(step(tx), (p, tx.init(p)), batch()["x"], schedules=[schedule], steps=2)
+    graph = done.placed.graph
+    held = dict[int, int]()
+    for i in graph.inputs:
+        if graph.values[i.value].label.startswith("state") and i.actors:
+            for a in i.actors:
+                held[a] = held.get(a, 0) + graph.values[i.value].aval.size_bytes
+    whole = sum(x.nbytes for x in jax.tree.leaves((p, tx.init(p))))
+    assert max(held.values()) <= whole / len(held) + 16, held
