@@ -118,9 +118,18 @@ def in_loop_bytes(done: CompilePlan) -> int:
     return max((size for *_, size in sent(done)), default=0)
 
 
-@pytest.mark.parametrize("model", [scanned, sliced, indexed, rematerialized])
-def test_layers_live_with_their_stages(model):
-    for done in check(optax.sgd(0.1), model=model):
+@pytest.mark.parametrize(
+    ("model", "schedules"),
+    [
+        (scanned, SCHEDULES),
+        (sliced, SCHEDULES[:1]),  # each stage joins slices
+        (indexed, SCHEDULES[1:2]),
+        (rematerialized, SCHEDULES[2:]),  # its backward tasks are split
+    ],
+    ids=["scanned", "sliced", "indexed", "rematerialized"],
+)
+def test_layers_live_with_their_stages(model, schedules):
+    for done in check(optax.sgd(0.1), model=model, schedules=schedules):
         parts = done.traced.argument_parts
         leaves = [p for p in parts if p is not None]
         assert len(leaves) == 2, done.traced.arg_names
@@ -132,22 +141,26 @@ def test_layers_live_with_their_stages(model):
         )
 
 
+INTERLEAVED = SCHEDULES[1:2]
+"""Each layer is a part of its own."""
+
+
 @pytest.mark.parametrize(
-    "tx",
+    ("tx", "schedules", "steps"),
     [
-        optax.adamw(1e-2),
-        optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
-        optax.adafactor(1e-2, min_dim_size_to_factor=4),
-        optax.lamb(1e-2),
-        optax.lion(1e-2),
-        optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1, momentum=0.9)),
-        optax.MultiSteps(optax.adam(1e-2), 2),
-        optax.apply_if_finite(optax.adam(1e-2), 3),
+        (optax.adamw(1e-2), SCHEDULES, 2),
+        (optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)), INTERLEAVED, 2),
+        (optax.adafactor(1e-2, min_dim_size_to_factor=4), INTERLEAVED, 2),
+        (optax.lamb(1e-2), INTERLEAVED, 2),
+        (optax.lion(1e-2), INTERLEAVED, 2),
+        (optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1, momentum=0.9)), INTERLEAVED, 2),
+        (optax.MultiSteps(optax.adam(1e-2), 2), INTERLEAVED, 3),  # the second step updates
+        (optax.apply_if_finite(optax.adam(1e-2), 3), INTERLEAVED, 2),
     ],
     ids=["adamw", "clip", "adafactor", "lamb", "lion", "agc", "multisteps", "finite"],
 )
-def test_optimizers(tx):
-    for done in check(tx, steps=3):
+def test_optimizers(tx, schedules, steps):
+    for done in check(tx, steps=steps, schedules=schedules):
         names = [n for n, v in zip(done.traced.arg_names, done.traced.flat.inputs, strict=False)]
         whole = [
             n

@@ -39,14 +39,15 @@ QUARTERS = {(0, 2): (0,), (2, 4): (1,), (4, 6): (0,), (6, 8): (1,)}
 BATCHES = [make_batch(seed) for seed in range(4)]
 
 
-@pytest.fixture(params=["inline", "local"])
-async def mesh(request, remote_mesh):
-    return await remote_mesh(2, launcher=request.param)
-
-
 @pytest.fixture
 async def inline(remote_mesh):
     return await remote_mesh(2, launcher="inline")
+
+
+@pytest.fixture
+async def local(remote_mesh):
+    """For a few tests of what crosses between processes: training, other parts, checkpoints."""
+    return await remote_mesh(2)
 
 
 def places(array: RemoteArray) -> dict[tuple[int, int], tuple[int, ...]] | tuple[int, ...]:
@@ -69,7 +70,15 @@ async def stored(mesh: jpp.RemoteMesh) -> int:
 
 @pytest.mark.parametrize(("schedule", "parts"), [(TWO, HALVES), (FOUR, QUARTERS)], ids=["halves", "quarters"])
 @pytest.mark.parametrize("donate", [(), 0], ids=["kept", "donated"])
-async def test_training_gives_the_numbers_of_plain_jax(mesh, schedule, parts, donate):
+async def test_training_gives_the_numbers_of_plain_jax(inline, schedule, parts, donate):
+    await check_training(inline, schedule, parts, donate)
+
+
+async def test_training_across_processes(local):
+    await check_training(local, FOUR, QUARTERS, 0)
+
+
+async def check_training(mesh: jpp.RemoteMesh, schedule: Any, parts: Any, donate: Any) -> None:
     step = mesh.distributed(train_step(schedule), donate_argnums=donate)
     state: Any = make_state()
     for batch in BATCHES:
@@ -130,10 +139,10 @@ def carried(moves: Any) -> dict[tuple[str, int, tuple[int, ...]], int]:
     return {(m.name, m.from_actor, m.to): m.size_bytes for m in moves if m.to != (m.from_actor,)}
 
 
-async def test_a_step_of_another_cut_gets_the_rows_that_it_lacks_and_no_others(mesh):
-    halves, quarters = (mesh.distributed(train_step(s)) for s in (TWO, FOUR))
-    first, _ = await mesh.run(halves, make_state(), BATCHES[0])
-    future = await mesh.submit(quarters, first, BATCHES[1])
+async def test_a_step_of_another_cut_gets_the_rows_that_it_lacks_and_no_others(local):
+    halves, quarters = (local.distributed(train_step(s)) for s in (TWO, FOUR))
+    first, _ = await local.run(halves, make_state(), BATCHES[0])
+    future = await local.submit(quarters, first, BATCHES[1])
     second, _ = await future
     names = ("state[0]['w']", "state[1][0].mu['w']", "state[1][0].nu['w']")
     assert carried(future.moves) == {
@@ -142,25 +151,25 @@ async def test_a_step_of_another_cut_gets_the_rows_that_it_lacks_and_no_others(m
         for rows, source, to in (("2:4", 0, 1), ("4:6", 1, 0))
     }
     assert places(first[0]["w"]) == places(second[0]["w"]) == QUARTERS
-    assert_close(await mesh.fetch(first), reference(make_state(), BATCHES[0]))
-    third, _ = await mesh.run(halves, second, BATCHES[2])
+    assert_close(await local.fetch(first), reference(make_state(), BATCHES[0]))
+    third, _ = await local.run(halves, second, BATCHES[2])
     assert places(third[0]["w"]) == HALVES
-    assert_close(await mesh.fetch(third), reference(make_state(), *BATCHES[:3]))
+    assert_close(await local.fetch(third), reference(make_state(), *BATCHES[:3]))
 
 
-async def test_a_step_that_takes_a_leaf_whole_gets_it_whole(mesh):
-    step, whole = mesh.distributed(train_step(TWO), donate_argnums=0), mesh.distributed(median)
-    state, _ = await mesh.run(step, make_state(), BATCHES[0])
-    future = await mesh.submit(whole, state, BATCHES[0])
+async def test_a_step_that_takes_a_leaf_whole_gets_it_whole(inline):
+    step, whole = inline.distributed(train_step(TWO), donate_argnums=0), inline.distributed(median)
+    state, _ = await inline.run(step, make_state(), BATCHES[0])
+    future = await inline.submit(whole, state, BATCHES[0])
     (home,) = places(state[0]["w"])
     assert carried(future.moves) == {("state[0]['w']", 1 - home, (home,)): 256}
     assert places(state[1][0].mu["w"]) == HALVES  # the step does not use it
     expected = reference(make_state(), BATCHES[0])
     np.testing.assert_allclose(await (await future), np.median(expected[0]["w"]), rtol=1e-5)
-    future = await mesh.submit(step, state, BATCHES[1])
+    future = await inline.submit(step, state, BATCHES[1])
     assert set(carried(future.moves).values()) == {256}
     state, _ = await future
-    assert_close(await mesh.fetch(state), reference(make_state(), *BATCHES[:2]))
+    assert_close(await inline.fetch(state), reference(make_state(), *BATCHES[:2]))
 
 
 def two_layers(w: Any, x: Any) -> Any:
@@ -255,15 +264,15 @@ async def test_what_a_step_does_not_use_comes_back_as_it_came(inline, donate):
         assert_close(await inline.fetch(state), expected)
 
 
-async def test_an_evaluation_of_the_same_stages_moves_nothing_and_hands_the_state_back(mesh):
-    train = mesh.distributed(train_step(TWO), donate_argnums=0)
-    test = mesh.distributed(evaluate(TWO), donate_argnums=0)
-    state, _ = await mesh.run(train, make_state(), BATCHES[0])
-    future = await mesh.submit(test, state, BATCHES[1])
+async def test_an_evaluation_of_the_same_stages_moves_nothing_and_hands_the_state_back(inline):
+    train = inline.distributed(train_step(TWO), donate_argnums=0)
+    test = inline.distributed(evaluate(TWO), donate_argnums=0)
+    state, _ = await inline.run(train, make_state(), BATCHES[0])
+    future = await inline.submit(test, state, BATCHES[1])
     state, losses = await future
     assert future.moves == ()
     expected = reference(make_state(), BATCHES[0])
-    assert_close(await mesh.fetch(state), expected)
+    assert_close(await inline.fetch(state), expected)
     assert_close(await losses, jax.jit(evaluate(TWO))(expected, BATCHES[1])[1])
 
 
@@ -285,19 +294,19 @@ async def test_layers_that_a_step_does_not_use_lie_with_one_that_it_uses(inline)
 # ---------------------------------------------------------------- making and putting
 
 
-async def test_each_actor_makes_and_gets_its_own_parts(mesh):
-    step = mesh.distributed(train_step(TWO))
+async def test_each_actor_makes_and_gets_its_own_parts(inline):
+    step = inline.distributed(train_step(TWO))
     await step.compile(make_state(), BATCHES[0])
     made = await step.init(0, init_fn, 5)
-    put = await mesh.put(make_state(5), like=(step, 0))
-    again = await mesh.put(make_state(5), like=made)
+    put = await inline.put(make_state(5), like=(step, 0))
+    again = await inline.put(make_state(5), like=made)
     for state in (made, put, again):
         assert places(state[0]["w"]) == places(state[1][0].nu["w"]) == HALVES
-        assert_close(await mesh.fetch(state), make_state(5))
-        future = await mesh.submit(step, state, BATCHES[0])
+        assert_close(await inline.fetch(state), make_state(5))
+        future = await inline.submit(step, state, BATCHES[0])
         assert future.moves == ()
         after, _ = await future
-        assert_close(await mesh.fetch(after), reference(make_state(5), BATCHES[0]))
+        assert_close(await inline.fetch(after), reference(make_state(5), BATCHES[0]))
 
 
 async def test_a_state_that_is_split_over_devices_is_made_without_an_argument(remote_mesh):
@@ -377,14 +386,15 @@ async def test_a_failed_step_takes_all_parts_along():
 
 
 async def test_a_restart_brings_the_parts_back():
-    async with jpp.RemoteMesh(2, max_restarts=2, backup_every=2) as mesh:
+    """From a backup of the parts of another cut: the steps since then divide them again."""
+    async with jpp.RemoteMesh(2, max_restarts=1, backup_every=2) as mesh:
         step = mesh.distributed(train_step(TWO), donate_argnums=0)
         other = mesh.distributed(train_step(FOUR), donate_argnums=0)
         state: Any = make_state()
         for k, each in enumerate((step, step, other, step)):
             state, _ = await mesh.run(each, state, BATCHES[k])
-            if k in (1, 2):
-                mesh._running()._actor_group.handles[k % 2].kill()
+            if k == 2:
+                mesh._running()._actor_group.handles[1].kill()
         assert places(state[0]["w"]) == HALVES
         assert_close(await mesh.fetch(state), reference(make_state(), *BATCHES))
 
@@ -393,6 +403,8 @@ async def test_an_actor_may_die_while_arrays_are_divided():
     async with jpp.RemoteMesh(2, launcher="inline", max_restarts=100, backup_every=3) as mesh:
         halves, quarters = (mesh.distributed(train_step(s), donate_argnums=0) for s in (TWO, FOUR))
         expected = reference(make_state(), *BATCHES)
+
+        killed_in: set[str] = set()
         for number, turns in enumerate((0, 1, 3, 8, 21)):  # of the event loop, since the call
             state: Any = make_state()
             for k, step in enumerate((halves, quarters, halves, quarters)):
@@ -400,19 +412,21 @@ async def test_an_actor_may_die_while_arrays_are_divided():
                 if k == 1 + number % 3:
                     for _ in range(turns):
                         await asyncio.sleep(0)
+                    killed_in |= {step.kind for step in mesh._running()._under_way.values()}
                     mesh._running()._actor_group.handles[number % 2].kill()
                 state, _ = await running
             assert_close(await mesh.fetch(state), expected)
+        assert "move" in killed_in, "no actor died while a move ran: other turns are needed"
 
 
 # ---------------------------------------------------------------- checkpoints
 
 
-async def test_a_checkpoint_has_one_leaf_and_restores_anywhere(mesh, tmp_path):
-    halves, quarters = (mesh.distributed(train_step(s)) for s in (TWO, FOUR))
-    whole = mesh.distributed(median)
-    state, _ = await mesh.run(halves, make_state(), BATCHES[0])
-    other, _ = await mesh.run(quarters, make_state(), BATCHES[0])
+async def test_a_checkpoint_has_one_leaf_and_restores_anywhere(local, tmp_path):
+    halves, quarters = (local.distributed(train_step(s)) for s in (TWO, FOUR))
+    whole = local.distributed(median)
+    state, _ = await local.run(halves, make_state(), BATCHES[0])
+    other, _ = await local.run(quarters, make_state(), BATCHES[0])
     await whole.compile(state, BATCHES[0])
     expected = reference(make_state(), BATCHES[0])
     shapes = jax.eval_shape(init_fn, 0)
@@ -425,27 +439,27 @@ async def test_a_checkpoint_has_one_leaf_and_restores_anywhere(mesh, tmp_path):
         "later": (shapes, ()),
     }
     for name, tree in (("halves", state), ("quarters", other), ("here", expected)):
-        await mesh.save(tmp_path / name, tree)
+        await local.save(tmp_path / name, tree)
         for like, parts in likes.values():
-            found = await mesh.restore(tmp_path / name, like)
+            found = await local.restore(tmp_path / name, like)
             if parts is not None:
                 assert places(found[0]["w"]) == parts
-            assert_close(await mesh.fetch(found), expected)
+            assert_close(await local.fetch(found), expected)
     pieces = load_manifest(str(tmp_path / "quarters")).arrays["0/w"].pieces
     assert [piece.start for piece in pieces] == [(0, 0, 0), (2, 0, 0), (4, 0, 0), (6, 0, 0)]
     assert len({piece.file for piece in pieces}) == 2  # one an actor
 
 
-async def test_training_goes_on_from_a_checkpoint_of_another_cut(mesh, tmp_path):
-    halves, quarters = (mesh.distributed(train_step(s)) for s in (TWO, FOUR))
-    state, _ = await mesh.run(halves, make_state(), BATCHES[0])
-    await mesh.save(tmp_path, state)
+async def test_training_goes_on_from_a_checkpoint_of_another_cut(inline, tmp_path):
+    halves, quarters = (inline.distributed(train_step(s)) for s in (TWO, FOUR))
+    state, _ = await inline.run(halves, make_state(), BATCHES[0])
+    await inline.save(tmp_path, state)
     await quarters.compile(make_state(), BATCHES[0])
-    state = await mesh.restore(tmp_path, (quarters, 0))
-    future = await mesh.submit(quarters, state, BATCHES[1])
+    state = await inline.restore(tmp_path, (quarters, 0))
+    future = await inline.submit(quarters, state, BATCHES[1])
     assert future.moves == ()
     state, _ = await future
-    assert_close(await mesh.fetch(state), reference(make_state(), *BATCHES[:2]))
+    assert_close(await inline.fetch(state), reference(make_state(), *BATCHES[:2]))
 
 
 async def test_a_checkpoint_of_another_shape_is_refused_by_the_name_of_the_leaf(inline, tmp_path):
