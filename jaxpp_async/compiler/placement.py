@@ -167,8 +167,8 @@ class _Placer:
       factor), or are conds over large inputs, or join weights of several actors. Each runs on one actor that
       stores these inputs, so that no other actor has to store a copy of them.
     - All others are free (`free`). Free operations run on every actor that needs their results, and the
-      inputs that they read are put on these actors too. What is computed from weights is an exception: it
-      runs on their actors only (`limits`), and is sent to the others.
+      inputs that they read are put on these actors too. An operation on weights is an exception: it runs
+      on their actors only (`limits`), and its result is sent to the others.
     """
 
     def __init__(self, step: OuterStep, types: Types) -> None:
