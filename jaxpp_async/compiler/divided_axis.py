@@ -288,8 +288,8 @@ def _other_axis(name: str) -> Callable[[AxisQuestion], Relation | None]:
 
 
 def _rev(q: AxisQuestion) -> Relation | None:
-    """Rows whose order is reversed are copied one by one."""
-    if q.axis not in {d % len(q.shape) for d in q.params["dimensions"]}:
+    """Rows whose order is reversed are copied one by one. `row_access` reverses one axis after the other."""
+    if q.axis not in q.params["dimensions"]:
         return _elementwise(q)
     if len(q.params["dimensions"]) > 1:
         return None

@@ -81,6 +81,17 @@ def _pad(params: Mapping[str, Any], avals: Sequence[Any], known: Known, zeros: A
     return Rewrite((0, 1), run)
 
 
+def _rev(params: Mapping[str, Any], avals: Sequence[Any], known: Known, zeros: Any) -> Rewrite | None:
+    axes = params["dimensions"]
+
+    def run(x: Any) -> list[Any]:
+        for axis in axes:
+            x = lax.rev(x, (axis,))
+        return [x]
+
+    return Rewrite((0,), run) if len(axes) > 1 else None
+
+
 def _split(params: Mapping[str, Any], avals: Sequence[Any], known: Known, zeros: Any) -> Rewrite:
     axis, ends = params["axis"], np.cumsum([0, *params["sizes"]]).tolist()
     return Rewrite((0,), lambda x: [lax.slice_in_dim(x, a, b, axis=axis) for a, b in pairwise(ends)])
@@ -246,6 +257,7 @@ REWRITES: dict[str, Callable[..., Rewrite | None]] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     "pad": _pad,
+    "rev": _rev,
     "scatter": _scatter(_second),
     "scatter-add": _scatter(lax.add),
     "scatter-mul": _scatter(lax.mul),

@@ -367,17 +367,10 @@ class _Flattener:
         name = eqn.primitive.name
         if name in known_integers.FUNCTIONS:
             operands = [r.value if isinstance(r, Lit) else self.integers.get(r) for r in inputs]
-            if any(x is None for x in operands):
+            if not any(x is None for x in operands):
+                return self.add_constant(eqn, operands, inputs, ops, where)
+            if name not in row_access.REWRITES:
                 return None
-            value = known_integers.compute(eqn, operands)
-            if value is not None and not value.ndim:
-                return [Lit(_scalar(value, eqn.outvars[0].aval))]
-            results = self.add_simple(eqn, inputs, ops, where)
-            if value is not None:
-                self.integers.update(dict.fromkeys(results, value))
-            if name == "broadcast_in_dim" and not np.any(operands[0]):
-                self.zeros.update(results)
-            return results
         if any(isinstance(r, int) and self.types[r].sharding is not None for r in inputs):
             return None  # on a mesh with explicit axes, each operation says its own sharding
         if name in ("split", "unstack") and (where.transposed or self.origins.of(eqn)[0]):
@@ -389,6 +382,28 @@ class _Flattener:
         avals = [eqn.invars[k].aval for k in rewritten.operands]
         closed = private_api.in_place_of(eqn, rewritten.run, avals)
         return self.inline(closed, [inputs[k] for k in rewritten.operands], ops, self.where(eqn, where))
+
+    def add_constant(
+        self, eqn: Any, operands: Sequence[Any], inputs: list[Ref], ops: list, where: Where
+    ) -> Sequence[Ref]:
+        """Append an equation of constants to `ops`, unless its result is a known integer; return its result.
+
+        Args:
+            eqn: the equation; its primitive is in `known_integers.FUNCTIONS`.
+            operands: the values of its operands.
+            inputs: the operands.
+            ops: the list of operations to append to.
+            where: the origin of the jaxpr that contains the equation.
+        """
+        value = known_integers.compute(eqn, operands)
+        if value is not None and not value.ndim:
+            return [Lit(_scalar(value, eqn.outvars[0].aval))]
+        results = self.add_simple(eqn, inputs, ops, where)
+        if value is not None:
+            self.integers.update(dict.fromkeys(results, value))
+        if eqn.primitive.name == "broadcast_in_dim" and not np.any(operands[0]):
+            self.zeros.update(results)
+        return results
 
     def known_integers(self, ref: Ref) -> np.ndarray | None:
         """Return the value of an operand that is a known integer, or an array of them; else None."""

@@ -111,6 +111,7 @@ MOVED = {
     "a pad of two axes": (lambda x: jnp.pad(x[:3], [(0, 1), (1, 0), (0, 0)]), (0, 1, 4)),
     "a row of a row": (lambda x: x[2, 1], None),
     "reversed": (lambda x: x[::-1], (0, 2, 5, ROWS)),
+    "all axes reversed": (lambda x: jnp.flip(x), (0, 2, 5, ROWS)),
     "set": (lambda x: x.at[1:3].set(2.0), (0, 4, ROWS)),
     "added to": (lambda x: x.at[2].add(1.0), (0, 1, 4, ROWS)),
     "multiplied": (lambda x: x.at[jnp.array([4, 5])].multiply(3.0), (0, 1, ROWS)),
@@ -158,7 +159,6 @@ def test_layers_along_another_axis():
         lambda x: x.reshape(2, 3, 12),
         lambda x: jnp.argmax(x, 0),
         lambda x: lax.dynamic_slice_in_dim(x, jnp.argmax(x[:, 0, 0]) // 9, 2),
-        lambda x: lax.rev(x, (0, 1)),
     ],
 )
 def test_what_has_no_parts_joins_small_values(fn, monkeypatch):
