@@ -111,7 +111,7 @@ MOVED = {
     "a pad of two axes": (lambda x: jnp.pad(x[:3], [(0, 1), (1, 0), (0, 0)]), (0, 1, 4)),
     "a row of a row": (lambda x: x[2, 1], None),
     "reversed": (lambda x: x[::-1], (0, 2, 5, ROWS)),
-    "all axes reversed": (lambda x: jnp.flip(x), (0, 2, 5, ROWS)),
+    "all axes reversed": (jnp.flip, (0, 2, 5, ROWS)),
     "set": (lambda x: x.at[1:3].set(2.0), (0, 4, ROWS)),
     "added to": (lambda x: x.at[2].add(1.0), (0, 1, 4, ROWS)),
     "multiplied": (lambda x: x.at[jnp.array([4, 5])].multiply(3.0), (0, 1, ROWS)),
