@@ -147,14 +147,18 @@ class _Body(BodyValues):
                 self._add_aligned(op, aligned)
             case Combined(operands, combine):
                 self._add_combined(op, operands, combine)
+                self.slice_whole(op.outputs[0], op.line)
             case MovedRows() as moved:
                 self._add_moved(op, moved)
             case Picked(row):
                 self._add_picked(op, row)
+                self.slice_whole(op.outputs[0], op.line)
             case Stacked():
                 self._add_stacked(op)
             case Chained(parts):
                 self._add_chained(op, parts)
+                for carry in op.outputs[: parts.num_carry]:
+                    self.slice_whole(carry, op.line)
             case Looped(parts):
                 self._add_looped(op, parts)
             case Branched():

@@ -349,7 +349,15 @@ class _Spreading:
         known, length = self.axis.get(value), self.types[value].aval.shape[axis]
         if known not in (None, axis):
             needs = f"takes layers on axis {axis}, and others take them on axis {known}"
-            self._keep(value, _Obstacle(why or "a stage", line, needs, "take layers on one axis everywhere"))
+            self._keep(
+                value,
+                _Obstacle(
+                    why or "a stage",
+                    line,
+                    needs,
+                    "take layers on one axis everywhere, or let stages end between groups of layers",
+                ),
+            )
             return
         new = {c for c in cuts if 0 < c < length} - self.cuts[value]
         if not new:

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dividing import division_of, in_parts, values
+from dividing import check_parts, division_of, in_parts, values
 from jax import lax
 
 from jaxpp_async.compiler import stack_division
 from jaxpp_async.compiler.divide import divide
 from jaxpp_async.compiler.divided_axis import RULES, relate
-from jaxpp_async.compiler.evaluate import run_ops
 from jaxpp_async.compiler.ir import Op
 from jaxpp_async.compiler.trace import trace
 from jaxpp_async.program.leaf_parts import Parts
@@ -174,21 +173,31 @@ def test_a_small_value_whose_cuts_do_not_fit_is_joined():
     def fn(x: jax.Array, y: jax.Array) -> jax.Array:
         return (x.reshape(3, 2) * y[:, None]).reshape(6) + x
 
-    args = values((6,), (3,))
-    traced = trace(fn, args)
-    spreading = stack_division._Spreading(traced, {}, {})
-    spreading.cut(traced.flat.inputs[0], 0, (3,))
-    spreading.cut(traced.flat.inputs[1], 0, (1,))
-    spreading.run()
-    done = divide(traced, spreading.division(), {})
-    parts = [
-        [arg] if p is None else [arg[i] for i in p.slices]
-        for arg, p in zip(args, done.argument_parts, strict=True)
-    ]
-    env = dict(zip(done.flat.inputs, [piece for pieces in parts for piece in pieces], strict=True))
-    run_ops([op for op in done.flat.ops if isinstance(op, Op)], env)
-    made = jnp.concatenate([env[r] for r in done.flat.outputs])
-    np.testing.assert_allclose(made, fn(*args), rtol=1e-6)
+    check_parts(fn, values((6,), (3,)), 0, (3,), others={1: (1,)})
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, y: lax.scan(lambda c, row: (c * 0.5 + row, None), jnp.zeros((4, 3)), x)[0] + y,
+        lambda x, y: x.sum(0) * y,
+        lambda x, y: lax.scan(lambda c, row: (c + row, None), y, x)[0] - y,
+        lambda x, y: jnp.einsum("lij,l->ij", x, jnp.arange(ROWS, dtype=jnp.float32)) + y,
+    ],
+)
+def test_a_result_of_all_rows_may_be_divided_otherwise(fn):
+    done = check_parts(fn, values(X, (4, 3)), 0, (1, 4), others={1: (2,)})
+    assert done.result_parts == (Parts(0, (0, 2, 4)),)
+
+
+def test_rows_of_groups_that_are_cut_within_a_group():
+    """The layers of the second group belong to two stages, and small values are joined for it."""
+
+    def fn(x: jax.Array) -> jax.Array:
+        groups = x.reshape(3, 2, 12)
+        return groups[1, 0] + groups[1, 1] * 2 + groups[0].sum()
+
+    check_parts(fn, values(X), 0, (3,))
 
 
 @pytest.mark.parametrize("impl, divided", [("threefry2x32", True), ("rbg", False), ("unsafe_rbg", False)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,9 +22,14 @@ def values(*shapes: tuple[int, ...]) -> list[np.ndarray]:
     return [random.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-def division_of(traced: Traced, axis: int, cuts: tuple[int, ...]) -> stack_division.Division:
+def division_of(
+    traced: Traced, axis: int, cuts: tuple[int, ...], others: Mapping[int, tuple[int, ...]] | None = None
+) -> stack_division.Division:
+    """Cut the first argument, and others by their positions along axis 0."""
     spreading = stack_division._Spreading(traced, {}, {})
     spreading.cut(traced.flat.inputs[0], axis, cuts)
+    for position, rows in (others or {}).items():
+        spreading.cut(traced.flat.inputs[position], 0, rows)
     spreading.run()
     return spreading.division()
 
@@ -43,11 +48,16 @@ def in_parts(
 
 
 def check_parts(
-    fn: Callable, args: list[Any], axis: int, cuts: tuple[int, ...], tolerance: float = 2e-5
+    fn: Callable,
+    args: list[Any],
+    axis: int,
+    cuts: tuple[int, ...],
+    tolerance: float = 2e-5,
+    others: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Traced:
-    """Check that `fn` computes the same where its first argument is cut, and return it in parts."""
+    """Check that `fn` computes the same where its arguments are cut, and return it in parts."""
     traced = trace(fn, args)
-    done = divide(traced, division_of(traced, axis, cuts), {})
+    done = divide(traced, division_of(traced, axis, cuts, others), {})
     pieces = [
         piece
         for arg, parts in zip(args, done.argument_parts or [None] * len(args), strict=True)
