@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -28,11 +28,13 @@ from jaxpp_async.compiler.divided_axis import (
     MovedRows,
     Relation,
     bound_argument,
+    equation_params,
     relate,
 )
 from jaxpp_async.compiler.ir import KeptWhole, Loop, Op, Ref, Traced, Types
 from jaxpp_async.compiler.partition import StagedLoop
 from jaxpp_async.compiler.primitives import ELEMENTWISE, INDEX, MOVES_ONLY, STACK
+from jaxpp_async.jax_bridge import private_api
 from jaxpp_async.markers.reductions import Concat, Stack
 from jaxpp_async.program.instructions import SpecEntry
 from jaxpp_async.program.leaf_parts import Parts
@@ -74,16 +76,19 @@ def find_division(
             divided over an actor's devices is not divided between stages as well.
         wanted: the parts in which the caller wants results, by the position of the result leaf.
     """
+    hidden = [kept for loop in staged.values() for kept in _taken_in_loops(loop, traced)]
     seeds = [seed for loop in staged.values() for seed in _stage_cuts(loop, traced.types)]
     results = ((traced.flat.outputs[k], parts) for k, parts in wanted.items())
     seeds += [(ref, parts.axis, parts.bounds) for ref, parts in results if isinstance(ref, int)]
     if not seeds:
-        return Division({})
+        return Division({}, tuple(hidden))
     spreading = _Spreading(traced, continues, shardings)
     for value, axis, cuts in seeds:
         spreading.cut(value, axis, cuts)
     spreading.run()
-    return spreading.division()
+    found = spreading.division()
+    named = {kept.leaf for kept in found.kept_whole}
+    return replace(found, kept_whole=(*found.kept_whole, *(k for k in hidden if k.leaf not in named)))
 
 
 # ---------------------------------------------------------------- where stages cut
@@ -154,6 +159,28 @@ def _stage_cuts(staged: StagedLoop, types: Types) -> Iterator[_Cuts]:
         cuts = tuple(row for last, row in pairwise(sorted(by_row)) if by_row[last] != by_row[row])
         if cuts:
             yield value, axis, cuts
+
+
+def _taken_in_loops(staged: StagedLoop, traced: Traced) -> Iterator[KeptWhole]:
+    """Yield the argument leaves of which loops inside several stages take rows that they count themselves."""
+    invariants, _, _ = staged.loop.body_inputs()
+    outer = dict(zip(invariants, staged.loop.invariants, strict=True))
+    leaves = {v: k for k, v in enumerate(traced.flat.inputs[: len(traced.arg_names)])}
+    stages: dict[int, dict[int, Op]] = defaultdict(dict)
+    for (_, stage), task in staged.tasks.items():
+        for op in task.ops:
+            if op.name == "scan" and equation_params(op):
+                for position in private_api.rows_taken_inside(bound_argument(op)):
+                    if isinstance(value := op.inputs[position], int) and value in outer:
+                        stages[value].setdefault(stage, op)
+    for value, by_stage in stages.items():
+        leaf = leaves.get(ref) if isinstance(ref := outer[value], int) else None
+        if leaf is not None and len(by_stage) > 1 and traced.types.sizes[value] > JOINED_BYTES:
+            line = next(iter(by_stage.values())).line
+            needs = "takes layers by an index that it counts"
+            instead = "give the loop the stage's layers to iterate over, such as by a scan over w[4:8]"
+            why = _Obstacle("a loop inside a stage", line, needs)
+            yield KeptWhole(leaf, traced.types[value].aval, str(why), instead)
 
 
 def _window(op: Op, types: Types) -> tuple[int, int, Sequence[int]] | None:

@@ -379,6 +379,30 @@ def scan_parts(eqn: Any) -> ScanParts:
     return ScanParts(p["jaxpr"], num_consts, num_carry, p["length"], p["reverse"])
 
 
+def rows_taken_inside(eqn: Any) -> set[int]:
+    """Return the operands of a `scan` or a call of which the equations inside take some rows by an index.
+
+    Args:
+        eqn: the equation.
+
+    Returns:
+        The positions of these operands. Of a scan, only values that all iterations share are looked at.
+    """
+    is_scan = eqn.primitive.name == "scan"
+    inner = scan_parts(eqn).body if is_scan else inner_jaxpr(eqn)
+    if inner is None:
+        return set()
+    jaxpr, _ = open_jaxpr(inner)
+    shared = scan_parts(eqn).num_consts if is_scan else len(jaxpr.invars)
+    positions = {var: k for k, var in enumerate(jaxpr.invars[:shared])}
+    found: set[int] = set()
+    for sub in jaxpr.eqns:
+        taken = {0} if sub.primitive.name in ("dynamic_slice", "gather") else rows_taken_inside(sub)
+        read = (sub.invars[k] for k in taken)
+        found |= {positions[var] for var in read if not isinstance(var, Literal) and var in positions}
+    return found
+
+
 def largest_constant_inside(eqn: Any) -> int:
     """Return the size in bytes of the largest constant in the jaxprs inside an equation, at any depth."""
     sizes = [0]

@@ -278,6 +278,28 @@ def test_what_needs_all_layers_keeps_the_leaf_whole(monkeypatch):
         )
 
 
+def test_a_loop_inside_stages_that_counts_its_layers_keeps_the_leaf_whole(monkeypatch):
+    monkeypatch.setattr(stack_division, "JOINED_BYTES", 0)
+
+    def model(p: Any, x: jax.Array) -> jax.Array:
+        def layers(first: int, x: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(first, first + 2, lambda i, x: jnp.tanh(x @ p["kernel"][i]), x)
+
+        return layers(2, jpp.pipeline_yield(layers(0, x)))
+
+    def step(p: Any, batch: Any) -> Any:
+        def microbatch(b: Any) -> Any:
+            return jax.grad(lambda p: jnp.mean((model(p["layers"], b["x"]) @ p["out"] - b["y"]) ** 2))(p)
+
+        grads = jpp.accumulate_grads(microbatch, schedule=jpp.Std1F1B(2))(batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
+
+    (done,) = check_step(step, params(), batch())
+    (kept,) = done.traced.kept_whole
+    assert "test_divide.py:" in kept.why and "takes layers by an index that it counts" in kept.why
+    assert done.traced.arg_names[kept.leaf] == "p['layers']['kernel']" and "scan over" in kept.instead
+
+
 def test_small_values_are_joined():
     """Norms of layers are small: they meet on one actor, and the layers stay where they are."""
 
