@@ -1,3 +1,11 @@
+"""What this package asks of JAX's own structures."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp_async.jax_bridge import private_api
 
 
 def test_which_operands_a_loop_takes_rows_of():
