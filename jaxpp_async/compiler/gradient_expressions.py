@@ -56,7 +56,22 @@ class LayoutExpr:
     dropped: frozenset[int]
 
 
-Expr: TypeAlias = LeafExpr | SumExpr | LayoutExpr
+@dataclass(frozen=True, eq=False)
+class SharedExpr:
+    """A number times an expression of a value that several operations read, or that is returned several
+    times.
+
+    It is computed once after the loop for all of them, unless an operation is applied to its leaves.
+    `dropped` has the positions in the loop's body of the operations that the expression replaces.
+    """
+
+    expr: SumExpr | LayoutExpr
+    dropped: frozenset[int]
+    factor: float = 1.0
+    changes: tuple[Callable[[LeafExpr], LeafExpr], ...] = ()  # multiply a leaf by the factor
+
+
+Expr: TypeAlias = LeafExpr | SumExpr | LayoutExpr | SharedExpr
 """A value of the loop's body, as an expression of values that single tasks make."""
 
 
@@ -65,27 +80,59 @@ def leaves(expr: Expr) -> Iterable[LeafExpr]:
     if isinstance(expr, LeafExpr):
         yield expr
     else:
-        for e in expr.terms if isinstance(expr, SumExpr) else expr.operands:
+        for e in operands_of(expr):
             yield from leaves(e)
+
+
+def operands_of(expr: Expr) -> tuple[Expr, ...]:
+    """Return the expressions that an expression is made of; none for a leaf."""
+    if isinstance(expr, LeafExpr):
+        return ()
+    if isinstance(expr, SharedExpr):
+        return (expr.expr,)
+    return expr.terms if isinstance(expr, SumExpr) else expr.operands
+
+
+def shared_in(expr: Expr) -> Iterable[SharedExpr]:
+    """Yield the outermost shared expressions in an expression."""
+    if isinstance(expr, SharedExpr):
+        yield expr
+    else:
+        for e in operands_of(expr):
+            yield from shared_in(e)
 
 
 def has_layout(expr: Expr) -> bool:
     """Return whether an expression has a layout operation, so that a part may have another shape than the
     whole."""
-    return isinstance(expr, LayoutExpr) or (isinstance(expr, SumExpr) and any(map(has_layout, expr.terms)))
+    return isinstance(expr, LayoutExpr) or any(map(has_layout, operands_of(expr)))
 
 
 def map_leaves(
-    expr: Expr, change: Callable[[LeafExpr], LeafExpr], dropped: frozenset[int], dtype: str
+    expr: Expr,
+    change: Callable[[LeafExpr], LeafExpr],
+    dropped: frozenset[int],
+    dtype: str,
+    factor: float | None = None,
 ) -> Expr:
     """Return an expression with `change` applied to each leaf; constants are cast to `dtype` instead.
+
+    A shared expression is replaced by a copy of its own, unless `factor` is given.
 
     Args:
         expr: the expression.
         change: a function from a leaf to the leaf that replaces it.
         dropped: the positions of the operations that the new expression replaces.
         dtype: the dtype of constants.
+        factor: the number that `change` multiplies by; shared expressions are then multiplied as a whole.
     """
+    if isinstance(expr, SharedExpr):
+        if factor is not None:
+            return SharedExpr(expr.expr, dropped, expr.factor * factor, (*expr.changes, change))
+        own: Expr = expr.expr
+        for f in (*expr.changes, change):
+            own = map_leaves(own, f, dropped, dtype)
+        return own
     if isinstance(expr, LeafExpr):
         return (
             change(expr)
@@ -93,10 +140,10 @@ def map_leaves(
             else LeafExpr(cast_constant(expr.value, dtype), expr.task)
         )
     if isinstance(expr, SumExpr):
-        return SumExpr(tuple(map_leaves(t, change, frozenset(), dtype) for t in expr.terms), dropped)
-    return LayoutExpr(
-        expr.op, tuple(map_leaves(e, change, frozenset(), dtype) for e in expr.operands), dropped
-    )
+        terms = tuple(map_leaves(t, change, frozenset(), dtype, factor) for t in expr.terms)
+        return SumExpr(terms, dropped)
+    operands = tuple(map_leaves(e, change, frozenset(), dtype, factor) for e in expr.operands)
+    return LayoutExpr(expr.op, operands, dropped)
 
 
 def cast_constant(ref: Ref, dtype: str) -> Ref:
@@ -113,8 +160,8 @@ def expr_shape(expr: Expr, types: Types) -> tuple[int, ...]:
     """Return the shape of an expression's value."""
     if isinstance(expr, LayoutExpr):
         return types[expr.op.outputs[0]].aval.shape
-    if isinstance(expr, SumExpr):
-        return expr_shape(expr.terms[0], types)
+    if isinstance(expr, SumExpr | SharedExpr):
+        return expr_shape(operands_of(expr)[0], types)
     value = expr.value
     return types[value].aval.shape if isinstance(value, int) else np.shape(value.value)
 

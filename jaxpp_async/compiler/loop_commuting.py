@@ -7,6 +7,9 @@ after the loop as an `Epilogue`, and each stage accumulates its own part, so tha
 is sent inside the loop. Widening casts, scalings, negations and choices between the stages' values and the
 joining operations are instead computed in each stage before accumulating (`stage_parts`).
 
+Several results may be made of one sum, such as the differences of gradients from their mean. The sum is then
+computed once after the loop, and each result from it. If something else reads it, it stays in the loop.
+
 Only gradients are accumulated in parts. Other results, such as metrics, are small, so this would save little.
 Their terms may also cancel in each microbatch, and would not cancel if each term were summed separately.
 
@@ -15,8 +18,10 @@ Source: the JaxPP paper, section "Weight Sharing" (loop commuting).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from msgspec import structs
@@ -25,10 +30,12 @@ from jaxpp_async.compiler.gradient_expressions import (
     Expr,
     LayoutExpr,
     LeafExpr,
+    SharedExpr,
     SumExpr,
     cast_constant,
     expr_shape,
     leaves,
+    shared_in,
     sum_terms,
 )
 from jaxpp_async.compiler.ir import Lit, Op, Ref, Types
@@ -42,7 +49,7 @@ from jaxpp_async.compiler.primitives import (
     SPLITS,
 )
 from jaxpp_async.compiler.stage_assignment import StageAssignment, TaskKey
-from jaxpp_async.compiler.stage_parts import StageOps, add_arrays
+from jaxpp_async.compiler.stage_parts import StageOps, add_arrays, multiply, negate
 from jaxpp_async.compiler.sum_distribution import PARTIAL_SUM
 
 
@@ -62,6 +69,8 @@ class Epilogue:
         ops: the operations, in program order. An operation that reads the id of a part's value gets the total
             of that part.
         value: the id of the result.
+
+    An operation may read what an epilogue of an earlier result of the loop makes.
     """
 
     ops: tuple[Op, ...]
@@ -86,6 +95,12 @@ class LoopResults:
     dropped: frozenset[int]
     added: dict[TaskKey, list[Op]]
 
+
+_MAX_LEAVES = 128
+"""The size of the largest expression that several results are made of."""
+
+_MAX_RATIO = 1024
+"""How many times as large or small as a value another may be that is made of its sum over microbatches."""
 
 _MOVABLE = ADDITIONS | DIFFERENCES | CHOICES | MOVES_ONLY | LINEAR_IN_STAGE
 """The primitives among the last operations of a summed result that may join values of several stages."""
@@ -122,6 +137,11 @@ class _Commuter:
         self.stage_ops = StageOps(stages, types)
         # The operand of each `split`, by the position of the `split`.
         self.split_operands: dict[int, Expr] = {}
+        # What is computed once after the loop, and the values to accumulate for it.
+        self.shared: dict[Expr, tuple[int, dict[OutputPart, None]]] = {}
+        # For a value of a task: the multiple of it that the task accumulates.
+        self.accumulated: dict[tuple[int, TaskKey], tuple[int, float]] = {}
+        self.expressions = self._expressions()
 
     def result(self, index: int) -> tuple[tuple[OutputPart, ...], Epilogue | None]:
         stages = self.stages
@@ -139,6 +159,9 @@ class _Commuter:
         parts: dict[OutputPart, None] = {}
         ops: list[Op] = []
         made = self._emit(expr, parts, ops)
+        if not any(made in op.outputs for op in ops):  # an earlier result's epilogue makes it
+            made, known = self._new_strong(made), made
+            ops.append(Op("copy", (known,), (made,), list, stages.loop.line))
         if split is not None and isinstance(value, int):
             op, whole = stages.ops[split], made
             made = self._new_strong(value)
@@ -163,15 +186,24 @@ class _Commuter:
         if p is None or stages.ops[p].name not in SPLITS or len(stages.ops[p].inputs) != 1:
             return None
         if p not in self.split_operands:
-            reduced = zip(stages.body.outputs, stages.loop.reductions, strict=True)
-            summed = {stages.resolve(o) for o, r in reduced if r.commutes_with_add}
-            outputs = [o for o in stages.ops[p].outputs if o >= 0]
-            alone = all(o in summed and stages.num_uses[o] == 1 for o in outputs)
-            expr = self._expression(stages.resolve(stages.ops[p].inputs[0])) if alone else self._leaf(value)
+            operand = stages.resolve(stages.ops[p].inputs[0])
+            expr = self._expression(operand) if self._is_alone(p) else self._leaf(value)
             self.split_operands[p] = self.stage_ops.merge_terms(expr)
             if not isinstance(expr, LeafExpr):
                 self.dropped.add(p)
         return p if not isinstance(self.split_operands[p], LeafExpr) else None
+
+    def _is_alone(self, position: int) -> bool:
+        """Return whether all results of a `split` are summed results of the loop, and nothing else."""
+        outputs = [o for o in self.stages.ops[position].outputs if o >= 0]
+        return all(self._summed[o] == 1 == self.stages.num_uses[o] for o in outputs)
+
+    @cached_property
+    def _summed(self) -> Counter[Ref]:
+        """How many summed results of the loop each value is."""
+        reduced = zip(self.stages.body.outputs, self.stages.loop.reductions, strict=True)
+        values = [self.stages.resolve(o) for o, r in reduced if r.commutes_with_add]
+        return Counter(v for v in values if isinstance(v, int))
 
     def _whole_part(self, value: Ref) -> OutputPart:
         return OutputPart(value, self._leaf(value).place)
@@ -209,34 +241,60 @@ class _Commuter:
 
         The operations of the expression are the linear operations that join values of several tasks.
         """
-        if not isinstance(value, int):
-            return self._leaf(value)
-        known: dict[int, Expr] = {}
-        for p in sorted(self._region(value)):
-            op = self.stages.ops[p]
-            operands = [self._operand(r, known) for r in op.inputs]
-            known[op.outputs[0]] = self._combine(p, op, operands)
-        return known.get(value) or self._leaf(value)
+        return self._operand(value, self.expressions)
 
     def _operand(self, ref: Ref, known: dict[int, Expr]) -> Expr:
         ref = self.stages.resolve(ref)
         found = known.get(ref) if isinstance(ref, int) else None
         return found or self._leaf(ref)
 
-    def _region(self, value: int) -> set[int]:
-        """Return the positions of the linear operations whose results are used only to compute a value."""
-        found: set[int] = set()
-        stack = [value]
-        while stack:
-            v = stack.pop()
-            p = self.stages.producer.get(v)
-            if p is None or p in found or self.stages.num_uses[v] != 1:
+    def _expressions(self) -> dict[int, Expr]:
+        """Return the expressions of values that are used only to compute summed results of the loop.
+
+        A value of several tasks that is used several times is computed either after the loop for all uses, or
+        in the loop.
+        """
+        stages, kept = self.stages, set[int]()
+        while True:
+            known: dict[int, Expr] = {}
+            refused: set[int] = set()
+            shared: dict[Expr, int] = {}
+            for p in sorted(self._region(kept)):
+                op = stages.ops[p]
+                (value,) = op.outputs
+                operands = [self._operand(r, known) for r in op.inputs]
+                expr = self._combine(p, op, operands)
+                if isinstance(expr, LeafExpr):
+                    refused |= {shared[s.expr] for e in operands for s in shared_in(e)}
+                elif stages.num_uses[value] > 1:
+                    expr = expr if isinstance(expr, SharedExpr) else SharedExpr(expr, expr.dropped)
+                    shared.setdefault(expr.expr, value)
+                    if len(list(leaves(expr))) > _MAX_LEAVES:
+                        refused.add(value)
+                        expr = self._leaf(value)
+                known[value] = expr
+            if not refused:
+                return known
+            kept |= refused
+
+    def _region(self, kept: Collection[int]) -> set[int]:
+        """Return the positions of the linear operations whose results are used only to compute summed
+        results of the loop.
+
+        Args:
+            kept: values that are computed in the loop.
+        """
+        stages, found, uses = self.stages, set[int](), self._summed.copy()
+        for p in reversed(range(len(stages.ops))):
+            op = stages.ops[p]
+            if len(op.outputs) == 1 and op.name in _MOVABLE:
+                (value,) = op.outputs
+                if value in kept or not 0 < uses[value] == stages.num_uses[value]:
+                    continue
+                found.add(p)
+            elif op.name not in SPLITS or len(op.inputs) != 1 or not self._is_alone(p):
                 continue
-            op = self.stages.ops[p]
-            if op.name not in _MOVABLE or len(op.outputs) != 1:
-                continue
-            found.add(p)
-            stack += [r for r in map(self.stages.resolve, op.inputs) if isinstance(r, int)]
+            uses.update(r for r in map(stages.resolve, op.inputs) if isinstance(r, int))
         return found
 
     def _combine(self, position: int, op: Op, operands: Sequence[Expr]) -> Expr:
@@ -265,7 +323,7 @@ class _Commuter:
             if op.name in DIFFERENCES:
                 second = self.stage_ops.negated(second, op)
             return SumExpr((*sum_terms(first), *sum_terms(second)), dropped)
-        if op.name in CHOICES:
+        if op.name in CHOICES and isinstance(operands[0], LeafExpr):
             return self.stage_ops.chosen(op, operands, dropped) or whole
         if op.name in MOVES_ONLY and (movable := self._movable(op, operands)) is not None:
             return LayoutExpr(op, movable, dropped)
@@ -297,10 +355,21 @@ class _Commuter:
             ops: the list that operations are appended to.
         """
         if isinstance(expr, LeafExpr):
-            part = OutputPart(self.stage_ops.with_id(expr), expr.place)
-            parts[part] = None
-            assert isinstance(part.value, int)
-            return part.value
+            value = self.stage_ops.with_id(expr)
+            assert isinstance(value, int)
+            base, factor = self.stage_ops.multiples.get(value, (value, 1.0))
+            added, times = self.accumulated.setdefault((base, expr.place), (value, factor))
+            if not 1 / _MAX_RATIO <= abs(factor / times) <= _MAX_RATIO:
+                added, times = value, factor
+            parts[OutputPart(added, expr.place)] = None
+            return self._multiplied(added, factor / times, ops)
+        if isinstance(expr, SharedExpr):
+            if expr.expr not in self.shared:
+                own: dict[OutputPart, None] = {}
+                self.shared[expr.expr] = self._emit(self.stage_ops.merge_terms(expr.expr), own, ops), own
+            made, own = self.shared[expr.expr]
+            parts.update(own)
+            return self._multiplied(made, expr.factor, ops)
         if isinstance(expr, LayoutExpr):
             operands = [self._emit(e, parts, ops) for e in expr.operands]
             out, dtype = self.types[expr.op.outputs[0]], self.types[operands[0]].aval.dtype
@@ -315,6 +384,19 @@ class _Commuter:
             ops.append(Op(PARTIAL_SUM, (total, t), (made,), add_arrays, self.stages.loop.line))
             total = made
         return total
+
+    def _multiplied(self, value: int, factor: float, ops: list[Op]) -> int:
+        """Append an operation that multiplies a value by a number, unless this is 1; return the result's
+        id."""
+        if factor == 1:
+            return value
+        made, line = self._new_strong(value), self.stages.loop.line
+        if factor == -1:
+            ops.append(Op("neg", (value,), (made,), negate, line))
+        else:
+            number = Lit(np.asarray(factor, self.types[value].aval.dtype))
+            ops.append(Op("mul", (value, number), (made,), multiply, line))
+        return made
 
     def _new_strong(self, like: int) -> int:
         """Return the id of a new value with the type of `like`, but without JAX's weak type."""

@@ -21,6 +21,7 @@ from jaxpp_async.compiler.gradient_expressions import (
     Expr,
     LayoutExpr,
     LeafExpr,
+    SharedExpr,
     SumExpr,
     expr_shape,
     expr_type,
@@ -37,6 +38,9 @@ from jaxpp_async.program.instructions import itemsize
 Run: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
 """A function that runs an operation on its operands' arrays, as `Op.run`."""
 
+_WIDE = ("float32", "float64")
+"""The types in which a sum that several results need is multiplied by a constant after the loop."""
+
 
 class StageOps:
     """The operations that are added to the tasks of a loop, so that each stage makes its part of a gradient.
@@ -47,11 +51,14 @@ class StageOps:
 
     Attributes:
         added: for each task, the operations that are added at its end, in order.
+        multiples: for each value that an added operation makes of another value by multiplying it by a
+            constant number, the other value and the number.
     """
 
     def __init__(self, stages: StageAssignment, types: Types) -> None:
         self.stages, self.types = stages, types
         self.added: dict[TaskKey, list[Op]] = defaultdict(list)
+        self.multiples: dict[int, tuple[int, float]] = {}
 
     # ---- expressions of which each stage computes its part
 
@@ -86,9 +93,33 @@ class StageOps:
             return None
         read = tuple(self.stages.resolve(r) for j, r in enumerate(op.inputs) if j != k)
         run = op.run if op.name == "reduce_sum" or others == read else _OnPart(op.run, k)
-        return map_leaves(
-            operands[k], lambda leaf: self._run_in_stage(op, k, leaf, others, run), dropped, out.aval.dtype
-        )
+        factor = self._constant_factor(op, k)
+
+        def change(leaf: LeafExpr) -> LeafExpr:
+            return self._run_in_stage(op, k, leaf, others, run, factor)
+
+        return map_leaves(operands[k], change, dropped, out.aval.dtype, factor)
+
+    def _constant_factor(self, op: Op, position: int) -> float | None:
+        """Return the number by which an operation multiplies one of its operands.
+
+        Args:
+            op: the operation.
+            position: the position of the operand.
+
+        Returns:
+            The number. None if it is not a constant, or if a sum of values that are multiplied and the
+            multiplied sum of the values may round or overflow differently.
+        """
+        if op.name == "neg":
+            return -1.0
+        if op.name not in ("mul", "div") or self.types[op.outputs[0]].aval.dtype not in _WIDE:
+            return None
+        scalar = self._filling_scalar(op.inputs[1 - position])
+        number = float(scalar.value) if isinstance(scalar, Lit) and self._aval(scalar)[0] == () else 0.0
+        if number == 0 or not np.isfinite(number):
+            return None
+        return number if op.name == "mul" else 1 / number
 
     def negated(self, expr: Expr, op: Op) -> Expr:
         """Return the negative of an expression, which each stage computes of its own value.
@@ -97,12 +128,14 @@ class StageOps:
             expr: the expression.
             op: the subtraction that the negative is for.
         """
-        negation = Op("neg", op.inputs[1:], op.outputs, _negate, op.line, op.transposed)
+        negation = Op("neg", op.inputs[1:], op.outputs, negate, op.line, op.transposed)
         dropped = frozenset[int]() if isinstance(expr, LeafExpr) else expr.dropped
         dtype = self.types[op.outputs[0]].aval.dtype
-        return map_leaves(
-            expr, lambda leaf: self._run_in_stage(negation, 0, leaf, (), _negate), dropped, dtype
-        )
+
+        def change(leaf: LeafExpr) -> LeafExpr:
+            return self._run_in_stage(negation, 0, leaf, (), negate, -1.0)
+
+        return map_leaves(expr, change, dropped, dtype, -1.0)
 
     def chosen(self, op: Op, operands: Sequence[Expr], dropped: frozenset[int]) -> Expr | None:
         """Return an expression for a choice between values: the sum of what is chosen of each.
@@ -139,7 +172,7 @@ class StageOps:
 
         If a sum has several values of one task, operations that add these values are added to the task.
         """
-        if isinstance(expr, LeafExpr):
+        if isinstance(expr, LeafExpr | SharedExpr):
             return expr
         if isinstance(expr, LayoutExpr):
             return LayoutExpr(expr.op, tuple(map(self.merge_terms, expr.operands)), expr.dropped)
@@ -237,7 +270,13 @@ class StageOps:
         return task[0] == "fwd" or task[1] >= stage
 
     def _run_in_stage(
-        self, op: Op, position: int, leaf: LeafExpr, others: Sequence[Ref], run: Run
+        self,
+        op: Op,
+        position: int,
+        leaf: LeafExpr,
+        others: Sequence[Ref],
+        run: Run,
+        factor: float | None = None,
     ) -> LeafExpr:
         """Add an operation to the task that computes one of its operands, and return the operation's result.
 
@@ -247,6 +286,7 @@ class StageOps:
             leaf: the operand.
             others: the other inputs of the operation that is added.
             run: the function that runs it.
+            factor: the constant number by which the operation multiplies; None for any other operation.
         """
         assert isinstance(leaf.value, int)
         task, new_type = leaf.place, self.types[op.outputs[0]]
@@ -257,6 +297,9 @@ class StageOps:
         made = self.types.new(new_type)
         inputs = (*others[:position], leaf.value, *others[position:])
         self.added[task].append(Op(op.name, inputs, (made,), run, op.line, op.transposed))
+        if factor is not None:
+            base, times = self.multiples.get(leaf.value, (leaf.value, 1.0))
+            self.multiples[made] = base, times * factor
         return LeafExpr(made, task)
 
 
@@ -269,8 +312,14 @@ def add_arrays(xs: Sequence[Any]) -> list[Any]:
     return [xs[0] + xs[1]]
 
 
-def _negate(xs: Sequence[Any]) -> list[Any]:
+def negate(xs: Sequence[Any]) -> list[Any]:
+    """Return the negative of an array; an `Op.run`."""
     return [-xs[0]]
+
+
+def multiply(xs: Sequence[Any]) -> list[Any]:
+    """Multiply two arrays; an `Op.run`."""
+    return [xs[0] * xs[1]]
 
 
 @dataclass(frozen=True)

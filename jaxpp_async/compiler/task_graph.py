@@ -236,7 +236,7 @@ class StepBuilder:
         after: list[Op] = []
         self.parts[position] = []
         staged = scheduled.staged
-        body = dict(zip(loop.body.inputs, loop.inputs, strict=False))
+        names: dict[Ref, Ref] = dict(zip(loop.body.inputs, loop.inputs, strict=False))
         totals: dict[OutputPart, int] = {}  # cached, since several results may be made of one part
         for parts, epilogue, reduction, result in zip(
             staged.outputs, staged.epilogues, loop.reductions, loop.outputs, strict=True
@@ -252,7 +252,7 @@ class StepBuilder:
             self.parts[position].append(ids)
             whole = ids[0]
             if epilogue is not None:
-                names: dict[Ref, Ref] = {**body, **{p.value: i for p, i in zip(parts, ids, strict=True)}}
+                names.update({p.value: i for p, i in zip(parts, ids, strict=True)})
                 whole = result if not reduction.has_end else self.types.new(self.types[result], like=result)
                 names[epilogue.value] = whole
                 after += self._renamed(epilogue, names)

@@ -204,6 +204,72 @@ def test_a_split_of_which_one_part_is_read_in_the_loop_stays_there(outputs):
     assert texts(body, found_for(body, outputs)) == (["p of bwd0"], None, {})
 
 
+SUM_AND_MORE = ["s = add_any a b '", "n = neg s '", "d = sub a s '", "h = mul s #0.5 '"]
+
+
+def test_results_that_are_made_of_one_sum_share_it_behind_the_loop():
+    body = two_stages()
+    body.add(*SUM_AND_MORE)
+    found = found_for(body, "s s n d h", *[Sum()] * 5)
+    made = [texts(body, found, k)[:2] for k in range(5)]
+    assert made == [
+        (APART, ["v1 = add_partial a b"]),
+        (APART, ["v2 = copy v1"]),
+        (APART, ["v3 = neg v1"]),
+        (APART, ["v4 = neg v1", "v5 = add_partial a v4"]),
+        (APART, ["v6 = mul v1 #0.5"]),
+    ]
+    assert not any(found.added.values()) and sorted(found.dropped) == [8, 9, 10, 11]
+
+
+def test_a_multiple_of_what_another_result_accumulates_is_made_behind_the_loop():
+    body = two_stages()
+    body.add("d = sub a b '", "s = add_any a b '", "k = mul b #5000.0 '", "t = add_any a k '")
+    found = found_for(body, "d s t", *[Sum()] * 3)
+    assert texts(body, found, 0)[:2] == (["a of bwd1", "v1 of bwd0"], ["v2 = add_partial a v1"])
+    assert found.parts[1] == found.parts[0]
+    assert texts(body, found, 1)[1] == ["v3 = neg v1", "v4 = add_partial a v3"]
+    parts = [body.name(p.value) for p in found.parts[2]]
+    assert parts[0] == "a" and parts[1] not in ("b", "v1"), "the sum of one says too little about the other's"
+
+
+def test_each_stage_makes_its_part_of_a_shared_sum_that_a_microbatch_scales():
+    body = two_stages()
+    body.add("f[] = reduce_max z", "s = add_any a b '", "n = neg s '", "g = mul n f '")
+    found = found_for(body, "s g", Sum(), Sum())
+    parts, epilogue, added = texts(body, found, 1)
+    assert epilogue == [f"v5 = add_partial {parts[0].split()[0]} {parts[1].split()[0]}"]
+    assert {task: [line.split(" = ")[1].split()[0] for line in ops] for task, ops in added.items()} == {
+        "bwd1": ["neg", "mul"],
+        "bwd0": ["neg", "mul"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "outputs", "reductions"),
+    [
+        pytest.param(["k = tanh s '"], "s k", (Sum(), Sum()), id="by something that is not linear"),
+        pytest.param(
+            ["k:float16 = convert_element_type n '"], "s k", (Sum(), Sum()), id="by a narrower cast"
+        ),
+        pytest.param(["k = copy s '"], "s k", (Sum(), Max()), id="for a maximum"),
+    ],
+)
+def test_a_sum_that_is_also_needed_in_the_loop_stays_there(more, outputs, reductions):
+    body = two_stages()
+    body.add("s = add_any a b '", *["n = neg s '"] * ("n" in more[0].split()), *more)
+    found = found_for(body, outputs, *reductions)
+    assert [texts(body, found, k)[:2] for k in range(2)] == [(["s of bwd0"], None), (["k of bwd0"], None)]
+    assert not found.dropped
+
+
+def test_a_sum_of_many_copies_of_itself_is_taken_apart_only_so_far():
+    body = two_stages()
+    body.add("s0 = add_any a b '", *(f"s{k + 1} = add_any s{k} s{k} '" for k in range(40)))
+    found = found_for(body, "s40")
+    assert [len(p) for p in found.parts] == [1] and not found.dropped
+
+
 def test_a_result_that_no_operation_makes_is_accumulated_where_its_value_lies():
     body = Body(u=(3,), w=(3, 3), x=(2, 3), i=Aval((), "int32"))
     body.add("h[2,3] = dot_general x w", "y t[0] = pipeline_yield h", "z = dot_general y u", "k = mul u #2.0")

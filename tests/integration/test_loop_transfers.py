@@ -78,6 +78,23 @@ def test_a_linear_end_of_gradients_is_joined_behind_the_loop(name):
         assert_close(run_plan(done, *args), expected, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_tied_weight_s_gradient_that_is_returned_twice_is_joined_behind_the_loop(kind):
+    assert not weights_sent(planned("tied_weight_returned_twice", *SCHEDULES[kind]))
+
+
+def test_differences_from_a_mean_need_no_more_accumulators_than_gradients():
+    def step(name):
+        return partial(combined({"gradients": lambda g, *_: g, **LINEAR_ENDS}[name]), jpp.Std1F1B)
+
+    first, second = (
+        {start.result for recipe in done.placed.recipes for start in recipe.starts}
+        for name in ("gradients", "differences from a mean")
+        for done in [plan_step(step(name), *usual(3)(), actors=3)]
+    )
+    assert len(first) == len(second)
+
+
 @pytest.mark.parametrize("axis", ["auto", "explicit"])
 async def test_linear_ends_on_actors(remote_mesh, axis):
     def every(g, *more):

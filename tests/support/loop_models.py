@@ -127,6 +127,17 @@ def combined(combine: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+def from_mean(g: list[Any]) -> list[Any]:
+    """The difference of each gradient from the mean of all."""
+    mean = sum(g[1:], g[0]) / len(g)
+    return [x - mean for x in g]
+
+
+def made_of(s: Any, g: list[Any], value: Any, flag: Any) -> tuple[Any, ...]:
+    """Results that are linear in a sum of gradients."""
+    return s, s, -s, 2 * s, s * value, s.T / 3, jnp.stack([s, g[2]]), s + s, jnp.where(flag > 0, s, 0.0)
+
+
 LINEAR_ENDS: dict[str, Callable[..., Any]] = {
     "a difference": lambda g, *_: g[0] - g[2],
     "a difference of sums": lambda g, *_: (g[0] + g[1]) - (g[2] - g[1]),
@@ -139,7 +150,24 @@ LINEAR_ENDS: dict[str, Callable[..., Any]] = {
     "a difference that the loss scales": lambda g, value, _: (g[0] - g[2]) * value,
     "a difference that is chosen by the loss": lambda g, value, _: jnp.where(value < 9.0, g[0] - g[2], 0.0),
     "a mean with a constant": lambda g, *_: (g[0] - 3.0 * g[2] + g[1] / 2.0) * 0.25,
+    "differences from a mean": lambda g, *_: from_mean(g),
+    "a mean and a difference from it": lambda g, *_: (lambda mean: (mean, mean - g[0]))((g[0] + g[2]) / 2),
+    "differences from a mean that the loss scales": lambda g, value, _: [x * value for x in from_mean(g)],
+    "a sum and what is made of it": lambda g, *more: made_of(g[0] - g[2], g, *more),
 }
+
+
+@model(3, usual(2))
+def tied_weight_returned_twice(pipe: Any, params: Any, batches: Any) -> Any:
+    """The first and the last stage use one weight, whose gradient is summed and averaged."""
+
+    def of_one(mb: Any) -> Any:
+        grads = jax.grad(lambda p: chain_loss([p[0], p[1], p[0]], mb))(params)
+        return grads, grads, [2 * g for g in grads]
+
+    reduce = (jpp.Sum(), jpp.Mean(), jpp.Sum())
+    total, mean, double = jpp.accumulate_grads(of_one, pipe(3), reduce=reduce)(batches)
+    return [p - 0.1 * (t + m + d) for p, t, m, d in zip(params, total, mean, double, strict=True)], mean
 
 
 # ---------------------------------------------------------------- projections of an earlier value
