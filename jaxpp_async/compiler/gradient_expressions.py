@@ -61,7 +61,8 @@ class SharedExpr:
     """A number times an expression of a value that several operations read, or that is returned several
     times.
 
-    It is computed once after the loop for all of them, unless an operation is applied to its leaves.
+    The expression is computed once after the loop for all of them, unless an operation is applied to its
+    leaves.
     `dropped` has the positions in the loop's body of the operations that the expression replaces.
     """
 
