@@ -270,9 +270,9 @@ def test_a_loop_body_with_too_few_marks(stages):
 
 def test_a_cut_as_text():
     marks = tuple(MARKS)
-    assert str(Cut(marks, (0, 4))) == "0, 4 of 5 marks"
-    assert str(Cut(marks, ())) == "none of 5 marks"
+    assert str(Cut(marks, (0, 4))) == "0, 4 of 5 (counted from 0)"
+    assert str(Cut(marks, ())) == "none of 5 (counted from 0)"
     assert str(Cut(marks, (2,), (0.25, 0.75))) == (
-        "2 of 5 marks, balanced: the stages have 25.0%, 75.0% of the work"
+        "2 of 5 (counted from 0), balanced: the stages have 25.0%, 75.0% of the work"
     )
     assert Cut(marks, (0, 2)).boundary_marks == ["0 (model.py:7 'embed')", "2 (model.py:9)"]
