@@ -50,7 +50,7 @@ seen, polls = 0, 0
 while True:
     state = json.load(urllib.request.urlopen(f"{base}state?{query}&seen={seen}&version={version}"))
     seen = state["seen"]
-    time.sleep(0.2)
+    time.sleep(0.2)  # as the page's script waits between its requests
 """
 """A program that asks for a page as often as page.js does."""
 

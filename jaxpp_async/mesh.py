@@ -662,7 +662,7 @@ class RemoteMesh:
         path = await profiling.start(folder)
         try:
             yield path
-        except BaseException:
+        except BaseException:  # also a cancellation: the actors stop recording
             try:
                 await profiling.stop()
             except MeshError as error:  # the error of the block is raised

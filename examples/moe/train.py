@@ -3,9 +3,9 @@
     python examples/moe/train.py          # two actor processes of two CPU devices each
     python examples/moe/train.py --jit    # the same step under plain jax.jit
 
-Each layer sends a token to its best experts, as many as have room. A layer adds two losses of its own to the
-model's: one that balances the experts, and one that keeps the router's logits small. The router also has a
-state, a bias for each expert, which the step moves towards the experts that had too few tokens.
+Each layer sends a token to its best experts, up to each expert's capacity. A layer adds two losses of its
+own to the model's: one that balances the experts, and one that keeps the router's logits small. The router
+also has a state, a bias for each expert, which the step moves towards the experts that had too few tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ split by expert over one axis, and by sequence ("group") over the other; XLA exc
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model. An expert has room for `capacity` of its even share of each sequence's tokens."""
+    """Sizes of the model. An expert takes at most `capacity` times its even share of a sequence's tokens."""
 
     num_layers: int = 4
     dim: int = 64
@@ -120,7 +120,7 @@ def experts(layer: Any, bias: jax.Array, x: jax.Array, config: Config) -> tuple[
     """Send each token to its `top_k` experts and add up what they make of it.
 
     The bias takes part in the choice of experts alone, not in their weights. The tokens of a sequence queue
-    for each expert, first choices first; an expert drops the tokens that find no room.
+    for each expert, first choices first; an expert drops the tokens past its capacity.
 
     Source: GShard (arXiv 2006.16668), ST-MoE (arXiv 2202.08906), and for the bias arXiv 2408.15664.
 
@@ -132,10 +132,10 @@ def experts(layer: Any, bias: jax.Array, x: jax.Array, config: Config) -> tuple[
 
     Returns:
         (batch, seq, dim); and a dictionary with the losses `balance` and `z`, with `counts`, how often each
-        expert was chosen, (experts,), and with `dropped`, how many of these choices found no room.
+        expert was chosen, (experts,), and with `dropped`, how many of these choices were dropped.
     """
     (batch, seq, _), num, top_k = x.shape, config.num_experts, config.top_k
-    room = int(config.capacity * top_k * seq / num)
+    num_slots = int(config.capacity * top_k * seq / num)
     logits = x @ layer["router"]
     probs = jax.nn.softmax(logits)  # (batch, seq, experts)
     _, chosen = jax.lax.top_k(probs + jax.lax.stop_gradient(bias), top_k)
@@ -145,8 +145,8 @@ def experts(layer: Any, bias: jax.Array, x: jax.Array, config: Config) -> tuple[
 
     queue = picked.swapaxes(1, 2).reshape(batch, top_k * seq, num)
     place = (jnp.cumsum(queue, axis=1) * queue - 1).reshape(batch, top_k, seq, num).swapaxes(1, 2)
-    slots = jax.nn.one_hot(place, room)  # zeros where an expert is not chosen, or is full
-    dispatch = slots.sum(axis=2)  # (batch, seq, experts, room)
+    slots = jax.nn.one_hot(place, num_slots)  # zeros where an expert is not chosen, or is full
+    dispatch = slots.sum(axis=2)  # (batch, seq, experts, num_slots)
     combine = (slots * weights[..., None, None]).sum(axis=2)
 
     by_sequence, by_expert = (None, "batch"), ("expert", "group")

@@ -130,7 +130,7 @@ class ProfileRequests:
         options.python_tracer_level = 0  # else it would mostly be the event loop's own functions
         try:
             await self._in_thread(lambda: jax.profiler.start_trace(folder, profiler_options=options))
-        except Exception as error:
+        except Exception as error:  # JAX's profiler raises errors of several types
             await self._drop()
             raise MeshError(f"JAX's profiler does not start: {error}") from None
         self._is_recording = True

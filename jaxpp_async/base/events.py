@@ -129,7 +129,7 @@ class EventLog:
         if self._listener is not None:
             try:
                 self._listener(event)
-            except Exception:
+            except Exception:  # the user's listener may raise anything, and the run goes on
                 _LOG.exception("a listener of events failed at %s", event)
         for waiting in self._waiting:
             if not waiting.done():  # the future of a cancelled reader is done

@@ -119,7 +119,7 @@ def _import_module(name: str) -> ModuleType:
             f"module {name!r} ends Python when it is imported; put what only the script does below "
             '`if __name__ == "__main__":`'
         ) from error
-    except Exception as error:
+    except Exception as error:  # the user's module may raise anything
         is_relative = is_file and isinstance(error, ImportError) and "relative import" in str(error)
         hint = "; name a module of a package with dots, such as package.module" if is_relative else ""
         raise UseError(f"module {name!r} could not be imported{hint}") from error
@@ -134,7 +134,7 @@ def _run_file(path: Path) -> ModuleType:
     sys.modules[name] = module = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: a module that is half imported is not kept
         del sys.modules[name]
         raise
     return module
@@ -162,7 +162,7 @@ def _arguments(module: ModuleType, step: str, name: str) -> tuple[Any, ...]:
                 f"{name!r} of module {module.__name__!r} ends Python, by sys.exit or the like; it has to "
                 f"return the arguments of a call of {step!r}"
             ) from error
-        except Exception as error:
+        except Exception as error:  # the user's function may raise anything
             raise UseError(f"{name!r} of module {module.__name__!r} failed") from error
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UseError(

@@ -90,12 +90,12 @@ class _Division:
         spaces = sum(max(0.0, self.space[k]) for k in left[:num_actors])
         slack = spaces - sum(self.works[k] for k in left) + self.tolerance
         first = left[0]
-        room = self.space[first] - self.works[first]
-        if slack < 0 or room < 0 or (pieces, num_actors) in self.failed:
+        capacity = self.space[first] - self.works[first]
+        if slack < 0 or capacity < 0 or (pieces, num_actors) in self.failed:
             return False
         rest = pieces & ~(1 << first)
         others = [k for k in self.largest_first if rest >> k & 1]
-        if self._add(others, 0, sum(self.works[k] for k in others), room, slack, rest, num_actors):
+        if self._add(others, 0, sum(self.works[k] for k in others), capacity, slack, rest, num_actors):
             return True
         self.failed.add((pieces, num_actors))
         return False
@@ -105,7 +105,7 @@ class _Division:
         others: list[int],
         position: int,
         behind: float,
-        room: float,
+        capacity: float,
         slack: float,
         rest: int,
         num_actors: int,
@@ -116,7 +116,7 @@ class _Division:
             others: the pieces that it may take, the largest first.
             position: the first of them that is not decided.
             behind: the work of those from there on.
-            room: the work that the actor may still take.
+            capacity: the work that the actor may still take.
             slack: the most of its space that the actor may leave empty, if the others are to have the rest.
             rest: the set of pieces that nobody has.
             num_actors: the number of actors, with this one, that have no pieces but those.
@@ -124,15 +124,17 @@ class _Division:
         self.nodes_left -= 1
         if self.nodes_left < 0:
             raise _Unanswered
-        while position < len(others) and room - behind <= slack:
+        while position < len(others) and capacity - behind <= slack:
             piece = others[position]
             work = self.works[piece]
             behind -= work
             position += 1
-            if work <= room:
-                if self._add(others, position, behind, room - work, slack, rest & ~(1 << piece), num_actors):
+            if work <= capacity:
+                if self._add(
+                    others, position, behind, capacity - work, slack, rest & ~(1 << piece), num_actors
+                ):
                     return True
                 while position < len(others) and self.works[others[position]] == work:  # as good as this one
                     behind -= work
                     position += 1
-        return room - behind <= slack and room <= slack and self._fill(rest, num_actors - 1)
+        return capacity - behind <= slack and capacity <= slack and self._fill(rest, num_actors - 1)

@@ -187,7 +187,7 @@ class MeshProgress:
     def _ended(self, phase: _P) -> Iterator[_P]:
         try:
             yield phase
-        except BaseException:
+        except BaseException:  # also a cancellation: the phase has ended
             self.end(phase, is_done=False)
             raise
         self.end(phase)

@@ -173,7 +173,7 @@ class StepRunner:
         phase = self._progress.begin(f"first step of {step.__name__}")
         try:
             future = await self._admit(step, compiled, leaves)
-        except BaseException:
+        except BaseException:  # also a cancellation: the phase has ended
             self._progress.end(phase, is_done=False)
             raise
         submitted = future._step
