@@ -254,7 +254,7 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
     found, continues = _partition(traced), continued_arguments(traced)
     shardings = dict(zip(traced.flat.inputs, in_specs, strict=False))
     shardings |= {r: s for r, s in zip(traced.flat.outputs, out_specs, strict=False) if isinstance(r, int)}
-    division = find_division(traced, found, continues, shardings, request.result_parts)
+    division = find_division(traced, found, continues, shardings, _made_together(request))
     traced = divide(traced, division, request.result_parts)
     if traced.argument_parts or traced.result_parts:  # `init` may have no argument
         found, continues = _partition(traced), expand_pairs(continues, traced)
@@ -303,6 +303,16 @@ def _partition(traced: Traced) -> dict[int, StagedLoop]:
     """Split each loop of a step into the tasks of its stages; the keys are the positions of the loops."""
     items = enumerate(traced.flat.ops)
     return {i: partition(item, traced.types) for i, item in items if isinstance(item, Loop)}
+
+
+def _made_together(request: StepRequest) -> dict[int, Parts]:
+    """Return the parts in which results of `StepRequest.result_parts` are computed, by their positions.
+
+    Neighbouring parts on the same actors are computed as one, and then cut: the initial values of all layers
+    are one operation.
+    """
+    pairs = ((k, parts, request.result_homes.get(k)) for k, parts in request.result_parts.items())
+    return {k: parts.joined(homes) if isinstance(homes, tuple) else parts for k, parts, homes in pairs}
 
 
 def _homes_of_parts(

@@ -3,12 +3,14 @@ partial result.
 
 The pass works on the operations outside the microbatch loops, after they are placed. Trees of one associative
 operation (sums, products, maxima and others) over small values are rewritten, and so are reductions of values
-that were stacked for this purpose, as in `jnp.all(jnp.array([...]))`.
+that were stacked for this purpose, as in `jnp.all(jnp.array([...]))`. Where small values of several actors are
+concatenated for something else, each actor first concatenates its own neighbours.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -67,6 +69,9 @@ def regroup_reductions(inputs: GroupingInputs) -> OuterStep | None:
     for root, stack in _find_stacked(inputs, kept).items():
         removed |= {root, stack}
         replacements[root] = _reduce_by_actor(inputs, inputs.op(root), inputs.op(stack))
+    for i in sorted(inputs.one_actor_ops - removed - replacements.keys()):
+        if (runs := _neighbours(inputs, inputs.op(i))) is not None:
+            replacements[i] = _concatenate_by_actor(inputs, inputs.op(i), runs)
     return replaced(inputs.step, replacements, removed) if replacements else None
 
 
@@ -196,3 +201,45 @@ def _reduce_by_actor(inputs: GroupingInputs, op: Op, stack: Op) -> list[Op]:
 
 def _as_row(xs: Sequence[Any]) -> list[Any]:
     return [xs[0].reshape((1,))]
+
+
+# ---------------------------------------------------------------- other concatenations
+
+_SMALL_OPERAND_BYTES = 1 << 14
+"""The size in bytes up to which operands are concatenated before they are sent. The copy of larger ones would
+cost more than their messages."""
+
+
+def _neighbours(inputs: GroupingInputs, op: Op) -> list[list[int]] | None:
+    """Return the operands of a concatenation in runs that are on one actor each.
+
+    None if the operation is no concatenation, if an operand is large, if all operands are on one actor, or if
+    no two neighbours are.
+    """
+    if op.name != "concatenate" or len(op.reads) != len(op.inputs):
+        return None
+    if any(inputs.types.sizes[v] > _SMALL_OPERAND_BYTES for v in op.reads):
+        return None
+    runs = [list(run) for _, run in itertools.groupby(op.reads, inputs.home)]
+    return runs if 1 < len(runs) < len(op.reads) else None
+
+
+def _concatenate_by_actor(inputs: GroupingInputs, op: Op, runs: Sequence[list[int]]) -> list[Op]:
+    types, (result,) = inputs.types, op.outputs
+    whole = types[result].aval.shape
+    made: list[Op] = []
+    operands = []
+    for run in runs:
+        if len(run) == 1:
+            operands += run
+            continue
+        shapes = [types[v].aval.shape for v in run]
+        shape = tuple(
+            sum(sizes) if any(size != length for size in sizes) else length
+            for length, sizes in zip(whole, zip(*shapes, strict=True), strict=True)
+        )
+        kind = types[run[0]]
+        out = types.new(dataclasses.replace(kind, aval=structs.replace(kind.aval, shape=shape)), like=run[0])
+        made.append(dataclasses.replace(op, inputs=tuple(run), outputs=(out,)))
+        operands.append(out)
+    return [*made, dataclasses.replace(op, inputs=tuple(operands))]

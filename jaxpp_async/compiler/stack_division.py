@@ -1,7 +1,7 @@
 """Find the values of a step that stack layers, and divide them between the layers of different stages.
 
 A stacked leaf has one row per layer. A stage of a loop reads some of its rows, so the leaf is cut where the
-stages that read the rows change. The cuts spread: what is computed row by row from a divided value, or what
+stages that read the rows change, and between rows that are read one at a time. The cuts spread: what is computed row by row from a divided value, or what
 a divided value is computed from row by row, is divided at the same rows. So the gradient of a leaf, its
 optimizer state and its update are divided as the leaf is. `divided_axis` says for each operation how rows
 correspond.
@@ -74,7 +74,7 @@ def find_division(
         continues: the argument leaf that each result leaf is the next value of, by position.
         shardings: the sharding that the user gave to an argument or result, by its value. An axis that is
             divided over an actor's devices is not divided between stages as well.
-        wanted: the parts in which the caller wants results, by the position of the result leaf.
+        wanted: the parts in which results are to be computed, by the position of the result leaf.
     """
     hidden = [kept for loop in staged.values() for kept in _taken_in_loops(loop, traced)]
     seeds = [seed for loop in staged.values() for seed in _stage_cuts(loop, traced.types)]
@@ -131,7 +131,7 @@ def _stage_cuts(staged: StagedLoop, types: Types) -> Iterator[_Cuts]:
     """
     body = staged.loop.body
     ops = [op for op in body.ops if isinstance(op, Op)]
-    stages: dict[tuple[int, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    taken: dict[tuple[int, int], _TakenRows] = defaultdict(_TakenRows)
     constant = set(staged.loop.body_inputs()[0])
     for op in ops:
         if constant.issuperset(op.reads):
@@ -143,8 +143,7 @@ def _stage_cuts(staged: StagedLoop, types: Types) -> Iterator[_Cuts]:
             window = _window(op, types)
             if window is not None and window[0] in constant:
                 value, axis, rows = window
-                for row in rows:
-                    stages[value, axis][row].add(stage)
+                taken[value, axis].add(rows, stage)
     returned = {r for r in body.outputs if isinstance(r, int)}
     for op in reversed(ops):
         if returned.isdisjoint(op.outputs):
@@ -154,11 +153,37 @@ def _stage_cuts(staged: StagedLoop, types: Types) -> Iterator[_Cuts]:
         if op.name == STACK:
             for row, ref in enumerate(op.inputs):
                 if isinstance(ref, int) and ref in maker:
-                    stages[op.outputs[0], 0][row].add(maker[ref])
-    for (value, axis), by_row in stages.items():
-        cuts = tuple(row for last, row in pairwise(sorted(by_row)) if by_row[last] != by_row[row])
-        if cuts:
+                    taken[op.outputs[0], 0].add([row], maker[ref])
+    for (value, axis), rows in taken.items():
+        if cuts := rows.cuts():
             yield value, axis, cuts
+
+
+class _TakenRows:
+    """The rows of one value that the stages of a loop take, and which of them they take together."""
+
+    def __init__(self) -> None:
+        self._stages: dict[int, set[int]] = defaultdict(set)
+        self._with_last: set[int] = set()  # rows that an operation takes together with the row before
+
+    def add(self, rows: Sequence[int], stage: int) -> None:
+        """Add the rows that one operation of a stage takes."""
+        for row in rows:
+            self._stages[row].add(stage)
+        self._with_last.update(row for last, row in pairwise(rows) if row == last + 1)
+
+    def cuts(self) -> tuple[int, ...]:
+        """Return the rows at which the value is cut; none if all stages take the same rows.
+
+        It is cut where the stages change. Rows that are taken one at a time become parts of their own: XLA
+        compiles longer, and the step runs longer, where each layer is first copied out of an array of several
+        and its gradient back into one.
+        """
+        rows = [(last, row) for last, row in pairwise(sorted(self._stages))]
+        between_stages = tuple(row for last, row in rows if self._stages[last] != self._stages[row])
+        if not between_stages or len(rows) >= _MOST_PARTS:
+            return between_stages
+        return tuple(row for _, row in rows if row in between_stages or row not in self._with_last)
 
 
 def _taken_in_loops(staged: StagedLoop, traced: Traced) -> Iterator[KeptWhole]:

@@ -53,6 +53,15 @@ class Parts:
         """Return the shape of the whole array, from the shape of any part."""
         return (*part[: self.axis], self.bounds[-1], *part[self.axis + 1 :])
 
+    def joined(self, keys: Sequence[object]) -> Parts:
+        """Return the parts with neighbours joined that have equal keys, such as the actors they live on.
+
+        Args:
+            keys: one key per part.
+        """
+        inner = [bound for bound, (a, b) in zip(self.bounds[1:-1], pairwise(keys), strict=True) if a != b]
+        return Parts(self.axis, (self.bounds[0], *inner, self.bounds[-1]))
+
     def names(self, leaf: str) -> tuple[str, ...]:
         """Return the name of each part of a leaf, such as `"params['w'][0:4]"`."""
         before = ":, " * self.axis

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -381,9 +381,7 @@ class RemoteArray:
     def __repr__(self) -> str:
         where = _where(self)
         if self._division is not None:
-            rows = self._division.parts.names("")
-            places = [f"{row} {_where(part)}" for row, part in zip(rows, self._division.arrays, strict=True)]
-            where = listed(places, _MOST_PARTS)
+            where = _listed_parts(self._division, _where)
         state = "" if self._current_state == LIVE else f", {self._current_state}"
         return f"RemoteArray({self.dtype}{list(self.shape)}, {where}{state})"
 
@@ -395,9 +393,7 @@ class RemoteArray:
         """Return the facts that a notebook shows."""
         places = _places(self)
         if self._division is not None:
-            rows = self._division.parts.names("")
-            each = [f"{row} {_places(part)}" for row, part in zip(rows, self._division.arrays, strict=True)]
-            places = listed(each, _MOST_PARTS)
+            places = _listed_parts(self._division, _places)
         facts = [
             ("shape", self.shape),
             ("dtype", self.dtype),
@@ -416,6 +412,16 @@ class RemoteArray:
 
 _MOST_PARTS = 4
 """The most parts of an array whose places are shown."""
+
+
+def _listed_parts(division: PartArrays, place: Callable[[RemoteArray], str]) -> str:
+    """Return the rows of an array and their places as text; neighbours of one place are shown as one part."""
+    places = [place(part) for part in division.arrays]
+    joined = division.parts.joined(places)
+    if joined.count == 1:
+        return places[0]
+    firsts = (places[division.parts.bounds.index(start)] for start, _ in joined.ranges)
+    return listed([f"{row} {at}" for row, at in zip(joined.names(""), firsts, strict=True)], _MOST_PARTS)
 
 
 def _where(array: RemoteArray) -> str:

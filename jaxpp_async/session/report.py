@@ -410,15 +410,16 @@ def _by_leaf(
     names = leaf_names([line.name for line in lines[:count]], leaves)
     made = []
     for name, parts, positions in zip(names, leaves, part_positions(leaves), strict=True):
-        of_parts = tuple(lines[k] for k in positions)
         if parts is None:
-            made += of_parts
+            made.append(lines[positions[0]])
             continue
         first = avals[positions[0]]
+        whole = structs.replace(first, shape=parts.whole_shape(first.shape))
+        parts, of_parts = _join_neighbours(name, whole, parts, [lines[k] for k in positions])
         made.append(
             PlaceLine(
                 name,
-                _type(structs.replace(first, shape=parts.whole_shape(first.shape))),
+                _type(whole),
                 tuple(sorted({actor for line in of_parts for actor in line.actors})),
                 sum(line.size_bytes for line in of_parts),
                 _why_of_parts(of_parts, parts),
@@ -426,6 +427,31 @@ def _by_leaf(
             )
         )
     return [*made, *lines[count:]]
+
+
+def _join_neighbours(
+    name: str, whole: Aval, parts: Parts, lines: Sequence[PlaceLine]
+) -> tuple[Parts, tuple[PlaceLine, ...]]:
+    """Return the parts and lines of a leaf, with neighbours joined that lie together for one reason.
+
+    Args:
+        name: the name of the leaf.
+        whole: the aval of the leaf.
+        parts: the parts of the leaf.
+        lines: the line of each part.
+    """
+    rows = parts.names("")
+    reasons = [(line.actors, line.why.replace(row, "")) for line, row in zip(lines, rows, strict=True)]
+    joined, made = parts.joined(reasons), list[PlaceLine]()
+    for (start, stop), row, shape in zip(
+        joined.ranges, joined.names(""), joined.shapes(whole.shape), strict=True
+    ):
+        first, last = parts.bounds.index(start), parts.bounds.index(stop)
+        own = lines[first]
+        size = sum(line.size_bytes for line in lines[first:last])
+        why = own.why.replace(rows[first], row)
+        made.append(PlaceLine(name + row, _type(structs.replace(whole, shape=shape)), own.actors, size, why))
+    return joined, tuple(made)
 
 
 def _why_of_parts(lines: Sequence[PlaceLine], parts: Parts) -> str:

@@ -322,7 +322,7 @@ def test_a_constant_is_divided_too(monkeypatch, is_argument):
 
     (done,) = check_step(with_update(update), params(), batch())
     captured = [c.value for c in done.traced.captured]
-    assert [np.shape(value) for value in captured] == [(2, WIDTH, WIDTH)] * 2 * is_argument
+    assert [np.shape(value) for value in captured] == [(1, WIDTH, WIDTH)] * NUM_LAYERS * is_argument
     assert not is_argument or np.array_equal(np.concatenate(captured), mask)
     assert not count_whole(done, "p['layers']['kernel']")
 
@@ -356,7 +356,8 @@ def test_evaluation_divides_as_training_does():
         return jpp.accumulate_grads(microbatch, schedule=jpp.Std1F1B(2, stages=[1]))(batch)
 
     (done,) = check_step(step, params(), batch())
-    assert [p and p.bounds for p in done.traced.argument_parts] == [(0, 2, 4), (0, 2, 4), None, None, None]
+    rows = (0, 1, 2, 3, 4)
+    assert [p and p.bounds for p in done.traced.argument_parts] == [rows, rows, None, None, None]
 
 
 def test_a_sharding_along_the_layers_keeps_the_leaf_whole():
@@ -406,7 +407,7 @@ def test_the_example_of_the_page():
 
     data = {"x": batch()["x"], "y": batch()["x"]}
     (done,) = check_step(step, {"layers": {"kernel": params()["layers"]["kernel"]}}, data)
-    assert done.traced.argument_parts[0] == Parts(0, (0, 2, 4))
+    assert done.traced.argument_parts[0] == Parts(0, (0, 1, 2, 3, 4))
 
 
 def test_rows_of_a_microbatch_are_not_divided():

@@ -139,6 +139,38 @@ def test_a_stack_of_one_actor_stays():
     assert regrouped(stack(), "m", {"a": 1, "b": 1, "c": 1}) is None
 
 
+# ---------------------------------------------------------------- concatenations
+
+
+def test_neighbours_of_one_actor_are_concatenated_there():
+    """The order of the rows stays, so values of one actor that are no neighbours are sent one by one."""
+    body = Body(a=(1, 2), b=(3, 2), c=(1, 2), d=(2, 2), e=(1, 2))
+    body.add("s[8,2] = concatenate a b c d e", "t[8,2] = sort s")
+    inputs = seen(body, "t", {"a": 0, "b": 0, "c": 1, "d": 1, "e": 0})
+    found = regroup_reductions(inputs)
+    assert body.show(found.items) == [
+        "v1 = concatenate a b",
+        "v2 = concatenate c d",
+        "s = concatenate v1 v2 e",
+        "t = sort s",
+    ]
+    assert [body.types[op.outputs[0]].aval.shape for op in found.items[:2]] == [(4, 2), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("home", "columns"),
+    [
+        pytest.param({"a": 0, "b": 1, "c": 0}, 2, id="no neighbours on one actor"),
+        pytest.param({"a": 1, "b": 1, "c": 1}, 2, id="one actor"),
+        pytest.param({"a": 0, "b": 0, "c": 1}, 1 << 13, id="large"),
+    ],
+)
+def test_a_concatenation_stays_where_nothing_is_won(home, columns):
+    body = Body(**dict.fromkeys("abc", (1, columns)))
+    body.add(f"s[3,{columns}] = concatenate a b c", f"t[3,{columns}] = sort s")
+    assert regrouped(body, "t", home) is None
+
+
 def test_regrouping_changes_no_number():
     body = Body(a=(1,), b=(1,), c=(1,), d=(), e=(), f=())
     body.add("s[3] = concatenate a b c", "m[] = reduce_max s", "p = add d e", "q = add p f", "r = mul q m")

@@ -21,6 +21,7 @@ from stacked import (
     init_fn,
     make_batch,
     make_state,
+    marked_loss,
     median,
     reference,
     train_step,
@@ -51,10 +52,12 @@ async def local(remote_mesh):
 
 
 def places(array: RemoteArray) -> dict[tuple[int, int], tuple[int, ...]] | tuple[int, ...]:
-    """Where each part of an array lies; of a whole array, where it lies."""
+    """Where the rows of an array lie, neighbours of one place together; of a whole array, where it lies."""
     if array.division is None:
         return array.actors
-    return dict(zip(array.division.parts.ranges, (p.actors for p in array.division.arrays), strict=True))
+    parts, actors = array.division.parts, [part.actors for part in array.division.arrays]
+    joined = parts.joined(actors)
+    return {(start, stop): actors[parts.bounds.index(start)] for start, stop in joined.ranges}
 
 
 async def stored(mesh: jpp.RemoteMesh) -> int:
@@ -244,6 +247,60 @@ async def test_meshes_with_explicit_axes(remote_mesh):
     whole = await mesh.run(mesh.distributed(lambda w: jnp.sort(w, axis=0)), w)
     assert (whole.spec, w.division) == ((None, "model"), None)
     assert_close(await mesh.fetch([w, whole]), jax.device_get([expected, jnp.sort(expected, axis=0)]))
+
+
+# ---------------------------------------------------------------- layers that are taken one at a time
+
+MARKED_TWO = train_step(jpp.Std1F1B(2, stages=[3]), marked_loss)
+MARKED_FOUR = train_step(jpp.Interleaved1F1B(4, stages=[1, 3, 5]), marked_loss)
+ROWS = tuple(range(LAYERS + 1))
+
+
+async def check_layers_one_at_a_time(mesh: jpp.RemoteMesh) -> None:
+    """Each layer is a part, under any cut: another cut moves the layers that change their actor."""
+    halves, quarters = (mesh.distributed(each, donate_argnums=0) for each in (MARKED_TWO, MARKED_FOUR))
+    await halves.compile(make_state(), BATCHES[0])
+    state = await halves.init(0, init_fn, 0)
+    for k, (step, homes) in enumerate([(halves, HALVES), (quarters, QUARTERS), (halves, HALVES)]):
+        state, _ = await mesh.run(step, state, BATCHES[k])
+        w, mu = state[0]["w"], state[1][0].mu["w"]
+        assert w.division.parts.bounds == mu.division.parts.bounds == ROWS
+        assert places(w) == places(mu) == homes
+    assert_close(await mesh.fetch(state), reference(make_state(), *BATCHES[:3]))
+
+
+async def test_layers_one_at_a_time(inline):
+    await check_layers_one_at_a_time(inline)
+
+
+async def test_layers_one_at_a_time_across_processes(local):
+    await check_layers_one_at_a_time(local)
+
+
+async def test_a_step_that_takes_layers_together_joins_those_of_a_step_that_takes_them_singly(inline):
+    singly = inline.distributed(MARKED_TWO, donate_argnums=0)
+    together = inline.distributed(train_step(FOUR), donate_argnums=0)
+    state: Any = make_state()
+    for k, (step, homes) in enumerate([(singly, HALVES), (together, QUARTERS), (singly, HALVES)]):
+        state, _ = await inline.run(step, state, BATCHES[k])
+        assert places(state[0]["w"]) == homes
+        assert state[0]["w"].division.parts.bounds == (ROWS if step is singly else ROWS[::2])
+    assert_close(await inline.fetch(state), reference(make_state(), *BATCHES[:3]))
+
+
+async def test_a_checkpoint_of_single_layers_is_one_leaf(inline, tmp_path):
+    singly, together = inline.distributed(MARKED_TWO), inline.distributed(train_step(FOUR))
+    first, _ = await inline.run(singly, make_state(), BATCHES[0])
+    second, _ = await inline.run(together, first, BATCHES[1])
+    for name, state, other in (("singly", first, together), ("together", second, singly)):
+        folder = tmp_path / name
+        await inline.save(folder, state)
+        back = await inline.restore(folder, (other, 0))
+        assert places(back[0]["w"]) == (QUARTERS if other is together else HALVES)
+        assert_close(await inline.fetch(back), await inline.fetch(state))
+        future = await inline.submit(other, back, BATCHES[2])
+        assert future.moves == ()
+        await future
 
 
 # ---------------------------------------------------------------- arguments that a step does not use

@@ -29,3 +29,11 @@ def test_each_leaf_is_found_among_all_parts_with_its_own_name():
     leaves = (None, ROWS, None)
     assert part_positions(leaves) == (range(1), range(1, 3), range(3, 4))
     assert leaf_names(("a", *ROWS.names("w[0]"), "b"), leaves) == ("a", "w[0]", "b")
+
+
+def test_neighbours_of_one_key_are_joined():
+    rows = Parts(1, (0, 1, 2, 5, 6))
+    assert rows.joined("aabb") == Parts(1, (0, 2, 6))
+    assert rows.joined("abba") == Parts(1, (0, 1, 5, 6))
+    assert rows.joined("aaaa") == Parts(1, (0, 6))
+    assert Parts(0, (0, 3)).joined("a") == Parts(0, (0, 3))

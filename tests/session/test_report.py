@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxpp_async.program.instructions import Aval
 from jaxpp_async.program.leaf_parts import Parts
 from jaxpp_async.schedules.cut import Cut, Mark
 from jaxpp_async.session import report as reports
@@ -129,6 +130,21 @@ def test_of_many_parts_the_first_and_the_last_are_shown(count, actors):
 )
 def test_why_parts_lie_where_they_lie_is_said_once(reasons, why):
     assert in_parts(*reasons).why == why
+
+
+def test_neighbours_that_lie_together_for_one_reason_are_one_line():
+    parts = Parts(0, (0, 1, 2, 3, 4))
+    places = [(0, "x"), (0, "x"), (1, "x"), (1, "y")]
+    lines = [
+        PlaceLine(name, "float32[1, 3]", (actor,), 12, f"{why} continues state{row}")
+        for name, row, (actor, why) in zip(parts.names("w"), parts.names(""), places, strict=True)
+    ]
+    joined, made = reports._join_neighbours("w", Aval((4, 3), "float32"), parts, lines)
+    assert joined == Parts(0, (0, 2, 3, 4))
+    assert made == (
+        PlaceLine("w[0:2]", "float32[2, 3]", (0,), 24, "x continues state[0:2]"),
+        *lines[2:],
+    )
 
 
 # ---------------------------------------------------------------- cuts
