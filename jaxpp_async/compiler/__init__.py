@@ -27,8 +27,8 @@ stage_assignment, late_forward,         `partition`: the stage of each operation
 finish_tasks, loop_commuting            wait for an earlier stage, or move to after the loop
 gradient_expressions, stage_parts       `loop_commuting`: summed gradients as expressions, and the operations
                                         that each stage applies to its own part
-stack_division, divided_axis            `divide`: which values are divided and where, and how each operation
-                                        is computed in parts
+stage_cuts, stack_division,             `divide`: where the stages cut arrays of layers, which values are
+divided_axis                            divided with them, and how each operation is computed in parts
 minimum_cut                             `late_forward`, `rematerialization`: a cut of least cost
 reduction_grouping, sum_distribution    `placement`: sums outside the loops, grouped by actor, and what is
                                         done to each part of a sum

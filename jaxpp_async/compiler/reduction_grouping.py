@@ -3,8 +3,8 @@ partial result.
 
 The pass works on the operations outside the microbatch loops, after they are placed. Trees of one associative
 operation (sums, products, maxima and others) over small values are rewritten, and so are reductions of values
-that were stacked for this purpose, as in `jnp.all(jnp.array([...]))`. Where small values of several actors are
-concatenated for something else, each actor first concatenates its own neighbours.
+that were stacked for this purpose, as in `jnp.all(jnp.array([...]))`. Where small values of several actors
+are concatenated for something else, each actor first concatenates its own neighbours.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Find the values of a step that stack layers, and divide them between the layers of different stages.
 
-A stacked leaf has one row per layer. A stage of a loop reads some of its rows, so the leaf is cut where the
-stages that read the rows change, and between rows that are read one at a time. The cuts spread: what is computed row by row from a divided value, or what
-a divided value is computed from row by row, is divided at the same rows. So the gradient of a leaf, its
-optimizer state and its update are divided as the leaf is. `divided_axis` says for each operation how rows
-correspond.
+A stacked leaf has one row per layer, and the stages of a loop cut it (see `stage_cuts`). The cuts spread:
+what is computed row by row from a divided value, or what a divided value is computed from row by row, is
+divided at the same rows. So the gradient of a leaf, its optimizer state and its update are divided as the
+leaf is. `divided_axis` says for each operation how rows correspond.
 
 Where an operation needs a divided value whole, the value and all others that are divided with it stay whole,
 unless it is small. `KeptWhole` then says why.
@@ -16,7 +15,6 @@ import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 from jaxpp_async.compiler.divided_axis import (
@@ -33,7 +31,7 @@ from jaxpp_async.compiler.divided_axis import (
 )
 from jaxpp_async.compiler.ir import KeptWhole, Loop, Op, Ref, Traced, Types
 from jaxpp_async.compiler.partition import StagedLoop
-from jaxpp_async.compiler.primitives import ELEMENTWISE, INDEX, MOVES_ONLY, STACK
+from jaxpp_async.compiler.stage_cuts import stage_cuts
 from jaxpp_async.jax_bridge import private_api
 from jaxpp_async.markers.reductions import Concat, Stack
 from jaxpp_async.program.instructions import SpecEntry
@@ -42,8 +40,9 @@ from jaxpp_async.program.leaf_parts import Parts
 JOINED_BYTES = 1 << 14
 """The size in bytes up to which a divided value is joined for an operation that needs it whole."""
 
-_MOST_PARTS = 512
-"""The most parts of one value. Operations that shift rows against each other would make ever more."""
+MOST_PARTS = 512
+"""The most parts of one value, unless the stages have cut the leaves into more. Operations that shift rows
+against each other would make ever more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,12 +76,13 @@ def find_division(
         wanted: the parts in which results are to be computed, by the position of the result leaf.
     """
     hidden = [kept for loop in staged.values() for kept in _taken_in_loops(loop, traced)]
-    seeds = [seed for loop in staged.values() for seed in _stage_cuts(loop, traced.types)]
+    seeds = [seed for loop in staged.values() for seed in stage_cuts(loop, traced.types)]
     results = ((traced.flat.outputs[k], parts) for k, parts in wanted.items())
     seeds += [(ref, parts.axis, parts.bounds) for ref, parts in results if isinstance(ref, int)]
     if not seeds:
         return Division({}, tuple(hidden))
-    spreading = _Spreading(traced, continues, shardings)
+    most_parts = max(MOST_PARTS, 2 * sum(len(cuts) for *_, cuts in seeds))
+    spreading = _Spreading(traced, continues, shardings, most_parts)
     for value, axis, cuts in seeds:
         spreading.cut(value, axis, cuts)
     spreading.run()
@@ -119,73 +119,6 @@ class _Obstacle:
         return f"{self.what}{at} {self.needs}"
 
 
-_Cuts: TypeAlias = tuple[int, int, tuple[int, ...]]
-"""A value, an axis of it, and row numbers on this axis at which it is cut."""
-
-
-def _stage_cuts(staged: StagedLoop, types: Types) -> Iterator[_Cuts]:
-    """Yield the cuts of values of a loop's body of which different stages read, or make, different rows.
-
-    Values that depend on the microbatch are not cut where they are read, since only what is the same in all
-    microbatches lives on actors. Gradients of layers are cut where they are stacked.
-    """
-    body = staged.loop.body
-    ops = [op for op in body.ops if isinstance(op, Op)]
-    taken: dict[tuple[int, int], _TakenRows] = defaultdict(_TakenRows)
-    constant = set(staged.loop.body_inputs()[0])
-    for op in ops:
-        if constant.issuperset(op.reads):
-            constant.update(op.outputs)
-    maker: dict[int, int] = {}
-    for (_, stage), task in staged.tasks.items():
-        maker.update(dict.fromkeys(task.made, stage))
-        for op in task.ops:
-            window = _window(op, types)
-            if window is not None and window[0] in constant:
-                value, axis, rows = window
-                taken[value, axis].add(rows, stage)
-    returned = {r for r in body.outputs if isinstance(r, int)}
-    for op in reversed(ops):
-        if returned.isdisjoint(op.outputs):
-            continue
-        if op.name in ELEMENTWISE | MOVES_ONLY:
-            returned.update(op.reads)
-        if op.name == STACK:
-            for row, ref in enumerate(op.inputs):
-                if isinstance(ref, int) and ref in maker:
-                    taken[op.outputs[0], 0].add([row], maker[ref])
-    for (value, axis), rows in taken.items():
-        if cuts := rows.cuts():
-            yield value, axis, cuts
-
-
-class _TakenRows:
-    """The rows of one value that the stages of a loop take, and which of them they take together."""
-
-    def __init__(self) -> None:
-        self._stages: dict[int, set[int]] = defaultdict(set)
-        self._with_last: set[int] = set()  # rows that an operation takes together with the row before
-
-    def add(self, rows: Sequence[int], stage: int) -> None:
-        """Add the rows that one operation of a stage takes."""
-        for row in rows:
-            self._stages[row].add(stage)
-        self._with_last.update(row for last, row in pairwise(rows) if row == last + 1)
-
-    def cuts(self) -> tuple[int, ...]:
-        """Return the rows at which the value is cut; none if all stages take the same rows.
-
-        It is cut where the stages change. Rows that are taken one at a time become parts of their own: XLA
-        compiles longer, and the step runs longer, where each layer is first copied out of an array of several
-        and its gradient back into one.
-        """
-        rows = [(last, row) for last, row in pairwise(sorted(self._stages))]
-        between_stages = tuple(row for last, row in rows if self._stages[last] != self._stages[row])
-        if not between_stages or len(rows) >= _MOST_PARTS:
-            return between_stages
-        return tuple(row for _, row in rows if row in between_stages or row not in self._with_last)
-
-
 def _taken_in_loops(staged: StagedLoop, traced: Traced) -> Iterator[KeptWhole]:
     """Yield the argument leaves of which loops inside several stages take rows that they count themselves."""
     invariants, _, _ = staged.loop.body_inputs()
@@ -206,25 +139,6 @@ def _taken_in_loops(staged: StagedLoop, traced: Traced) -> Iterator[KeptWhole]:
             instead = "give the loop the stage's layers to iterate over, such as by a scan over w[4:8]"
             why = _Obstacle("a loop inside a stage", line, needs)
             yield KeptWhole(leaf, traced.types[value].aval, str(why), instead)
-
-
-def _window(op: Op, types: Types) -> tuple[int, int, Sequence[int]] | None:
-    """Return the value, the axis and the rows that an operation reads if it reads some rows of one value."""
-    if op.name not in (INDEX, "slice", "dynamic_slice") or not isinstance(op.inputs[0], int):
-        return None
-    value = op.inputs[0]
-    if op.name == INDEX:
-        row = bound_argument(op)
-        return value, 0, range(row, row + 1)
-    whole, read = types[value].aval.shape, types[op.outputs[0]].aval.shape
-    axes = [d for d, (a, b) in enumerate(zip(whole, read, strict=True)) if a != b]
-    if len(axes) != 1:
-        return None
-    relation = relate(op, types, is_result=False, position=0, axis=axes[0])
-    if not isinstance(relation, MovedRows):
-        return None
-    rows = (range(p.operand_start, p.operand_start + p.length) for p in relation.pieces)
-    return value, axes[0], tuple(row for each in rows for row in each)
 
 
 # ---------------------------------------------------------------- how cuts spread
@@ -372,8 +286,10 @@ class _Spreading:
         traced: Traced,
         continues: Mapping[int, int],
         shardings: Mapping[int, Sequence[SpecEntry] | None],
+        most_parts: int = MOST_PARTS,
     ) -> None:
         self.traced, self.types, self.shardings = traced, traced.types, shardings
+        self.most_parts = most_parts
         self.uses = _Uses()
         self.uses.add(traced.flat.ops)
         for result, leaf in continues.items():
@@ -421,7 +337,7 @@ class _Spreading:
             self.obstacles.setdefault(
                 value, _Obstacle("its sharding", "", needs, "divide another axis, such as by P(None, 'data')")
             )
-        if len(self.cuts[value]) >= _MOST_PARTS:
+        if len(self.cuts[value]) >= self.most_parts:
             needs = "shifts layers against each other"
             self.obstacles.setdefault(value, _Obstacle(why or "an operation", line, needs))
         else:

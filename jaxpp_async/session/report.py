@@ -415,14 +415,14 @@ def _by_leaf(
             continue
         first = avals[positions[0]]
         whole = structs.replace(first, shape=parts.whole_shape(first.shape))
-        parts, of_parts = _join_neighbours(name, whole, parts, [lines[k] for k in positions])
+        joined, of_parts = _join_neighbours(name, whole, parts, [lines[k] for k in positions])
         made.append(
             PlaceLine(
                 name,
                 _type(whole),
                 tuple(sorted({actor for line in of_parts for actor in line.actors})),
                 sum(line.size_bytes for line in of_parts),
-                _why_of_parts(of_parts, parts),
+                _why_of_parts(of_parts, joined),
                 of_parts,
             )
         )

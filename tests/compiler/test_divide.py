@@ -378,6 +378,45 @@ def find_division_of(fn: Callable, shardings: Any) -> stack_division.Division:
     return stack_division.find_division(cut, staged, continued_arguments(cut), specs, {})
 
 
+def test_an_optimizer_may_work_on_one_vector_of_all_parameters():
+    """Its parts are as many as those of all leaves together, more than shifted rows may make."""
+    num_leaves, num_layers = 16, 36
+    p = {f"w{k:02}": np.full((num_layers, 2), 0.1 * k + 0.1, np.float32) for k in range(num_leaves)}
+
+    def step(p: Any, batch: Any) -> Any:
+        def body(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            return jpp.pipeline_yield(jnp.tanh(x + sum(layer.values()))), None
+
+        def loss(p: Any, x: jax.Array) -> jax.Array:
+            return jnp.sum(jax.lax.scan(body, x, p)[0])
+
+        schedule = jpp.Std1F1B(2, stages=[17])
+        grads = jpp.accumulate_grads(lambda x: jax.grad(loss)(p, x), schedule=schedule)(batch)
+        flat, back = jax.flatten_util.ravel_pytree(p)
+        return back(flat - 0.1 * jax.flatten_util.ravel_pytree(grads)[0])
+
+    assert num_leaves * num_layers > stack_division.MOST_PARTS
+    (done,) = check_step(step, p, np.ones((2, 1, 2), np.float32))
+    assert done.traced.kept_whole == ()
+    assert {parts.count for parts in done.traced.argument_parts if parts} == {num_layers}
+
+
+def test_initial_values_of_layers_on_one_actor_are_computed_together():
+    """A step that takes layers one at a time wants them in single rows."""
+
+    def make(key: jax.Array) -> jax.Array:
+        return jax.vmap(lambda k: jax.random.normal(k, (WIDTH, WIDTH)))(jax.random.split(key, NUM_LAYERS))
+
+    wanted = {0: Parts(0, (0, 1, 2, 3, 4))}
+    homes = {0: tuple(frozenset({actor}) for actor in (1, 1, 0, 0))}
+    done = plan_step(make, jax.random.key(0), result_parts=wanted, result_homes=homes)
+    assert_close(run_plan(done, jax.random.key(0)), jax.jit(make)(jax.random.key(0)))
+    ops = [op.name for recipe in done.placed.recipes for op in recipe.ops]
+    assert ops.count("erf_inv") == 2
+    assert [o.actors for o in done.placed.graph.outputs] == [(1,), (1,), (0,), (0,)]
+    assert sent(done) == []
+
+
 def test_results_that_the_caller_wants_in_parts():
     def make(key: jax.Array) -> Any:
         keys = jax.random.split(key, NUM_LAYERS)

@@ -192,8 +192,8 @@ def test_of_many_parts_some_are_shown(mesh):
 def test_neighbours_on_one_actor_are_shown_as_one(mesh):
     parts = Parts(1, (0, 1, 2, 4, 5))
     kind = ValueType(Aval((2, 5), "float32"))
-    actors = ((0,), (0,), (1,), (1,))
-    arrays = tuple(RemoteArray(mesh, k, t, a) for k, (t, a) in enumerate(zip(part_types(kind, parts), actors)))
+    types = part_types(kind, parts)
+    arrays = tuple(RemoteArray(mesh, k, types[k], (actor,)) for k, actor in enumerate((0, 0, 1, 1)))
     array = RemoteArray.in_parts(mesh, kind, PartArrays(parts, arrays))
     assert repr(array) == "RemoteArray(float32[2, 5], [:, 0:2] actors=[0], [:, 2:5] actors=[1])"
     assert "[:, 0:2] actor 0, [:, 2:5] actor 1" in array._repr_html_()

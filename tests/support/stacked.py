@@ -30,9 +30,7 @@ def loss_fn(params: Any, x: Any, num_stages: int) -> Any:
 def marked_loss(params: Any, x: Any, num_stages: int) -> Any:
     """Scan over all layers, with a mark behind each: the stages take their layers one at a time."""
     del num_stages  # `stages=` of the schedule says which marks end one
-    hidden, _ = jax.lax.scan(
-        lambda h, layer: (jpp.pipeline_yield(jnp.tanh(h @ layer)), None), x, params["w"]
-    )
+    hidden, _ = jax.lax.scan(lambda h, layer: (jpp.pipeline_yield(jnp.tanh(h @ layer)), None), x, params["w"])
     return jnp.mean((hidden @ params["head"] - x) ** 2)
 
 
