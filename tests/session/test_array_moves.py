@@ -42,6 +42,26 @@ async def test_an_array_that_lies_elsewhere_is_carried_and_lies_on_both_and_the_
     assert mesh.started == [(0, {0: {0: 5}}, {1: {0: 5}}), (0, {0: {0: 6}}, {1: {0: 6}})]
 
 
+async def test_several_arrays_are_carried_by_one_program_each_to_every_actor_once():
+    moves, mesh = mover()
+    first, second = (RemoteArray(mesh, 5 + k, ValueType(F4), (k,)) for k in range(2))
+    slots = [
+        Slot(name, ValueType(F4), actors) for name, actors in (("x", (1,)), ("y", (0, 1)), ("z", (0, 1)))
+    ]
+    moved = await moves.bring([first, second, first], slots, "train")
+    assert moved == (Moved("x", 16, 0, (1,)), Moved("y", 16, 1, (0,)))
+    assert first.actors == second.actors == (0, 1)
+    assert mesh.started == [(0, {0: {0: 5}, 1: {1: 6}}, {1: {0: 5}, 0: {1: 6}})]
+    mesh.fails = ActorDiedError("actor 1 died")
+    leaves = [RemoteArray(mesh, 5 + k, ValueType(F4), (k,)) for k in range(2)]
+    with pytest.raises(ActorDiedError) as caught:
+        await moves.bring(leaves, slots, "train")
+    assert caught.value.__notes__ == [
+        "x (16 bytes) and 1 more were being moved from actor 0 to actors [1] for step 7 ('train'), which had "
+        "not begun"
+    ]
+
+
 async def test_an_actor_that_fails_meanwhile_is_told_with_the_argument_that_was_on_its_way():
     moves, mesh = mover()
     mesh.fails = ActorDiedError("actor 1 died")
