@@ -110,8 +110,8 @@ class Mover:
         were = "was" if count == 1 else f"and {count - 1} more were"
         to, number = list(slot.actors or leaf.actors), self._controller().num_steps
         note = (
-            f"{slot.name} ({leaf.nbytes:,} bytes) {were} being moved from actor {leaf.actors[0]} to actors {to} "
-            f"for step {number} ({name!r}), which had not begun"
+            f"{slot.name} ({leaf.nbytes:,} bytes) {were} being moved from actor {leaf.actors[0]} to actors "
+            f"{to} for step {number} ({name!r}), which had not begun"
         )
         try:
             yield
