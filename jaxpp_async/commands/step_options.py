@@ -162,7 +162,7 @@ class MachineOptions(NamedTuple):
         Raises:
             UseError: an option is wrong.
         """
-        from jaxpp_async.base.byte_counts import parse_bytes
+        from jaxpp_async.base.quantities import parse_bytes
         from jaxpp_async.errors import MeshError, PlanError, ShardingError
         from jaxpp_async.planning.devices import OWN_FIGURES
         from jaxpp_async.planning.machine import BETWEEN_HOSTS, Machine

@@ -75,9 +75,9 @@ class _TakenRows:
     def cuts(self) -> tuple[int, ...]:
         """Return the rows at which the value is cut; none if all stages take the same rows.
 
-        It is cut where the stages change, and between rows that no operation takes together, as where a scan
-        with marks inside takes them one at a time. XLA compiles longer, and a step runs longer, where each
-        layer is copied out of an array of several and its gradient back into one.
+        The value is cut where the stages change, and between rows that no operation takes together, as where
+        a scan with marks inside takes them one at a time. XLA compiles longer, and a step runs longer, where
+        each layer is copied out of an array of several and its gradient back into one.
         """
         rows = [(last, row) for last, row in pairwise(sorted(self._stages))]
         between_stages = tuple(row for last, row in rows if self._stages[last] != self._stages[row])

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxpp_async.base.byte_counts import parse_bytes
+from jaxpp_async.base.quantities import parse_bytes
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import Loop
 from jaxpp_async.compiler.pass_cache import PassCache

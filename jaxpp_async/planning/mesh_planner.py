@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from jaxpp_async.base.byte_counts import parse_bytes
 from jaxpp_async.base.printable import first_line, listed
-from jaxpp_async.base.quantities import format_seconds
+from jaxpp_async.base.quantities import format_seconds, parse_bytes
 from jaxpp_async.compiler.ir import Loop
 from jaxpp_async.compiler.pipeline import CompilePlan
 from jaxpp_async.errors import JaxppAsyncError, PlanError

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jaxpp_async.base.byte_counts import parse_bytes
+from jaxpp_async.base.quantities import parse_bytes
 from jaxpp_async.compiler.pipeline import gc_paused
 from jaxpp_async.errors import CostError, PlanError
 from jaxpp_async.planning.bound import bound_of_all

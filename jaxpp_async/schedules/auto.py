@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpp_async.base.byte_counts import parse_bytes
+from jaxpp_async.base.quantities import parse_bytes
 from jaxpp_async.errors import PlanError, ScheduleError
 from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules.base import BALANCED, check_count

@@ -1,10 +1,11 @@
-"""Times, bytes and counts as text."""
+"""Times, bytes and counts as text, and bytes read from text."""
 
 from __future__ import annotations
 
 import pytest
 
-from jaxpp_async.base.quantities import count, format_bytes, format_seconds
+from jaxpp_async.base.quantities import count, format_bytes, format_seconds, parse_bytes
+from jaxpp_async.errors import PlanError
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,21 @@ def test_seconds_of_more_digits():
 
 def test_counts():
     assert [count(n, "step") for n in (0, 1, 1000)] == ["0 steps", "1 step", "1,000 steps"]
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_bytes_as_text():
+    texts = [7, "7", "70GB", "1.5 MiB", "2kb", "64GiB", "3T"]
+    found = [7, 7, 70 * 10**9, 3 * 2**19, 2000, 64 * 2**30, 3 * 10**12]
+    assert list(map(parse_bytes, texts)) == found
+
+
+WRONG = ["lots", "", "0", 0, -5, True, "5 XB", None, 1.5, 10**400, float("nan")]
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, "1.5", "0.1B", "0.0001", "10\nGB", "9" * 400])
+def test_no_number_of_bytes(wrong):
+    with pytest.raises(PlanError, match="write bytes, or text such as '70GB' or '64GiB'"):
+        parse_bytes(wrong)
