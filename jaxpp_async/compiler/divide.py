@@ -44,7 +44,7 @@ from jaxpp_async.compiler.ir import (
     literal_type,
     renamed,
 )
-from jaxpp_async.compiler.primitives import ADDITIONS
+from jaxpp_async.compiler.primitives import ADDITIONS, JOINS_PARTS
 from jaxpp_async.compiler.stack_division import Division
 from jaxpp_async.jax_bridge import private_api
 from jaxpp_async.program.leaf_parts import Parts, part_positions
@@ -275,9 +275,9 @@ class _Body(BodyValues):
             is_last = part == len(bounds) - 1
             joined = result if is_last else self.types.new(self.types[result], like=result)
             name = combine.removeprefix("bitwise_")
-            self.ops.append(
-                Op(name, (total, made), (joined,), partial(_combine, combine), op.line, op.transposed)
-            )
+            run = partial(_combine, combine)
+            params = {JOINS_PARTS: True}
+            self.ops.append(Op(name, (total, made), (joined,), run, op.line, op.transposed, params))
             total = joined
 
     def _add_picked(self, op: Op, row: int) -> None:

@@ -199,6 +199,9 @@ operand may stand."""
 ASSOCIATIVE = _names("add add_any mul max min and or")
 """Associative primitives of two operands, so that each actor can combine its own values first."""
 
+JOINS_PARTS = "joins_parts"
+"""The entry in `Op.params` of an associative operation that joins what parts of an array were reduced to."""
+
 REDUCTIONS = _names("reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or")
 """Primitives that reduce the elements of one array by an associative operation, so that the elements may be
 grouped in any way."""

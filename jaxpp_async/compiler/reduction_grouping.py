@@ -2,9 +2,10 @@
 partial result.
 
 The pass works on the operations outside the microbatch loops, after they are placed. Trees of one associative
-operation (sums, products, maxima and others) over small values are rewritten, and so are reductions of values
-that were stacked for this purpose, as in `jnp.all(jnp.array([...]))`. Where small values of several actors
-are concatenated for something else, each actor first concatenates its own neighbours.
+operation (sums, products, maxima and others) over small values, or over what was computed from the parts of
+an array, are rewritten, and so are reductions of values that were stacked for this purpose, as in
+`jnp.all(jnp.array([...]))`. Where small values of several actors are concatenated for something else, each
+actor first concatenates its own neighbours.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from msgspec import structs
 
 from jaxpp_async.compiler.cond_split import SMALL_BYTES
 from jaxpp_async.compiler.ir import Op, OuterStep, Types, replaced
-from jaxpp_async.compiler.primitives import ASSOCIATIVE, REDUCTIONS
+from jaxpp_async.compiler.primitives import ASSOCIATIVE, JOINS_PARTS, REDUCTIONS
 from jaxpp_async.program.instructions import ActorId
 
 
@@ -76,7 +77,9 @@ def regroup_reductions(inputs: GroupingInputs) -> OuterStep | None:
 
 
 def _find_trees(inputs: GroupingInputs, kept: set[int]) -> dict[int, tuple[set[int], list[int]]]:
-    """Find trees of operations, such as `a + b + c`, that reduce small values of several actors.
+    """Find trees of operations, such as `a + b + c`, that reduce values of several actors.
+
+    The values are small, or come from the parts of one array.
 
     All operations of a tree are the same associative primitive, and each tree is as large as possible.
 
@@ -115,7 +118,8 @@ def _is_sum(inputs: GroupingInputs, op: Op) -> bool:
     if op.name not in ASSOCIATIVE or len(op.inputs) != 2 or len(op.reads) != 2:
         return False
     avals = [inputs.types[v].aval for v in (*op.outputs, *op.reads)]
-    return len({(a.shape, a.dtype) for a in avals}) == 1 and inputs.types.sizes[op.outputs[0]] <= SMALL_BYTES
+    is_small = inputs.types.sizes[op.outputs[0]] <= SMALL_BYTES
+    return len({(a.shape, a.dtype) for a in avals}) == 1 and (is_small or JOINS_PARTS in op.params)
 
 
 def _by_actor(inputs: GroupingInputs, values: Sequence[int]) -> list[list[int]]:

@@ -87,6 +87,16 @@ def test_only_values_of_up_to_64_bytes_are_regrouped(size, small):
     assert (regrouped(body, "t", ALTERNATING) is not None) is small
 
 
+def test_what_comes_from_parts_of_an_array_may_be_large():
+    body = Body(**dict.fromkeys("abcd", (1000,)))
+    body.add("s = add a b", "t = add s c", "u = add t d", joins_parts=True)
+    assert regrouped(body, "u", {"a": 0, "b": 0, "c": 1, "d": 1}) == [
+        "v1 = add a b",
+        "v2 = add c d",
+        "u = add v1 v2",
+    ]
+
+
 def test_a_partial_sum_that_a_loop_reads_stays():
     body = scalars("a", "b", "c")
     body.add("s = add a b", "t = add s c")

@@ -33,7 +33,7 @@ from jaxpp_async.markers.reductions import Sum
 from jaxpp_async.program.instructions import Aval
 
 _RESULT = re.compile(r"(?P<name>\w+)(?::(?P<dtype>\w+))?(?:\[(?P<shape>[\d,]*)\])?$")
-_PARAMS = ("side", "repeats")
+_PARAMS = ("side", "repeats", "joins_parts")
 
 _RUNS = {
     "add": lambda xs: [xs[0] + xs[1]],
