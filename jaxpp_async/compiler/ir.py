@@ -203,11 +203,24 @@ class _SizeCache(dict[int, int]):
         return size
 
 
+class _OriginSizes(dict[int, int]):
+    """The sizes of origins in bytes, by value id, filled when they are first read."""
+
+    def __init__(self, types: Types) -> None:
+        self._types = types
+
+    def __missing__(self, value_id: int) -> int:
+        size = self[value_id] = self._types.sizes[self._types.origin(value_id)]
+        return size
+
+
 class Types:
     """A table of the type of every value id; types of new values are added while a step is compiled.
 
     Attributes:
         sizes: the size of each value in bytes, by value id. A sharded or replicated array counts as one whole
+            array.
+        origin_sizes: the size of each value's origin in bytes; of a part of a divided array that of the whole
             array.
     """
 
@@ -215,6 +228,7 @@ class Types:
         self._types: dict[int, ValueType] = {}
         self._origins: dict[int, int] = {}
         self.sizes = _SizeCache(self._types)
+        self.origin_sizes = _OriginSizes(self)
 
     def new(self, value_type: ValueType, *, like: int | None = None) -> int:
         """Add a value and return its id.

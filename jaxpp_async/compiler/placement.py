@@ -172,7 +172,8 @@ class _Placer:
     """
 
     def __init__(self, step: OuterStep, types: Types) -> None:
-        self.step, self.types, self.size = step, types, types.sizes
+        # The size of a part is that of its array, so that a decision does not depend on the number of parts.
+        self.step, self.types, self.size = step, types, types.origin_sizes
         self.items = step.items
         self.ops = {i: op for i, op in enumerate(self.items) if isinstance(op, Op)}
         self.producer = {o: i for i, op in self.ops.items() for o in op.outputs if o >= 0}

@@ -16,6 +16,10 @@ from jaxpp_async.compiler.ir import Op, Types
 from jaxpp_async.compiler.partition import StagedLoop
 from jaxpp_async.compiler.primitives import ELEMENTWISE, INDEX, MOVES_ONLY, STACK
 
+SMALL_ROW_BYTES = 1 << 10
+"""The size in bytes below which rows that are taken one at a time stay one part for each stage. To copy such
+a row costs less than another array, with another operation for each one that is applied to it."""
+
 MOST_ROWS = 512
 """The most rows of a value that become parts of their own. A value with more is cut between stages only."""
 
@@ -55,7 +59,8 @@ def stage_cuts(staged: StagedLoop, types: Types) -> Iterator[Cuts]:
                 if isinstance(ref, int) and ref in maker:
                     taken[op.outputs[0], 0].add([row], maker[ref])
     for (value, axis), rows in taken.items():
-        if cuts := rows.cuts():
+        row_bytes = types.sizes[value] // types[value].aval.shape[axis]
+        if cuts := rows.cuts() if row_bytes >= SMALL_ROW_BYTES else rows.cuts_between_stages():
             yield value, axis, cuts
 
 
@@ -70,7 +75,12 @@ class _TakenRows:
         """Add the rows that one operation of a stage takes."""
         for row in rows:
             self._stages[row].add(stage)
-        self._with_last.update(row for last, row in pairwise(rows) if row == last + 1)
+        self._with_last.update(range(min(rows, default=0) + 1, max(rows, default=0) + 1))
+
+    def cuts_between_stages(self) -> tuple[int, ...]:
+        """Return the rows at which the stages change; none if all stages take the same rows."""
+        pairs = pairwise(sorted(self._stages))
+        return tuple(row for last, row in pairs if self._stages[last] != self._stages[row])
 
     def cuts(self) -> tuple[int, ...]:
         """Return the rows at which the value is cut; none if all stages take the same rows.
@@ -79,11 +89,11 @@ class _TakenRows:
         a scan with marks inside takes them one at a time. XLA compiles longer, and a step runs longer, where
         each layer is copied out of an array of several and its gradient back into one.
         """
-        rows = [(last, row) for last, row in pairwise(sorted(self._stages))]
-        between_stages = tuple(row for last, row in rows if self._stages[last] != self._stages[row])
+        between_stages = self.cuts_between_stages()
         if not between_stages or len(self._stages) > MOST_ROWS:
             return between_stages
-        return tuple(row for _, row in rows if row in between_stages or row not in self._with_last)
+        alone = self._stages.keys() - self._with_last - {min(self._stages)}
+        return tuple(sorted(alone.union(between_stages)))
 
 
 def _window(op: Op, types: Types) -> tuple[int, int, Sequence[int]] | None:

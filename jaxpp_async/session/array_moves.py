@@ -24,14 +24,7 @@ from jaxpp_async.errors import ActorError
 from jaxpp_async.program.instructions import ActorId
 from jaxpp_async.session.argument_binding import Slot
 from jaxpp_async.session.host_transfers import RemoteValues
-from jaxpp_async.session.move_programs import (
-    Copied,
-    Move,
-    Moved,
-    build_copies,
-    build_moves,
-    build_resharding,
-)
+from jaxpp_async.session.move_programs import Copied, Move, Moved, build, build_copies
 from jaxpp_async.session.remote_array import RemoteArray, is_remote, retire_failed
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -56,13 +49,13 @@ class Mover:
     ):
         self._controller, self._values = controller, values
         self._num_actors, self._target = num_actors, target
-        self._programs: dict[Move | tuple[Move, ...] | Copied, int] = {}
+        self._programs: dict[Move | Copied, int] = {}
 
     async def bring(self, leaves: Sequence[Any], slots: Sequence[Slot], name: str) -> tuple[Moved, ...]:
         """Move the arrays of a call to the actors that need them, and reshard arrays if the step requires it.
 
-        Arrays are resharded one after another, since each needs memory for its old and new buffers. All
-        others are then sent by one program.
+        Arrays are resharded one after another, since each needs memory for its old and new buffers. The moves
+        of all others are started before the first one has ended.
 
         Args:
             leaves: the leaves of the call; leaves that are not on actors are ignored.
@@ -81,73 +74,57 @@ class Mover:
         for leaf, slot in on_actors:
             if leaf.spec != slot.type.aval.spec and not slot.any_sharding:
                 to, source = slot.actors or leaf.actors, leaf.actors[0]
-                with self._noting(leaf, slot, 1, name):
+                with self._noting(leaf, slot, source, name):
                     await self._reshard(leaf, slot, to)
                 moved.append(Moved(slot.name, leaf.nbytes, source, to, resharded=True))
-        going: list[tuple[RemoteArray, Slot, tuple[ActorId, ...]]] = []
-        coming: defaultdict[int, set[ActorId]] = defaultdict(set)  # by array: the actors that will have it
+        started = []
         for leaf, slot in on_actors:
-            missing = tuple(a for a in slot.actors if a not in leaf.actors and a not in coming[leaf.array_id])
+            missing = tuple(actor for actor in slot.actors if actor not in leaf.actors)
             if missing:
-                going.append((leaf, slot, missing))
-                coming[leaf.array_id].update(missing)
-        if going:
-            moved += [Moved(slot.name, leaf.nbytes, leaf.actors[0], to) for leaf, slot, to in going]
-            with self._noting(*going[0][:2], len(going), name):
-                await self._move(going)
+                source = leaf.actors[0]
+                with self._noting(leaf, slot, source, name):
+                    try:
+                        step = await self._start_move(leaf, missing, slot)
+                    except ActorError:
+                        if any(earlier.error for *_, earlier in started):
+                            break  # its error is raised below, with the argument that was being moved
+                        raise
+                moved.append(Moved(slot.name, leaf.nbytes, source, missing))
+                started.append((leaf, slot, source, step))
+        for leaf, slot, source, step in started:
+            with self._noting(leaf, slot, source, name):
+                await step
         return tuple(moved)
 
     @contextlib.contextmanager
-    def _noting(self, leaf: RemoteArray, slot: Slot, count: int, name: str) -> Iterator[None]:
-        """Add a note to an error that says which arguments were being moved.
+    def _noting(self, leaf: RemoteArray, slot: Slot, source: ActorId, name: str) -> Iterator[None]:
+        """Add a note to an error that says which argument was being moved.
 
         Args:
-            leaf: the first of the arrays.
+            leaf: the array.
             slot: the step's slot for it.
-            count: the number of arrays.
+            source: the actor that sends it.
             name: name of the step's function.
         """
-        were = "was" if count == 1 else f"and {count - 1} more were"
         to, number = list(slot.actors or leaf.actors), self._controller().num_steps
-        note = (
-            f"{slot.name} ({leaf.nbytes:,} bytes) {were} being moved from actor {leaf.actors[0]} to actors "
-            f"{to} for step {number} ({name!r}), which had not begun"
-        )
         try:
             yield
         except ActorError as error:
-            error.add_note(note)
+            error.add_note(
+                f"{slot.name} ({leaf.nbytes:,} bytes) was being moved from actor {source} to actors {to} for "
+                f"step {number} ({name!r}), which had not begun"
+            )
             raise
 
-    async def _move(self, going: Sequence[tuple[RemoteArray, Slot, tuple[ActorId, ...]]]) -> None:
-        """Send arrays to actors.
-
-        Args:
-            going: for each array, the step's slot for it, and the actors that get it.
-        """
-        moves = []
-        for leaf, slot, to in going:
-            source = leaf.actors[0]
-            _LOG.info("moving %s (%d bytes) from actor %d to %s", slot.name, leaf.nbytes, source, list(to))
-            moves.append(Move(replace(leaf.value_type, weak=False), source, to, leaf.spec))
-        key = tuple(moves)
-        if key not in self._programs:
-            programs = build_moves(moves, self._num_actors)
-            self._programs[key], _ = await self._controller().load(LoadableProgram.of(programs, ()))
-        for leaf, slot, _ in going:
-            leaf.check_usable(slot.name, self._values)  # the user may have deleted it meanwhile
-        taken: defaultdict[ActorId, dict[int, int]] = defaultdict(dict)
-        made: defaultdict[ActorId, dict[int, int]] = defaultdict(dict)
-        for k, (leaf, _, to) in enumerate(going):
-            taken[leaf.actors[0]][k] = leaf.array_id
-            for actor in to:
-                made[actor][k] = leaf.array_id
-        step = SubmittedStep(self._programs[key], kind="move")
-        self._controller().start_step(step, taken, made)
-        # Before anything is awaited: a handle must know its copies if it is deleted or its move cancelled.
-        for leaf, _, to in going:
-            leaf.relocate(tuple(sorted({*leaf.actors, *to})))
-        await step
+    async def _start_move(self, leaf: RemoteArray, to: tuple[ActorId, ...], slot: Slot) -> SubmittedStep:
+        """Start to send an array to actors, and return the step that does it."""
+        source = leaf.actors[0]
+        move = Move(replace(leaf.value_type, weak=False), source, to, leaf.spec)
+        _LOG.info("moving %s (%d bytes) from actor %d to %s", slot.name, leaf.nbytes, source, list(to))
+        step = await self._start(move, leaf, leaf.array_id, slot)
+        # Before anything is awaited: the handle must know its copies if it is deleted or its move cancelled.
+        leaf.relocate(tuple(sorted({*leaf.actors, *to})))
+        return step
 
     async def copy(self, arrays: Sequence[tuple[str, RemoteArray]]) -> list[RemoteArray]:
         """Start to copy arrays on the actors that hold them, and return the handles of the copies.
@@ -187,18 +164,22 @@ class Mover:
         """
         move = Move(replace(leaf.value_type, weak=False), leaf.actors[0], to, slot.type.aval.spec)
         _LOG.info("resharding %s from %s to %s", slot.name, leaf.spec, slot.type.aval.spec)
-        if move not in self._programs:
-            programs, executables = build_resharding(move, self._num_actors, self._target)
-            loadable = LoadableProgram.of(programs, executables)
-            self._programs[move], _ = await self._controller().load(loadable)
-        leaf.check_usable(slot.name, self._values)  # the user may have deleted it meanwhile
         new_id = self._controller().new_array_id()
-        step = SubmittedStep(self._programs[move], kind="move")
-        inputs, outputs = {move.source: {0: leaf.array_id}}, {a: {0: new_id} for a in move.to}
-        self._controller().start_step(step, inputs, outputs)
+        step = await self._start(move, leaf, new_id, slot)
         self._values.release(leaf)
         resharded = replace(
             leaf.value_type, aval=structs.replace(leaf.value_type.aval, spec=slot.type.aval.spec)
         )
         leaf.relocate(to, array_id=new_id, value_type=resharded)
         await step
+
+    async def _start(self, move: Move, leaf: RemoteArray, result_id: int, slot: Slot) -> SubmittedStep:
+        if move not in self._programs:
+            programs, executables = build(move, self._num_actors, self._target)
+            loadable = LoadableProgram.of(programs, executables)
+            self._programs[move], _ = await self._controller().load(loadable)
+        leaf.check_usable(slot.name, self._values)  # the user may have deleted it meanwhile
+        inputs = {move.source: {0: leaf.array_id}}
+        outputs = {a: {0: result_id} for a in move.to}
+        step = SubmittedStep(self._programs[move], kind="move")
+        return self._controller().start_step(step, inputs, outputs)

@@ -33,7 +33,7 @@ from jaxpp_async.program.instructions import (
 class Move:
     """A kind of move: actor `source` sends an array of type `type` to the actors in `to`.
 
-    The actors in `to` then hold the array with the sharding `spec`. Equal moves share loaded programs.
+    The actors in `to` then hold the array with the sharding `spec`. Equal moves share one loaded program.
     """
 
     type: ValueType
@@ -110,37 +110,32 @@ def summary(moved: Sequence[Moved], step_name: str) -> str:
     return f"moved {count}, {total} bytes, before step {step_name!r}, which keeps them elsewhere"
 
 
-def build_moves(moves: Sequence[Move], num_actors: int) -> tuple[ActorProgram, ...]:
-    """Build programs, one per actor, that send arrays between actors; no array gets another sharding.
-
-    Args:
-        moves: one kind of move for each array; the position is that of the array in the programs.
-        num_actors: number of actors. The program of an actor that has no part in the moves is empty.
-    """
-    values = [Value(move.type.aval, f"moved[{k}]", "temp") for k, move in enumerate(moves)]
-    inputs = [GraphInput(k, k, (move.source,)) for k, move in enumerate(moves)]
-    outputs = [GraphOutput(k, k, move.to) for k, move in enumerate(moves)]
-    return _lower(TaskGraph(num_actors, tuple(values), (), tuple(inputs), tuple(outputs)))
-
-
-def build_resharding(
+def build(
     move: Move, num_actors: int, target: Target
 ) -> tuple[tuple[ActorProgram, ...], tuple[Emitted, ...]]:
-    """Build the programs that send one array to actors, which give it another sharding.
+    """Build the programs of one move: an actor sends the array, and the receivers reshard it if needed.
 
     Returns:
-        The programs, one per actor, and the executables that they run.
+        The programs, one per actor (empty for an actor that has no part in the move), and the executables
+        that they run: one that reshards, or none if the sharding stays the same.
     """
     there = structs.replace(move.type.aval, spec=move.spec)
     values = [Value(move.type.aval, "moved", "temp")]
-    nodes, outputs = [], []
-    for actor in move.to:
-        values.append(Value(there, "resharded"))
-        nodes.append(Node(f"reshard(actor {actor})", actor, 0, (0,), (len(values) - 1,)))
-        outputs.append(GraphOutput(len(values) - 1, 0, (actor,)))
-    inputs = (GraphInput(0, 0, (move.source,)),)
-    programs = _lower(TaskGraph(num_actors, tuple(values), tuple(nodes), inputs, tuple(outputs)))
-    return programs, (_reshard(move, target),)
+    nodes, outputs, executables = [], [], ()
+    if there.spec == move.type.aval.spec:
+        outputs.append(GraphOutput(0, 0, move.to))
+    else:
+        executables = (_reshard(move, target),)
+        for actor in move.to:
+            values.append(Value(there, "resharded"))
+            nodes.append(Node(f"reshard(actor {actor})", actor, 0, (0,), (len(values) - 1,)))
+            outputs.append(GraphOutput(len(values) - 1, 0, (actor,)))
+    graph = TaskGraph(
+        num_actors, tuple(values), tuple(nodes), (GraphInput(0, 0, (move.source,)),), tuple(outputs)
+    )
+    programs = tuple(lowering.lower(graph))
+    verify.verify_programs(programs)
+    return programs, executables
 
 
 Copied: TypeAlias = tuple[tuple[ValueType, tuple[ActorId, ...]], ...]
@@ -159,11 +154,7 @@ def build_copies(copied: Copied, num_actors: int) -> tuple[ActorProgram, ...]:
     values = [Value(value_type.aval, f"copied[{k}]", "input") for k, (value_type, _) in enumerate(copied)]
     inputs = [GraphInput(k, k, actors) for k, (_, actors) in enumerate(copied)]
     outputs = [GraphOutput(k, k, actors) for k, (_, actors) in enumerate(copied)]
-    return _lower(TaskGraph(num_actors, tuple(values), (), tuple(inputs), tuple(outputs)))
-
-
-def _lower(graph: TaskGraph) -> tuple[ActorProgram, ...]:
-    programs = tuple(lowering.lower(graph))
+    programs = tuple(lowering.lower(TaskGraph(num_actors, tuple(values), (), tuple(inputs), tuple(outputs))))
     verify.verify_programs(programs)
     return programs
 

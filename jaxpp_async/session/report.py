@@ -415,15 +415,16 @@ def _by_leaf(
             continue
         first = avals[positions[0]]
         whole = structs.replace(first, shape=parts.whole_shape(first.shape))
-        joined, of_parts = _join_neighbours(name, whole, parts, [lines[k] for k in positions])
+        of_parts = [lines[k] for k in positions]
+        together = _join_neighbours(name, whole, parts, of_parts)
         made.append(
             PlaceLine(
                 name,
                 _type(whole),
                 tuple(sorted({actor for line in of_parts for actor in line.actors})),
                 sum(line.size_bytes for line in of_parts),
-                _why_of_parts(of_parts, joined),
-                of_parts,
+                _why_of_parts(of_parts, parts),
+                together if len(together) > 1 else (),
             )
         )
     return [*made, *lines[count:]]
@@ -431,8 +432,8 @@ def _by_leaf(
 
 def _join_neighbours(
     name: str, whole: Aval, parts: Parts, lines: Sequence[PlaceLine]
-) -> tuple[Parts, tuple[PlaceLine, ...]]:
-    """Return the parts and lines of a leaf, with neighbours joined that lie together for one reason.
+) -> tuple[PlaceLine, ...]:
+    """Return the lines of a leaf's parts, with one line for neighbours that lie on the same actors.
 
     Args:
         name: the name of the leaf.
@@ -440,18 +441,15 @@ def _join_neighbours(
         parts: the parts of the leaf.
         lines: the line of each part.
     """
-    rows = parts.names("")
-    reasons = [(line.actors, line.why.replace(row, "")) for line, row in zip(lines, rows, strict=True)]
-    joined, made = parts.joined(reasons), list[PlaceLine]()
-    for (start, stop), row, shape in zip(
-        joined.ranges, joined.names(""), joined.shapes(whole.shape), strict=True
-    ):
+    joined, made = parts.joined([line.actors for line in lines]), list[PlaceLine]()
+    shapes = joined.shapes(whole.shape)
+    for (start, stop), rows, shape in zip(joined.ranges, joined.names(name), shapes, strict=True):
         first, last = parts.bounds.index(start), parts.bounds.index(stop)
-        own = lines[first]
-        size = sum(line.size_bytes for line in lines[first:last])
-        why = own.why.replace(rows[first], row)
-        made.append(PlaceLine(name + row, _type(structs.replace(whole, shape=shape)), own.actors, size, why))
-    return joined, tuple(made)
+        own = lines[first:last]
+        why = _why_of_parts(own, Parts(parts.axis, parts.bounds[first : last + 1]))
+        size = sum(line.size_bytes for line in own)
+        made.append(PlaceLine(rows, _type(structs.replace(whole, shape=shape)), own[0].actors, size, why))
+    return tuple(made)
 
 
 def _why_of_parts(lines: Sequence[PlaceLine], parts: Parts) -> str:
@@ -467,11 +465,18 @@ def _why_of_parts(lines: Sequence[PlaceLine], parts: Parts) -> str:
     if len(of_kind) == 1:
         return f"each {next(iter(of_kind))}"
     texts = [
-        f"{', '.join(_few([rows[k] for k in ks], _MOST_REASONS))} "
+        f"{', '.join(_few(_ranges(parts, ks), _MOST_REASONS))} "
         + (f"each {kind}" if len({reasons[k] for k in ks}) > 1 else reasons[ks[0]])
         for kind, ks in of_kind.items()
     ]
     return "; ".join(_few(texts, _MOST_REASONS))
+
+
+def _ranges(parts: Parts, positions: Sequence[int]) -> list[str]:
+    """Return the rows of some parts as text, neighbours as one range."""
+    joined = parts.joined([k in positions for k in range(parts.count)])
+    pairs = zip(joined.ranges, joined.names(""), strict=True)
+    return [rows for (start, _), rows in pairs if parts.bounds.index(start) in positions]
 
 
 def _without_stage(reason: str) -> str:

@@ -18,7 +18,7 @@ from interpret import check_step, run_plan
 from planning import plan_step, sent
 
 import jaxpp_async as jpp
-from jaxpp_async.compiler import stack_division
+from jaxpp_async.compiler import stack_division, stage_cuts
 from jaxpp_async.compiler import trace as trace_module
 from jaxpp_async.compiler.continued_arguments import continued_arguments
 from jaxpp_async.compiler.cut import cut_loops
@@ -108,6 +108,22 @@ def step_of(tx: Any, model: Callable = scanned, loss_extra: Callable = lambda p:
 def check(tx: Any, *, steps: int = 2, schedules: Any = SCHEDULES, **options: Any) -> list[CompilePlan]:
     state = (params(), tx.init(params()))
     return check_step(step_of(tx, **options), state, batch(), schedules=schedules, steps=steps, donate=(0,))
+
+
+@pytest.fixture
+def single_rows(monkeypatch):
+    """Layers that are taken one at a time are parts of their own, though these are small."""
+    monkeypatch.setattr(stage_cuts, "SMALL_ROW_BYTES", 0)
+
+
+@pytest.mark.parametrize("model", [scanned, sliced, indexed, rematerialized])
+@pytest.mark.parametrize(
+    "tx", [optax.adam(1e-2), optax.lamb(1e-2), optax.adafactor(1e-2)], ids=["adam", "lamb", "adafactor"]
+)
+def test_large_layers_that_are_taken_one_at_a_time_are_parts_of_their_own(single_rows, model, tx):
+    for done in check(tx, model=model, schedules=SCHEDULES[::2]):
+        leaves = [parts for parts in done.traced.argument_parts if parts is not None]
+        assert leaves and {parts.count for parts in leaves} == {NUM_LAYERS}
 
 
 def divided(done: CompilePlan) -> list[str]:
@@ -322,7 +338,7 @@ def test_a_constant_is_divided_too(monkeypatch, is_argument):
 
     (done,) = check_step(with_update(update), params(), batch())
     captured = [c.value for c in done.traced.captured]
-    assert [np.shape(value) for value in captured] == [(1, WIDTH, WIDTH)] * NUM_LAYERS * is_argument
+    assert [np.shape(value) for value in captured] == [(2, WIDTH, WIDTH)] * 2 * is_argument
     assert not is_argument or np.array_equal(np.concatenate(captured), mask)
     assert not count_whole(done, "p['layers']['kernel']")
 
@@ -356,8 +372,7 @@ def test_evaluation_divides_as_training_does():
         return jpp.accumulate_grads(microbatch, schedule=jpp.Std1F1B(2, stages=[1]))(batch)
 
     (done,) = check_step(step, params(), batch())
-    rows = (0, 1, 2, 3, 4)
-    assert [p and p.bounds for p in done.traced.argument_parts] == [rows, rows, None, None, None]
+    assert [p and p.bounds for p in done.traced.argument_parts] == [(0, 2, 4), (0, 2, 4), None, None, None]
 
 
 def test_a_sharding_along_the_layers_keeps_the_leaf_whole():
@@ -378,7 +393,7 @@ def find_division_of(fn: Callable, shardings: Any) -> stack_division.Division:
     return stack_division.find_division(cut, staged, continued_arguments(cut), specs, {})
 
 
-def test_an_optimizer_may_work_on_one_vector_of_all_parameters():
+def test_an_optimizer_may_work_on_one_vector_of_all_parameters(single_rows):
     """Its parts are as many as those of all leaves together, more than shifted rows may make."""
     num_leaves, num_layers = 16, 36
     p = {f"w{k:02}": np.full((num_layers, 2), 0.1 * k + 0.1, np.float32) for k in range(num_leaves)}
@@ -446,7 +461,7 @@ def test_the_example_of_the_page():
 
     data = {"x": batch()["x"], "y": batch()["x"]}
     (done,) = check_step(step, {"layers": {"kernel": params()["layers"]["kernel"]}}, data)
-    assert done.traced.argument_parts[0] == Parts(0, (0, 1, 2, 3, 4))
+    assert done.traced.argument_parts[0] == Parts(0, (0, 2, 4))
 
 
 def test_rows_of_a_microbatch_are_not_divided():

@@ -21,6 +21,11 @@ from jaxpp_async.compiler.trace import trace
 LAYERS, WIDTH = 6, 3
 
 
+@pytest.fixture(autouse=True)
+def _rows_are_large(monkeypatch):
+    monkeypatch.setattr(module, "SMALL_ROW_BYTES", 0)
+
+
 def cuts_of(loss: Callable, stages: Sequence[int], axis: int = 0) -> list[tuple[int, tuple[int, ...]]]:
     """The axis and the cuts of the argument, and of its gradient, for stages that end behind these marks."""
 
@@ -66,6 +71,15 @@ def shared(w: Any, x: Any) -> Any:
     return jnp.sum(x)
 
 
+def every_other(w: Any, x: Any) -> Any:
+    """The first stage takes layers 0 and 2 together, and layer 1; the second takes the others singly."""
+    x, _ = jax.lax.scan(lambda x, layer: (jnp.tanh(x @ layer), None), x, w[0:4:2])
+    x = jpp.pipeline_yield(jnp.tanh(x @ w[1]))
+    for k in range(3, LAYERS):
+        x = jnp.tanh(x @ w[k])
+    return jnp.sum(x)
+
+
 def columns(w: Any, x: Any) -> Any:
     """Layers on the last axis."""
     for k in range(LAYERS):
@@ -79,9 +93,10 @@ def columns(w: Any, x: Any) -> Any:
         (scanned, [2], 0, (1, 2, 3, 4, 5)),
         (pairs, [0], 0, (2, 4)),
         (first_together, [0], 0, (3, 4, 5)),
+        (every_other, [0], 0, (3, 4, 5)),
         (columns, [1], 2, (1, 2, 3, 4, 5)),
     ],
-    ids=["one at a time", "two and two", "both", "on another axis"],
+    ids=["one at a time", "two and two", "both", "every other", "on another axis"],
 )
 def test_an_array_is_cut_between_stages_and_between_rows_that_are_not_taken_together(
     loss, stages, axis, cuts
@@ -100,3 +115,10 @@ def test_of_very_many_rows_not_each_becomes_a_part(monkeypatch):
     assert set(cuts_of(scanned, [2])) == {(0, (3,))}
     monkeypatch.setattr(module, "MOST_ROWS", LAYERS)
     assert set(cuts_of(scanned, [2])) == {(0, (1, 2, 3, 4, 5))}
+
+
+def test_small_rows_are_cut_between_stages_only(monkeypatch):
+    monkeypatch.setattr(module, "SMALL_ROW_BYTES", 4 * WIDTH * WIDTH)
+    assert set(cuts_of(scanned, [2])) == {(0, (1, 2, 3, 4, 5))}
+    monkeypatch.setattr(module, "SMALL_ROW_BYTES", 4 * WIDTH * WIDTH + 1)
+    assert set(cuts_of(scanned, [2])) == {(0, (3,))}

@@ -30,6 +30,7 @@ from waiting import until
 
 import jaxpp_async as jpp
 from jaxpp_async.checkpoint.stored import find_damage, load_manifest
+from jaxpp_async.compiler import stage_cuts
 from jaxpp_async.errors import ActorDiedError, ArrayError, CheckpointError
 from jaxpp_async.session.remote_array import RemoteArray
 from jaxpp_async.testing import assert_close
@@ -256,6 +257,12 @@ MARKED_FOUR = train_step(jpp.Interleaved1F1B(4, stages=[1, 3, 5]), marked_loss)
 ROWS = tuple(range(LAYERS + 1))
 
 
+@pytest.fixture
+def single_rows(monkeypatch):
+    """Layers that are taken one at a time are parts of their own, though these are small."""
+    monkeypatch.setattr(stage_cuts, "SMALL_ROW_BYTES", 0)
+
+
 async def check_layers_one_at_a_time(mesh: jpp.RemoteMesh) -> None:
     """Each layer is a part, under any cut: another cut moves the layers that change their actor."""
     halves, quarters = (mesh.distributed(each, donate_argnums=0) for each in (MARKED_TWO, MARKED_FOUR))
@@ -269,15 +276,17 @@ async def check_layers_one_at_a_time(mesh: jpp.RemoteMesh) -> None:
     assert_close(await mesh.fetch(state), reference(make_state(), *BATCHES[:3]))
 
 
-async def test_layers_one_at_a_time(inline):
+async def test_layers_one_at_a_time(inline, single_rows):
     await check_layers_one_at_a_time(inline)
 
 
-async def test_layers_one_at_a_time_across_processes(local):
+async def test_layers_one_at_a_time_across_processes(local, single_rows):
     await check_layers_one_at_a_time(local)
 
 
-async def test_a_step_that_takes_layers_together_joins_those_of_a_step_that_takes_them_singly(inline):
+async def test_a_step_that_takes_layers_together_joins_those_of_a_step_that_takes_them_singly(
+    inline, single_rows
+):
     singly = inline.distributed(MARKED_TWO, donate_argnums=0)
     together = inline.distributed(train_step(FOUR), donate_argnums=0)
     state: Any = make_state()
@@ -288,7 +297,7 @@ async def test_a_step_that_takes_layers_together_joins_those_of_a_step_that_take
     assert_close(await inline.fetch(state), reference(make_state(), *BATCHES[:3]))
 
 
-async def test_a_checkpoint_of_single_layers_is_one_leaf(inline, tmp_path):
+async def test_a_checkpoint_of_single_layers_is_one_leaf(inline, tmp_path, single_rows):
     singly, together = inline.distributed(MARKED_TWO), inline.distributed(train_step(FOUR))
     first, _ = await inline.run(singly, make_state(), BATCHES[0])
     second, _ = await inline.run(together, first, BATCHES[1])

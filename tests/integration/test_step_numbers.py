@@ -96,6 +96,6 @@ async def test_a_move_that_fails_says_of_which_argument_and_for_which_step(monke
         ) as raised:
             await mesh.run(step, swapped(params), BATCH)
     assert raised.value.step == 1
-    said = "params['blocks'][0]['b'] (32 bytes) and 3 more were being moved from actor 1 to actors [0] "
+    said = "params['blocks'][0]['b'] (32 bytes) was being moved from actor 1 to actors [0] "
     said += "for step 1 ('train'), which"
     assert raised.value.__notes__[0].startswith(said)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from move_mesh import MoveMesh
+from waiting import until
 
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import ValueType
@@ -42,23 +45,32 @@ async def test_an_array_that_lies_elsewhere_is_carried_and_lies_on_both_and_the_
     assert mesh.started == [(0, {0: {0: 5}}, {1: {0: 5}}), (0, {0: {0: 6}}, {1: {0: 6}})]
 
 
-async def test_several_arrays_are_carried_by_one_program_each_to_every_actor_once():
+async def test_the_moves_of_several_arrays_are_all_started_before_one_has_ended():
     moves, mesh = mover()
     first, second = (RemoteArray(mesh, 5 + k, ValueType(F4), (k,)) for k in range(2))
-    slots = [
-        Slot(name, ValueType(F4), actors) for name, actors in (("x", (1,)), ("y", (0, 1)), ("z", (0, 1)))
-    ]
-    moved = await moves.bring([first, second, first], slots, "train")
-    assert moved == (Moved("x", 16, 0, (1,)), Moved("y", 16, 1, (0,)))
-    assert first.actors == second.actors == (0, 1)
-    assert mesh.started == [(0, {0: {0: 5}, 1: {1: 6}}, {1: {0: 5}, 0: {1: 6}})]
-    mesh.fails = ActorDiedError("actor 1 died")
-    leaves = [RemoteArray(mesh, 5 + k, ValueType(F4), (k,)) for k in range(2)]
+    homes = {"x": (1,), "y": (0, 1), "z": (0, 1)}
+    slots = [Slot(name, ValueType(F4), actors) for name, actors in homes.items()]
+    mesh.is_held = True
+    moving = asyncio.ensure_future(moves.bring([first, second, first], slots, "train"))
+    await until(lambda: len(mesh.started) == 2, every_s=0)
+    assert mesh.started == [(0, {0: {0: 5}}, {1: {0: 5}}), (1, {1: {0: 6}}, {0: {0: 6}})]
+    assert first.actors == second.actors == (0, 1) and not moving.done()
+    mesh.let_go()
+    assert await moving == (Moved("x", 16, 0, (1,)), Moved("y", 16, 1, (0,)))
+
+
+async def test_of_several_moves_the_one_that_fails_is_named():
+    moves, mesh = mover()
+    leaves = [RemoteArray(mesh, 5 + k, ValueType(F4), (1,)) for k in range(2)]
+    slots = [Slot(name, ValueType(F4), (0,)) for name in ("x", "y")]
+    mesh.is_held = True
+    moving = asyncio.ensure_future(moves.bring(leaves, slots, "train"))
+    await until(lambda: len(mesh.started) == 2, every_s=0)
+    mesh.let_go({1: ActorDiedError("actor 1 died")})
     with pytest.raises(ActorDiedError) as caught:
-        await moves.bring(leaves, slots, "train")
+        await moving
     assert caught.value.__notes__ == [
-        "x (16 bytes) and 1 more were being moved from actor 0 to actors [1] for step 7 ('train'), which had "
-        "not begun"
+        "y (16 bytes) was being moved from actor 1 to actors [0] for step 7 ('train'), which had not begun"
     ]
 
 

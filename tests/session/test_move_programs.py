@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import jax
 import pytest
 
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import ValueType
-from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Run, Send
+from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Send
 from jaxpp_async.session.move_programs import (
     Move,
     Moved,
+    build,
     build_copies,
-    build_moves,
-    build_resharding,
     carried_bytes,
     summary,
     warning,
 )
 
 F4 = Aval((4,), "float32")
-SHARDED = Target(jax.sharding.AbstractMesh((2,), ("x",)), "cpu", {})
+HERE = Target(None, "cpu", {})
 
 
 def test_an_array_is_sent_as_it_is_to_every_actor_that_needs_it():
-    programs = build_moves([Move(ValueType(F4), 1, (0, 2), ())], 3)
+    programs, executables = build(Move(ValueType(F4), 1, (0, 2), ()), 3, HERE)
     first, source, last = (program.instructions for program in programs)
     sends = [(i.to_actor, i.tag) for i in source if isinstance(i, Send)]
     assert [to for to, _ in sends] == [0, 2]
@@ -32,27 +30,11 @@ def test_an_array_is_sent_as_it_is_to_every_actor_that_needs_it():
     assert last == (Recv(0, 1, sends[1][1]), Output(0, 0))
     assert [i for i in source if isinstance(i, Input)] == [Input(0, 0)]
     assert not any(isinstance(i, Output | Delete) for i in source)
-
-
-def test_several_arrays_are_sent_by_one_program_whatever_their_direction():
-    moves = [Move(ValueType(F4), 0, (1,), ()), Move(ValueType(Aval((2,), "int32")), 1, (0,), ())]
-    there, back = (program.instructions for program in build_moves(moves, 2))
-    taken = [[i.arg for i in program if isinstance(i, Input)] for program in (there, back)]
-    made = [[i.result for i in program if isinstance(i, Output)] for program in (back, there)]
-    assert taken == made == [[0], [1]]
-    assert [i.to_actor for i in (*there, *back) if isinstance(i, Send)] == [1, 0]
-
-
-def test_an_array_of_another_sharding_is_converted_where_it_arrives():
-    programs, executables = build_resharding(Move(ValueType(F4), 0, (1,), ("x",)), 2, SHARDED)
-    source, there = (program.instructions for program in programs)
-    assert [type(i) for i in source] == [Input, Send]
-    assert [type(i) for i in there if not isinstance(i, Delete)] == [Recv, Run, Output]
-    assert len(executables) == 1
+    assert executables == ()
 
 
 def test_an_actor_that_has_the_array_already_keeps_it():
-    programs = build_moves([Move(ValueType(F4), 0, (0,), ())], 2)
+    programs, _ = build(Move(ValueType(F4), 0, (0,), ()), 2, HERE)
     assert [program.instructions for program in programs] == [(Input(0, 0), Output(0, 0)), ()]
 
 

@@ -117,7 +117,7 @@ def test_of_many_parts_the_first_and_the_last_are_shown(count, actors):
                 "actor 0: used after the loop; actor 2: used by fwd(stage 2)",
                 "used by fwd(stage 0), fwd(stage 3)",
             ],
-            "[0:1], [1:2] each used by its own stage (forward); "
+            "[0:2] each used by its own stage (forward); "
             "[2:3] actor 0: used after the loop; actor 2: used by fwd(stage 2); "
             "[3:4] used by fwd(stage 0), fwd(stage 3)",
         ),
@@ -132,19 +132,27 @@ def test_why_parts_lie_where_they_lie_is_said_once(reasons, why):
     assert in_parts(*reasons).why == why
 
 
-def test_neighbours_that_lie_together_for_one_reason_are_one_line():
+def test_neighbours_on_the_same_actors_are_one_line():
     parts = Parts(0, (0, 1, 2, 3, 4))
-    places = [(0, "x"), (0, "x"), (1, "x"), (1, "y")]
+    places = [(0, "used by fwd(stage 0)"), (0, "used by bwd(stage 0)"), (1, "is state"), (2, "is state")]
     lines = [
-        PlaceLine(name, "float32[1, 3]", (actor,), 12, f"{why} continues state{row}")
+        PlaceLine(name, "float32[1, 3]", (actor,), 12, f"{why}{row}")
         for name, row, (actor, why) in zip(parts.names("w"), parts.names(""), places, strict=True)
     ]
-    joined, made = reports._join_neighbours("w", Aval((4, 3), "float32"), parts, lines)
-    assert joined == Parts(0, (0, 2, 3, 4))
-    assert made == (
-        PlaceLine("w[0:2]", "float32[2, 3]", (0,), 24, "x continues state[0:2]"),
-        *lines[2:],
+    assert reports._join_neighbours("w", Aval((4, 3), "float32"), parts, lines) == (
+        PlaceLine(
+            "w[0:2]", "float32[2, 3]", (0,), 24, "[0:1] used by fwd(stage 0); [1:2] used by bwd(stage 0)"
+        ),
+        PlaceLine("w[2:3]", "float32[1, 3]", (1,), 12, "is state"),
+        PlaceLine("w[3:4]", "float32[1, 3]", (2,), 12, "is state"),
     )
+
+
+def test_a_leaf_whose_parts_lie_together_is_shown_whole():
+    avals = [Aval((1, 3), "float32")] * 2
+    lines = [PlaceLine(name, "float32[1, 3]", (0,), 12, "x") for name in ("w[0:1]", "w[1:2]")]
+    whole = PlaceLine("w", "float32[2, 3]", (0,), 24, "x")
+    assert reports._by_leaf(lines, avals, 2, [Parts(0, (0, 1, 2))]) == [whole]
 
 
 # ---------------------------------------------------------------- cuts

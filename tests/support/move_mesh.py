@@ -10,13 +10,14 @@ class MoveMesh:
 
     Attributes:
         fails: raised by the next step that is started.
+        is_held: whether steps wait for `let_go`.
     """
 
     num_steps = 7
 
     def __init__(self):
         self.loaded, self.started, self.released, self.fails = [], [], [], None
-        self._number = 90
+        self._number, self.is_held, self._waiting = 90, False, []
 
     def new_array_id(self) -> int:
         self._number += 1
@@ -29,7 +30,9 @@ class MoveMesh:
     def start_step(self, step, inputs, outputs):
         assert step.kind == "move"
         self.started.append((step.program_id, dict(inputs), dict(outputs)))
-        if self.fails is None:
+        if self.is_held:
+            self._waiting.append(step)
+        elif self.fails is None:
             step.finish()
         else:
             step.fail(self.fails)
@@ -40,3 +43,9 @@ class MoveMesh:
 
     def release(self, array) -> None:
         self.released.append(array.array_id)
+
+    def let_go(self, failures=None) -> None:
+        """End the steps that wait; `failures` says by their numbers which fail, and how."""
+        for number, step in enumerate(self._waiting):
+            error = (failures or {}).get(number)
+            step.finish() if error is None else step.fail(error)
