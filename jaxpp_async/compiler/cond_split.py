@@ -290,7 +290,7 @@ def _append_copies(ops: Iterable[Op], mapping: dict[int, Ref], made: list[Op], t
         inputs = tuple(_mapped(r, mapping) for r in op.inputs)
         # The operations inside a call read values of the body around the call.
         expand = _rebased_expand(op, mapping, types) if op.expand is not None else None
-        outputs = tuple(o if o < 0 else types.new(types[o]) for o in op.outputs)
+        outputs = tuple(o if o < 0 else types.new(types[o], like=o) for o in op.outputs)
         mapping.update((o, new) for o, new in zip(op.outputs, outputs, strict=True) if o >= 0)
         copies.append(dataclasses.replace(op, inputs=inputs, outputs=outputs, expand=expand))
     wholes: dict[int, Op] = {}

@@ -139,7 +139,7 @@ def _join_by_actor(inputs: GroupingInputs, root: int, leaves: list[int]) -> list
             out = (
                 last
                 if last is not None and k == len(values)
-                else inputs.types.new(inputs.types[op.outputs[0]])
+                else inputs.types.new(inputs.types[op.outputs[0]], like=op.outputs[0])
             )
             made.append(Op(op.name, (total, v), (out,), op.run, op.line, op.transposed))
             total = out
