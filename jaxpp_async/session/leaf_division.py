@@ -7,7 +7,8 @@ to the other for the calls of a compiled step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxpp_async.errors import ArrayError
 from jaxpp_async.program.instructions import ActorId, SpecEntry
 from jaxpp_async.program.leaf_parts import Parts, leaf_names, part_positions
 from jaxpp_async.session.argument_binding import Slot, host_array
+from jaxpp_async.session.move_programs import Moved
 from jaxpp_async.session.remote_array import Owner, PartArrays, RemoteArray
 
 
@@ -105,6 +107,39 @@ def _joined(name: str, slots: list[Slot], parts: Parts) -> Slot:
         parts=parts,
         part_slots=tuple(slots),
     )
+
+
+def join_moves(moved: Iterable[Moved], leaves: Sequence[Slot]) -> dict[Moved, str]:
+    """Return the records of moves with one record for neighbouring parts of a leaf that took the same way.
+
+    Args:
+        moved: the records, by parts.
+        leaves: the slot of each leaf.
+
+    Returns:
+        A dictionary. Its keys are the records, in their order; its values are the names of the first parts
+        that they are about.
+    """
+    found = {part.name: (leaf, k) for leaf in leaves for k, part in enumerate(leaf.part_slots)}
+
+    def way(numbered: tuple[int, Moved]) -> tuple:
+        number, one = numbered
+        if one.redivided or one.name not in found:
+            return (number,)
+        leaf, k = found[one.name]
+        return leaf.name, k - number, one.from_actor, one.to, one.resharded
+
+    made: dict[Moved, str] = {}
+    for _, numbered in itertools.groupby(enumerate(moved), way):
+        run = [one for _, one in numbered]
+        name = run[0].name
+        if len(run) > 1:
+            leaf, first = found[name]
+            assert leaf.parts is not None
+            rows = leaf.parts.bounds[first], leaf.parts.bounds[first + len(run)]
+            (name,) = Parts(leaf.parts.axis, rows).names(leaf.name)
+        made[replace(run[0], name=name, size_bytes=sum(one.size_bytes for one in run))] = run[0].name
+    return made
 
 
 @dataclass(frozen=True)

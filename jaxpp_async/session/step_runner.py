@@ -11,7 +11,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from jaxpp_async.session import move_programs, report
 from jaxpp_async.session.argument_binding import Slot, host_array
 from jaxpp_async.session.array_moves import Mover
 from jaxpp_async.session.host_transfers import RemoteValues
+from jaxpp_async.session.leaf_division import join_moves
 from jaxpp_async.session.progress import MeshProgress
 from jaxpp_async.session.redivider import Redivider
 from jaxpp_async.session.remote_array import DELETED, RemoteArray, is_remote
@@ -271,7 +271,9 @@ class StepRunner:
         self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
         inputs = compiled.divide(leaves)
         assert inputs is not None
-        moved = divided + await self._mover.bring(inputs, compiled.inputs, step.__name__)
+        brought = await self._mover.bring(inputs, compiled.inputs, step.__name__)
+        named = join_moves((*divided, *brought), compiled.arguments)
+        moved = tuple(named)
         if moved:
             _LOG.info(move_programs.summary(moved, step.__name__))
         # The state of a planned step moves once, in the first call.
@@ -280,7 +282,11 @@ class StepRunner:
         is_new = compiled not in self._warned and compiled.plan is None and not is_first
         if is_new and move_programs.carried_bytes(moved) > move_programs.WARN_BYTES:
             self._warned.add(compiled)
-            why = partial(report.why_taken, compiled.compiled)
+            firsts = {one.name: first for one, first in named.items()}
+
+            def why(name: str) -> str:
+                return report.why_taken(compiled.compiled, firsts[name])
+
             _LOG.warning(move_programs.warning(moved, step.__name__, why))
         return moved, inputs
 

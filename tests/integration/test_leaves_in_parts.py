@@ -269,7 +269,11 @@ async def check_layers_one_at_a_time(mesh: jpp.RemoteMesh) -> None:
     await halves.compile(make_state(), BATCHES[0])
     state = await halves.init(0, init_fn, 0)
     for k, (step, homes) in enumerate([(halves, HALVES), (quarters, QUARTERS), (halves, HALVES)]):
-        state, _ = await mesh.run(step, state, BATCHES[k])
+        future = await mesh.submit(step, state, BATCHES[k])
+        state, _ = await future
+        ways = {0: {}, 1: {"2:4": (0, (1,)), "4:6": (1, (0,))}, 2: {"2:4": (1, (0,)), "4:6": (0, (1,))}}[k]
+        moved = {m.name: (m.from_actor, m.to) for m in future.moves if m.name.startswith("state[0]['w']")}
+        assert moved == {f"state[0]['w'][{rows}]": way for rows, way in ways.items()}
         w, mu = state[0]["w"], state[1][0].mu["w"]
         assert w.division.parts.bounds == mu.division.parts.bounds == ROWS
         assert places(w) == places(mu) == homes

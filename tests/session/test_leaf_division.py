@@ -12,7 +12,8 @@ from jaxpp_async.errors import ArrayError
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.program.leaf_parts import Parts
 from jaxpp_async.session.argument_binding import Slot
-from jaxpp_async.session.leaf_division import DividedPlace, LeafDivision, leaf_slots, part_types
+from jaxpp_async.session.leaf_division import DividedPlace, LeafDivision, join_moves, leaf_slots, part_types
+from jaxpp_async.session.move_programs import Moved
 from jaxpp_async.session.remote_array import DELETED, DONATED, LIVE, PartArrays, RemoteArray
 
 F43, F2 = ValueType(Aval((4, 3), "float32")), ValueType(Aval((2,), "float32"))
@@ -197,3 +198,22 @@ def test_neighbours_on_one_actor_are_shown_as_one(mesh):
     array = RemoteArray.in_parts(mesh, kind, PartArrays(parts, arrays))
     assert repr(array) == "RemoteArray(float32[2, 5], [:, 0:2] actors=[0], [:, 2:5] actors=[1])"
     assert "[:, 0:2] actor 0, [:, 2:5] actor 1" in array._repr_html_()
+
+
+def test_neighbouring_layers_that_took_the_same_way_are_one_move():
+    parts = Parts(0, (0, 1, 2, 5, 6))
+    kind = ValueType(Aval((6,), "float32"))
+    names = parts.names("w")
+    slots = tuple(Slot(name, t, (1,)) for name, t in zip(names, part_types(kind, parts), strict=True))
+    leaf = Slot("w", kind, (1,), parts=parts, part_slots=slots)
+    way = {"from_actor": 0, "to": (1,)}
+    first, second = Moved(names[0], 4, **way), Moved(names[1], 4, **way)
+    third, last = Moved(names[2], 12, 0, (2,)), Moved(names[3], 4, 0, (2,), redivided=True)
+    other = Moved("x", 4, **way)
+    assert join_moves([other, first, second, third, last], [leaf]) == {
+        other: "x",
+        Moved("w[0:2]", 8, **way): names[0],
+        third: names[2],
+        last: names[3],
+    }
+    assert join_moves([second, first], [leaf]) == {second: names[1], first: names[0]}
