@@ -29,6 +29,9 @@ from jaxpp_async.jax_bridge import private_api
 
 Shape: TypeAlias = tuple[int, ...]
 
+MOST_COPIED_ROWS = 512
+"""The most rows that one operation copies one by one. The axis of a flattened array has a row per element."""
+
 
 @dataclass(frozen=True, slots=True)
 class Along:
@@ -291,7 +294,7 @@ def _rev(q: AxisQuestion) -> Relation | None:
     """Rows whose order is reversed are copied one by one. `row_access` reverses one axis after the other."""
     if q.axis not in q.params["dimensions"]:
         return _elementwise(q)
-    if len(q.params["dimensions"]) > 1:
+    if len(q.params["dimensions"]) > 1 or q.length > MOST_COPIED_ROWS:
         return None
     last = q.length - 1
     rows = tuple(CopiedRows(0, last - k, 0, k, 1) for k in range(q.length))
@@ -450,6 +453,8 @@ def _slice(q: AxisQuestion) -> Relation | None:
     if stride == 1:
         return MovedRows(q.axis, (CopiedRows(0, start, 0, 0, stop - start),))
     rows = range(start, stop, stride)
+    if len(rows) > MOST_COPIED_ROWS:
+        return None
     return MovedRows(q.axis, tuple(CopiedRows(0, row, 0, k, 1) for k, row in enumerate(rows)))
 
 

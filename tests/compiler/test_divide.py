@@ -18,7 +18,7 @@ from interpret import check_step, run_plan
 from planning import plan_step, sent
 
 import jaxpp_async as jpp
-from jaxpp_async.compiler import stack_division, stage_cuts
+from jaxpp_async.compiler import divided_axis, stack_division, stage_cuts
 from jaxpp_async.compiler import trace as trace_module
 from jaxpp_async.compiler.continued_arguments import continued_arguments
 from jaxpp_async.compiler.cut import cut_loops
@@ -314,6 +314,16 @@ def test_a_loop_inside_stages_that_counts_its_layers_keeps_the_leaf_whole(monkey
     (kept,) = done.traced.kept_whole
     assert "test_divide.py:" in kept.why and "takes layers by an index that it counts" in kept.why
     assert done.traced.arg_names[kept.leaf] == "p['layers']['kernel']" and "scan over" in kept.instead
+
+
+@pytest.mark.parametrize("take", [lambda x: x[::-1], lambda x: jnp.repeat(x[::2], 2)], ids=["flip", "stride"])
+def test_elements_of_a_flattened_leaf_are_not_moved_one_by_one(monkeypatch, take):
+    monkeypatch.setattr(stack_division, "JOINED_BYTES", 0)
+    monkeypatch.setattr(divided_axis, "MOST_COPIED_ROWS", NUM_LAYERS)
+    update = lambda w, g: w - 0.1 * take(g.reshape(-1)).reshape(g.shape)  # noqa: E731
+    (done,) = check_step(with_update(update), params(), batch())
+    assert any("is not computed in parts" in kept.why for kept in done.traced.kept_whole)
+    assert max(len(recipe.ops) for recipe in done.placed.recipes) < 200
 
 
 def test_small_values_are_joined():
