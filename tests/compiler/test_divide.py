@@ -320,7 +320,10 @@ def test_a_loop_inside_stages_that_counts_its_layers_keeps_the_leaf_whole(monkey
 def test_elements_of_a_flattened_leaf_are_not_moved_one_by_one(monkeypatch, take):
     monkeypatch.setattr(stack_division, "JOINED_BYTES", 0)
     monkeypatch.setattr(divided_axis, "MOST_COPIED_ROWS", NUM_LAYERS)
-    update = lambda w, g: w - 0.1 * take(g.reshape(-1)).reshape(g.shape)  # noqa: E731
+
+    def update(w: jax.Array, g: jax.Array) -> jax.Array:
+        return w - 0.1 * take(g.reshape(-1)).reshape(g.shape)
+
     (done,) = check_step(with_update(update), params(), batch())
     assert any("is not computed in parts" in kept.why for kept in done.traced.kept_whole)
     assert max(len(recipe.ops) for recipe in done.placed.recipes) < 200
